@@ -1,0 +1,1 @@
+"""Numbers out of gradients: device-side, one read per step."""

@@ -1,0 +1,1 @@
+"""The run directory, its store and the sinks."""

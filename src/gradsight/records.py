@@ -1,0 +1,163 @@
+"""The types that travel between stages: frozen, plain, without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradsight.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When something is due: from start_step to end_step (inclusive), every step_interval steps.
+
+    >>> [step for step in range(12) if Schedule(start_step=2, end_step=9, step_interval=3).due(step)]
+    [2, 5, 8]
+    """
+
+    start_step: int = 0
+    end_step: int | None = None
+    step_interval: int = 1
+
+    def __post_init__(self) -> None:
+        if self.step_interval < 1:
+            raise UsageError(f"step_interval must be 1 or more, got {self.step_interval}")
+        if self.start_step < 0:
+            raise UsageError(f"start_step must be 0 or more, got {self.start_step}")
+        if self.end_step is not None and self.end_step < self.start_step:
+            raise UsageError(f"end_step {self.end_step} lies before start_step {self.start_step}")
+
+    def due(self, step: int) -> bool:
+        """Whether this step is on the schedule."""
+        if step < self.start_step or (self.end_step is not None and step > self.end_step):
+            return False
+        return (step - self.start_step) % self.step_interval == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the model under its own dotted name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+    """Further names of the same tensor (tied weights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step.
+
+    `gradient` says what the numbers of this step are measured on: "true" is the gradient accumulated over micro-batches,
+    reduced over ranks, unscaled, before clipping; anything else names what is different.
+    """
+
+    step: int
+    time: float
+    """Seconds since the epoch when the step was made."""
+    loss: float | None = None
+    lr: float | None = None
+    total_norm: float | None = None
+    """L2 norm over all parameters; None where no gradient was seen or statistics were not due."""
+    clip_coef: float | None = None
+    """What the optimizer used, divided by the gradient; 1 without clipping, None where that is not one number."""
+    scale: float | None = None
+    """The loss scale of automatic mixed precision; None without a GradScaler."""
+    skipped: bool = False
+    """Whether the GradScaler left this step out."""
+    gradient: str = "true"
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Whatever else was logged for this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterStat:
+    """One parameter's gradient at one step. A field that was not measured is None."""
+
+    step: int
+    parameter: str
+    l2: float
+    max_abs: float
+    nan: int | None = 0
+    """How many entries are NaN; None where they are known to exist but were not counted."""
+    inf: int | None = 0
+    update_ratio: float | None = None
+    """||new weight - weight|| / ||weight|| of this optimizer step, on histogram steps."""
+    update_ratio_error: float | None = None
+    """Standard error of update_ratio from sampling; 0 where every entry was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of gradient entries by sign and power of two, of one parameter or (parameter None) of all together.
+
+    `positive[k]` counts entries in [2**(low+k), 2**(low+k+1)), `negative[k]` the same of their magnitude. Zeros, NaN,
+    infinities and `underflow` (not zero, but below 2**-126) are kept apart. Large tensors are sampled: then the counts are
+    of `sampled` entries out of `size`, and `error` is the largest standard error of any bin's share.
+    """
+
+    step: int
+    parameter: str | None
+    low: int
+    negative: tuple[float, ...]
+    positive: tuple[float, ...]
+    zero: float
+    nan: float
+    inf: float
+    underflow: float
+    size: int
+    sampled: int
+
+    @property
+    def error(self) -> float:
+        """The largest standard error of a bin's share that sampling can cause; 0 where everything was counted."""
+        return 0.0 if self.sampled >= self.size else 0.5 / self.sampled**0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number logged under a name of the user's."""
+
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A judged fact: what, how bad, where, since when, why we say so, and what to do."""
+
+    code: str
+    name: str
+    severity: str
+    """ "warning" or "critical"."""
+    parameters: tuple[str, ...]
+    first_step: int
+    evidence: str
+    message: str
+    recommendation: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScore:
+    """<direction, g_i> of one training sample at one step. Positive helps the target."""
+
+    step: int
+    sample_id: int | str
+    domain: str | None
+    target: str
+    score: float
+    lr: float | None
+    clip_coef: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A fault of Gradsight's own that training survived: said once, counted, shown in the report."""
+
+    key: str
+    message: str
+    first_step: int
+    count: int

@@ -1,0 +1,103 @@
+"""The shape of the package: one front door, imports in one direction, nothing heavy at import time."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradsight
+
+PACKAGE = Path(gradsight.__file__).parent
+
+FRONT_DOOR = ["GradsightError", "MetricsTracker", "Schedule", "log_gradient_distribution", "open_run", "watch"]
+
+GROUND = {"errors", "records"}
+STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
+COMPOSERS = {"watch", "distribution"}
+TOP = {"train", "integrations", "cli", "__main__"}
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether a module of one part may import another part."""
+    if importer == imported or imported in GROUND:
+        return importer not in GROUND or imported == "errors"
+    if importer in GROUND | {"dist"}:
+        return False
+    if importer in STRANGERS:
+        return imported == "dist"
+    if importer in COMPOSERS:
+        return imported in STRANGERS | {"dist"} | COMPOSERS
+    return importer in TOP and imported in STRANGERS | {"dist"} | COMPOSERS | TOP - {"__main__"}
+
+
+def part(module: str) -> str:
+    return module.split(".")[1] if "." in module else "gradsight"
+
+
+def imports() -> list[tuple[str, str]]:
+    """Every import of our own modules, also those inside functions."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(("gradsight", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} uses a relative import"
+                found += [(name, f"{node.module}.{alias.name}") for alias in node.names] if node.module == "gradsight" else [(name, node.module or "")]
+            elif isinstance(node, ast.Import):
+                found += [(name, alias.name) for alias in node.names]
+    return [(name, module) for name, module in found if module.split(".")[0] == "gradsight"]
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [f"{name} -> {module}" for name, module in imports() if not may_import(part(name), part(module))]
+    assert not wrong, wrong
+
+
+def test_the_direction_rule_can_fail() -> None:
+    assert not may_import("measure", "watch")
+    assert not may_import("capture", "measure")
+    assert not may_import("records", "dist")
+    assert not may_import("show", "cli")
+
+
+def test_front_door_is_frozen() -> None:
+    assert sorted(gradsight.__all__) == FRONT_DOOR
+    for name in FRONT_DOOR:
+        assert getattr(gradsight, name).__name__ == name
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'wacth'; it has .*watch"):
+        _ = gradsight.wacth
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import gradsight",
+        "import gradsight.record.reader",
+        "import gradsight.show.markdown",
+        "from gradsight.cli import main; main(['--help'])",
+        "from gradsight.cli import main; main(['report', '--help'])",
+    ],
+)
+def test_no_torch_without_need(code: str) -> None:
+    check = f"{code}\nimport sys\nassert 'torch' not in sys.modules, 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_module_is_the_command() -> None:
+    by_module = subprocess.run([sys.executable, "-m", "gradsight", "--help"], capture_output=True, text=True)
+    by_name = subprocess.run([Path(sys.executable).with_name("gradsight"), "--help"], capture_output=True, text=True)
+    assert by_module.returncode == by_name.returncode == 0
+    assert by_module.stdout == by_name.stdout
+    assert "report" in by_name.stdout
+
+
+def test_wrong_usage_is_64() -> None:
+    done = subprocess.run([sys.executable, "-m", "gradsight", "reprot"], capture_output=True, text=True)
+    assert done.returncode == 64
+    assert "report" in done.stderr + done.stdout
