@@ -8,9 +8,12 @@ from importlib import import_module
 from typing import Any
 
 _FRONT_DOOR = {
+    "GradientDumper": "dump.dumper",
     "GradsightError": "errors",
     "MetricsTracker": "record.tracker",
     "Schedule": "records",
+    "get_checkpoint_metadata": "dump.reader",
+    "load_keys": "dump.reader",
     "log_gradient_distribution": "distribution",
     "open_run": "record.reader",
     "watch": "watch",
