@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradsight.dump.layout import find_dumps, step_of
+from gradsight.dump.layout import FOLDERS, find_dumps, step_of
 from gradsight.dump.manifest import Manifest, read
 from gradsight.dump.values import Values, values
 from gradsight.errors import UsageError
@@ -17,8 +17,8 @@ from gradsight.errors import UsageError
 class Difference:
     """One gradient in two dumps.
 
-    `relative` is max|a - b| / max(max|a|, max|b|), over all entries; NaN or infinity in the same place on both sides is no
-    difference, on one side an infinite one. `cosine` is None where one side is zero or not finite.
+    `relative` is max|a - b| / max(max|a|, max|b|), over all entries; NaN or infinity in the same place on both sides
+    is no difference, on one side an infinite one. `cosine` is None where one side is zero or not finite.
     """
 
     step: int
@@ -48,7 +48,8 @@ def _pairs(first: Path, second: Path, step: int | None) -> Iterator[tuple[Path, 
     ]
     if not shared:
         raise UsageError(f"nothing to compare: {first} has {_steps(one)}, {second} has {_steps(other)}")
-    yield from shared
+    whole = {step_of(folder) for folder, _ in shared if folder.name == FOLDERS["full"]}
+    yield from (pair for pair in shared if pair[0].name == FOLDERS["full"] or step_of(pair[0]) not in whole)
 
 
 def _steps(folders: list[Path]) -> str:

@@ -26,10 +26,11 @@ SEVERITIES = ("warning", "critical")
 class GradientDumper:
     """Writes a model's gradients to `run_dir/gradient_dumper/step{N}`, complete or not at all.
 
-    `save_first_n=None` writes everything as a torch distributed checkpoint, each rank its own part; a number writes that many first
-    rows of each gradient as safetensors. `asynchronous`: training waits only for a copy in memory; at most `queue_size` such copies
-    exist, and when all of them are still being written, `when_full` says whether to "wait" or to "skip" the dump. `keep_last` and
-    `max_bytes` let the oldest dumps go once a new one is complete. `dump_on`: under watch, also dump when a step is judged so.
+    `save_first_n=None` writes everything as a torch distributed checkpoint, each rank its own part; a number writes
+    that many first rows of each gradient as safetensors. `asynchronous`: training waits only for a copy in memory; at
+    most `queue_size` such copies exist, and when all of them are still being written, `when_full` says whether to
+    "wait" or to "skip" the dump. `keep_last` and `max_bytes` let the oldest dumps go once a new one is complete.
+    `dump_on`: under watch, also dump when a step is judged so.
 
     Several ranks: make one on each, with the same arguments, and call `dump` on each at the same steps, after backward.
     A fault never stops training: it is warned of once, counted in `problems`, and the dump is absent.
@@ -98,7 +99,7 @@ class GradientDumper:
     def dump(self, model: torch.nn.Module, step: int, *, divisor: float = 1.0) -> Path | None:
         """Dump what is in `.grad` now, if the step is due, and return where it will lie; None: not due, or given up.
 
-        `divisor` is the loss scale where gradients are still scaled. With `asynchronous`, the folder is there after `wait()`.
+        `divisor` is the loss scale where gradients are still scaled. If asynchronous, the folder is there after wait().
         """
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"dump needs a torch.nn.Module, got {type(model).__name__}")
@@ -110,11 +111,11 @@ class GradientDumper:
             return None
         facts = Facts(divisor=divisor, scale=divisor if divisor != 1.0 else None)
         if divisor != 1.0:
-            facts = replace(facts, gradient=f"{facts.gradient}, divided by {divisor}")
+            facts = replace(facts, gradient=f"{facts.gradient}, divided by {divisor:g}")
         return self._take(model, step, facts)
 
     def capture(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
-        """Dump now whatever the schedule says, with known facts; for the composer: nothing is raised, faults are counted."""
+        """Dump now, whatever the schedule says, with known facts; for the composer: faults are counted, never raised."""
         try:
             return self._take(model, step, facts)
         except Exception as error:
@@ -231,8 +232,8 @@ class GradientDumper:
     def _report_capped(self, gradients: Gradients, step: int) -> None:
         if gradients.capped and "capped" not in self._problems:
             number, name = len(gradients.capped), gradients.capped[0]
-            text = f"save_first_n={self._limits.first_n} is more rows than {number} gradients have (first: {name}); all of theirs are dumped"
-            self._note(step, Fault("capped", text))
+            text = f"save_first_n={self._limits.first_n} is more rows than {number} gradients have (first: {name})"
+            self._note(step, Fault("capped", f"{text}; all of theirs are dumped"))
 
     def _count(self, step: int, fault: Fault) -> None:
         """A dump that will not be there."""

@@ -1,8 +1,8 @@
 """The bytes around a gradient that make it a record of torch's distributed checkpoint format.
 
-Such a record is what `torch.save` writes: an uncompressed zip archive with a small pickle that describes the tensor and one entry
-with its raw bytes. Written here by hand, so that the raw bytes go from the staging buffer to the disk without a copy, lie on a
-multiple of 64, and share one checksum with the manifest.
+Such a record is what `torch.save` writes: an uncompressed zip archive with a small pickle that describes the tensor and
+one entry with its raw bytes. Written here by hand, so that the raw bytes go from the staging buffer to the disk without
+a copy, lie on a multiple of 64, and share one checksum with the manifest.
 """
 
 import io
@@ -34,7 +34,8 @@ class _Describer(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         """How torch.load finds the bytes: entry 0 of the archive."""
         if isinstance(value, torch.storage.TypedStorage):
-            return "storage", getattr(torch, value._pickle_storage_type()), "0", "cpu", value._size()
+            kind, size = value._pickle_storage_type(), value._size()  # type: ignore[no-untyped-call]
+            return "storage", getattr(torch, kind), "0", "cpu", size
         if isinstance(value, torch.UntypedStorage):
             return "storage", torch.UntypedStorage, "0", "cpu", value.nbytes()
         return None

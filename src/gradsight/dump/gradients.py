@@ -150,5 +150,5 @@ def _refuse_flat(model: torch.nn.Module) -> None:
     """The older FSDP keeps gradients as pieces of one flat vector, which have no shape of their own."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise UsageError(
-            "FullyShardedDataParallel is not supported: its gradients are pieces of a flat vector. Use torch's fully_shard"
+            "FullyShardedDataParallel is not supported: its gradients are flat pieces. Use torch's fully_shard"
         )

@@ -1,7 +1,7 @@
 """One dump from staged pieces to a complete folder: the ranks offer, rank 0 plans, all write, rank 0 completes.
 
-Whatever goes wrong on one rank is told to all in the next exchange, so that no rank waits for another that has given up, and either
-every rank knows the dump complete or none does.
+Whatever goes wrong on one rank is told to all in the next exchange, so that no rank waits for another that has given
+up, and either every rank knows the dump complete or none does.
 """
 
 import time
@@ -27,7 +27,7 @@ FRAME_BYTES = 2048
 class Facts:
     """What is known of the gradient beside its values; the composer knows more than a user's call can say."""
 
-    gradient: str = "as found in .grad when dump() was called"
+    gradient: str = "as found in .grad"
     """ "true" for the gradient accumulated, reduced, unscaled, before clipping; else what it is instead."""
     reason: str = "schedule"
     clip_coef: float | None = None
@@ -210,8 +210,10 @@ def _notes(manifest: Manifest) -> list[Fault]:
         notes.append(Fault("left out", f"{len(manifest.left_out)} gradients are not in the dump; {name}: {why}"))
     differing = [name for name, entry in manifest.tensors.items() if entry.ranks_disagree]
     if differing:
-        text = f"{len(differing)} gradients differ between ranks or are None on some (first: {differing[0]}): not reduced yet?"
-        notes.append(Fault("ranks disagree", f"{text} The dump has those of the lowest rank that has one"))
+        text = f"{len(differing)} gradients differ between ranks, or are None on some, not reduced yet?"
+        notes.append(
+            Fault("ranks disagree", f"{text} First: {differing[0]}. The dump has those of the lowest rank that has one")
+        )
     return notes
 
 

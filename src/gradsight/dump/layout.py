@@ -2,7 +2,7 @@
 
 gradient_dumper/step{N}/{full,sampled}_gradients/           complete, manifest and all
 gradient_dumper/step{N}.partial/{full,sampled}_gradients/   being written; never read
-gradient_dumper/step{N}.partial/*.old                       replaced by a newer dump of the same step; put back if that never came
+gradient_dumper/step{N}.partial/*.old                       replaced by a newer dump; put back if that never came
 gradient_dumper/step{N}.partial/*.removed                   no longer wanted; half removed, perhaps
 """
 

@@ -1,7 +1,7 @@
 """The manifest: a JSON file that says everything about a dump, so that reading one never opens a pickle. No torch.
 
-A dump without a manifest is no dump. The manifest is written last, carries a checksum of itself, and is refused when malformed: it
-may come from a stranger.
+A dump without a manifest is no dump. The manifest is written last, carries a checksum of itself, and is refused when
+malformed: it may come from a stranger.
 """
 
 import json
@@ -216,8 +216,9 @@ def _checksum(body: dict[str, Any]) -> int:
 
 
 def _no_dump(folder: Path) -> str:
+    expected = "expected a folder such as RUN/gradient_dumper/step0/full_gradients"
     if not folder.exists():
-        return f"{folder} does not exist; expected a folder such as RUN/gradient_dumper/step0/full_gradients"
+        return f"{folder} does not exist; {expected}"
     if (folder / ".metadata").exists():
-        return f"{folder} is a checkpoint that Gradsight did not write (no {NAME}); torch.distributed.checkpoint can read it"
-    return f"{folder} is not a gradient dump (no {NAME}); expected a folder such as RUN/gradient_dumper/step0/full_gradients"
+        return f"{folder} is a checkpoint without our {NAME}; torch.distributed.checkpoint may read it"
+    return f"{folder} is not a gradient dump (no {NAME}); {expected}"

@@ -1,4 +1,4 @@
-"""Names: the model's own names of its parameters, and file names that any parameter name can be given. No torch at import."""
+"""Names: the model's own names of its parameters, and file names that any of them can be given. No torch at import."""
 
 import hashlib
 import re
@@ -31,7 +31,7 @@ def clean_parameters(model: "torch.nn.Module") -> Iterator[tuple[str, "torch.nn.
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:
-    """A file name for each parameter name: the name itself where that is safe and short, else a readable part and a hash.
+    """A file name for each parameter name: the name itself where safe and short, else a readable part and a hash.
 
     >>> file_stems(["wte.weight", "a/b"])
     {'wte.weight': 'wte.weight', 'a/b': 'a_b-c14cddc033f6'}

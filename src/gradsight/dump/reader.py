@@ -1,4 +1,4 @@
-"""Reading dumps in plain Python: no process group, no pickle, checksums compared. torch only where tensors are asked for."""
+"""Reading dumps in plain Python: no process group, no pickle, checksums compared. torch only for tensors."""
 
 import difflib
 import zlib
@@ -45,8 +45,8 @@ def load_keys(
 ) -> "Iterator[torch.Tensor]":
     """The gradients of these parameters, whole, in the order of the keys; `directory` is a dump's folder.
 
-    Checksums are compared while reading. `index`, one slice per leading dimension, reads only that part of each tensor, straight
-    from its place on the disk; whole chunks, and so their checksums, are then not read.
+    Checksums are compared while reading. `index`, one slice per leading dimension, reads only that part of each tensor,
+    straight from its place on the disk; whole chunks are then not read, so their checksums are not compared.
     """
     folder = dump_folder(directory)
     manifest = read(folder)
@@ -115,7 +115,7 @@ def open_chunk(folder: Path, name: str, chunk: Chunk, check: bool = True) -> Byt
         raise RunError(f"{path} is missing; without it the gradient of {name!r} cannot be read") from None
     except (OSError, ValueError):
         raise RunError(f"{path} is cut short; without its end the gradient of {name!r} cannot be read") from None
-    if check and zlib.crc32(stored) != chunk.crc32:
+    if check and zlib.crc32(stored.data) != chunk.crc32:
         raise RunError(f"{path} is damaged: the checksum of the gradient of {name!r} does not match")
     return stored
 

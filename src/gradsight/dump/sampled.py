@@ -18,8 +18,8 @@ from gradsight.dump.staging import Buffer, Span
 
 KEY = "gradient"
 WORDS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 """What safetensors calls a dtype."""
 SPLIT = {"complex128": ("F64", 2), "complex32": ("F16", 2), "float8_e4m3fnuz": ("U8", 1), "float8_e5m2fnuz": ("U8", 1)}

@@ -56,7 +56,7 @@ class Buffer:
 
     def raw(self, span: Span) -> memoryview:
         """A staged piece as bytes, without a copy."""
-        return memoryview(self._bytes.numpy())[span.start : span.stop]
+        return self._bytes.numpy().data[span.start : span.stop]
 
     def _reserve(self, length: int, pinned: bool) -> None:
         """Grow, never shrink."""

@@ -72,5 +72,5 @@ def _check_file(folder: Path, name: str, stored: Stored, manifest: Manifest) -> 
 def _crc(content: np.ndarray[tuple[int], np.dtype[np.uint8]], start: int) -> int:
     """The checksum of some bytes, read in blocks."""
     for position in range(0, len(content), BLOCK):
-        start = zlib.crc32(content[position : position + BLOCK], start)
+        start = zlib.crc32(content[position : position + BLOCK].data, start)
     return start
