@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 BLOCK = 1 << 26
@@ -12,7 +13,9 @@ BLOCK = 1 << 26
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, and make their names durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)  # again, in case another dumper has just removed the empty parent
     for folder in missing:
         sync_folder(folder.parent)
 
@@ -59,8 +62,8 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_if_empty(path: Path) -> None:
-    """Remove a folder with nothing in it."""
-    if path.is_dir() and not any(path.iterdir()):
+    """Remove a folder with nothing in it; one that is in use stays."""
+    with suppress(OSError):
         path.rmdir()
 
 

@@ -46,7 +46,8 @@ class Layout:
                 files.make_folder(final.parent)
                 files.move(leftover, final)
             files.remove_tree(leftover)
-            files.remove_if_empty(leftover.parent)
+        for folder in self.root.glob("step*"):
+            files.remove_if_empty(folder)
 
     def prepare(self, step: int) -> Path:
         """An empty folder to write the dump of a step into."""

@@ -106,6 +106,8 @@ def encode(manifest: Manifest) -> bytes:
 def read(folder: Path) -> Manifest:
     """The manifest of a dump folder; refused unless every part of it makes sense."""
     path = folder / NAME
+    if folder.parent.name.endswith(".partial"):
+        raise RunError(f"{folder} is still being written, or was left behind unfinished: it is not a dump")
     try:
         body = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -114,7 +114,7 @@ def _sharded_place(shape: torch.Size, mesh: Any, placements: Any, turn: int) -> 
         tuple(offsets),
         tuple(sizes),
         mesh=_mesh_text(mesh),
-        placements=tuple(str(placement) for placement in placements),
+        placements=tuple(repr(placement) for placement in placements),
         writes=where is not None and _replica(mesh, where, axes) == turn % math.prod(mesh.size(axis) for axis in axes),
         partial=any(placement.is_partial() for placement in placements),
     )

@@ -108,7 +108,10 @@ def skipping(out: Path) -> None:
 
 def report(run: Path, dumper: GradientDumper) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    lines = [f"{dumper.written} {dumper.skipped} {dumper.failed}", *(f"{one.key}: {one.message}" for one in dumper.problems)]
+    lines = [
+        f"{dumper.written} {dumper.skipped} {dumper.failed}",
+        *(f"{one.key}: {one.message}" for one in dumper.problems),
+    ]
     (run / f"rank{dist.get_rank()}.txt").write_text("\n".join(lines))
 
 
