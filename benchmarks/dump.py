@@ -2,8 +2,8 @@
 
     python benchmarks/dump.py [--megabytes 400] [--rounds 7] [--folder DIR]
 
-Each round measures every way once, one after the other, and the best of all rounds counts: on a shared machine the others
-say more about the neighbours. Two loads: one buffer of many tensors as in a GPT, and the same gradients in one process.
+Each round measures every way once, one after the other, and the best of all rounds counts: on a shared machine the rest
+says more about the neighbours. The first round, with new memory, is told apart.
 """
 
 import argparse
@@ -52,9 +52,9 @@ class Bench:
         self.bytes = sum(gradient.nbytes for gradient in self.gradients.values())
         self.copies = [torch.empty_like(gradient) for gradient in self.gradients.values()]
         self.raw = memoryview(torch.zeros(self.bytes, dtype=torch.uint8).random_().numpy())
-        self.full = GradientDumper(folder / "full", keep_last=1)
-        self.sampled = GradientDumper(folder / "sampled", keep_last=1, save_first_n=10)
-        self.step = 0
+        self.full = GradientDumper(folder / "full")
+        self.sampled = GradientDumper(folder / "sampled", save_first_n=10)
+        self.step, self.size = 0, dict[str, int]()
 
     def copy(self) -> None:
         """A plain copy in memory, tensor by tensor, into memory that was used before."""
@@ -75,18 +75,29 @@ class Bench:
         """torch's own synchronous save of the same gradients."""
         dcp.save(self.gradients, checkpoint_id=self.folder / "dcp", no_dist=True)
 
-    def round(self, times: dict[str, list[float]]) -> None:
-        """Measure each way once."""
-        times["copy"].append(timed(self.copy))
+    def dump(self, times: dict[str, list[float]], dumper: GradientDumper, kind: str) -> None:
+        """One dump: what training waits for, and how long until it is complete."""
         self.step += 1
-        times["stall"].append(timed(lambda: self.full.dump(self.model, self.step)))
-        times["rest"].append(timed(self.full.wait))
-        times["stall sampled"].append(timed(lambda: self.sampled.dump(self.model, self.step)))
-        times["rest sampled"].append(timed(self.sampled.wait))
+        waiting = timed(lambda: dumper.dump(self.model, self.step))
+        times[f"{kind} stall"].append(waiting)
+        times[f"{kind} all"].append(waiting + timed(dumper.wait))
+        self.size[kind] = size(read(self.folder / kind / f"gradient_dumper/step{self.step}/{kind}_gradients"))
+        self.clear(self.folder / kind)
+
+    def round(self, times: dict[str, list[float]]) -> None:
+        """Measure each way once; what was written is removed outside of the measured time."""
+        times["copy"].append(timed(self.copy))
+        self.dump(times, self.full, "full")
         times["raw"].append(timed(self.write_raw))
-        (self.folder / "raw").unlink()
+        self.clear(self.folder / "raw")
+        self.dump(times, self.sampled, "sampled")
         times["dcp"].append(timed(self.save_dcp))
-        shutil.rmtree(self.folder / "dcp")
+        self.clear(self.folder / "dcp")
+
+    def clear(self, path: Path) -> None:
+        """Remove what was written, and let the disk come to rest."""
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.sync()
 
 
 def main() -> None:
@@ -104,38 +115,37 @@ def main() -> None:
 
 
 def report(bench: Bench, rounds: int) -> None:
+    """Print what was measured, each figure beside its goal."""
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds + 1):
         bench.round(times)
-    first = times["stall"][0]
     best = {way: min(values[1:]) for way, values in times.items()}
-    written = min(a + b for a, b in zip(times["stall"][1:], times["rest"][1:], strict=True))
-    per_second = bench.bytes / 1e6
-    sizes = [
-        size(read(folder)) for kind in ("full", "sampled") for folder in bench.folder.glob(f"{kind}/*/*/*_gradients")
-    ]
-    print(
-        f"{len(bench.gradients)} gradients, {bench.bytes / 1e6:.0f} MB, {torch.get_num_threads()} threads, best of {rounds} rounds"
+    copy, stall, whole = best["copy"], best["full stall"], best["full all"]
+    rate = {way: bench.bytes / 1e6 / best[way] for way in ("full all", "raw", "dcp")}
+    count, threads = len(bench.gradients), torch.get_num_threads()
+    print(f"{count} gradients, {bench.bytes / 1e6:.0f} MB, {threads} threads, best of {rounds} rounds")
+    line("a plain copy in memory", copy * 1e3, "ms")
+    line("training waits for a dump", stall * 1e3, "ms", f"{stall / copy:.2f}x the copy (goal: at most 1.3x)")
+    line("  the first time, new memory", times["full stall"][0] * 1e3, "ms")
+    line("synchronous dcp.save", best["dcp"] * 1e3, "ms", f"{best['dcp'] / stall:.1f}x the wait (goal: at least 4x)")
+    line("a dump is complete after", whole * 1e3, "ms")
+    line("it is written at", rate["full all"], "MB/s", f"{best['raw'] / whole:.2f}x of raw (goal: at least 0.7x)")
+    line("a raw write with fsync", rate["raw"], "MB/s")
+    line("dcp.save", rate["dcp"], "MB/s")
+    line(
+        "training waits for 10 rows each",
+        best["sampled stall"] * 1e3,
+        "ms",
+        f"{best['sampled stall'] / stall:.2f}x the full dump",
     )
-    print(f"a plain copy in memory          {best['copy'] * 1e3:8.1f} ms")
-    print(
-        f"training waits for a dump       {best['stall'] * 1e3:8.1f} ms   {best['stall'] / best['copy']:.2f}x the copy (at most 1.3x)"
+    line(
+        "they are complete after", best["sampled all"] * 1e3, "ms", f"{best['sampled all'] / whole:.2f}x the full dump"
     )
-    print(f"  the first one (new memory)    {first * 1e3:8.1f} ms")
-    print(
-        f"synchronous dcp.save            {best['dcp'] * 1e3:8.1f} ms   {best['dcp'] / best['stall']:.1f}x the wait (at least 4x)"
-    )
-    print(f"a dump reaches the disk at      {per_second / written:8.0f} MB/s")
-    print(
-        f"a raw write with fsync at       {per_second / best['raw']:8.0f} MB/s {best['raw'] / written:.2f}x of it is reached (at least 0.7x)"
-    )
-    print(f"dcp.save at                     {per_second / best['dcp']:8.0f} MB/s")
-    print(
-        f"training waits for 10 rows each {best['stall sampled'] * 1e3:8.1f} ms   {best['stall'] / best['stall sampled']:.0f}x less than for all"
-    )
-    print(
-        f"  written in                    {best['rest sampled'] * 1e3:8.1f} ms   {sizes[1] / 1e6:.1f} MB against {sizes[0] / 1e6:.1f} MB"
-    )
+    line("they take", bench.size["sampled"] / 1e6, "MB", f"of {bench.size['full'] / 1e6:.1f} MB")
+
+
+def line(what: str, number: float, unit: str, remark: str = "") -> None:
+    print(f"{what:<32}{number:9.1f} {unit:<5}{remark}".rstrip())
 
 
 if __name__ == "__main__":

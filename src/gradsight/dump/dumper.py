@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from gradsight.dump.gradients import Gradients, collect
+from gradsight.dump.gradients import Collector, Gradients
 from gradsight.dump.job import Facts, Job, Limits, run, without_tensors
 from gradsight.dump.layout import Layout
 from gradsight.dump.plan import Fault
@@ -74,6 +74,7 @@ class GradientDumper:
         self._pool = Pool(queue_size)
         self._writer = Writer(self._work, asynchronous)
         self._ranks: Ranks | None = None
+        self._collector: Collector | None = None
         self._broken: Fault | None = None
         self._problems: dict[str, Problem] = {}
         self._unsaid: list[str] = []
@@ -115,7 +116,7 @@ class GradientDumper:
         return self._take(model, step, facts)
 
     def capture(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
-        """Dump now, whatever the schedule says, with known facts; for the composer: faults are counted, never raised."""
+        """Dump now, whatever the schedule says, with known facts; for the composer: nothing is raised."""
         try:
             return self._take(model, step, facts)
         except Exception as error:
@@ -163,7 +164,9 @@ class GradientDumper:
         """Find the gradients and copy them; the other ranks hear of it when that fails here."""
         job = Job(step, facts, Gradients((), (), ()))
         try:
-            gradients = collect(model, ranks.size, ranks.rank, self._limits.first_n, unscale=facts.divisor != 1.0)
+            if self._collector is None:
+                self._collector = Collector(ranks.size, ranks.rank, self._limits.first_n)
+            gradients = self._collector.collect(model, unscale=facts.divisor != 1.0)
             if ranks.size == 1 and not gradients.seen:
                 raise UsageError(
                     f"no parameter has a gradient at step {step}: call dump after backward() and before zero_grad()"

@@ -1,13 +1,18 @@
 """The few things done to the disk, each of them durable when it returns. No torch."""
 
+import ctypes
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-BLOCK = 1 << 26
-"""How many bytes are handed to the system in one call."""
+_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+
+BLOCK = 1 << 23
+"""How many bytes are handed to the system in one call, and sent on to the disk while the next are prepared."""
 
 
 def make_folder(path: Path) -> None:
@@ -20,22 +25,40 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write the parts one after the other and return when they are on the disk."""
+def write_file(path: Path, parts: Iterable[bytes | memoryview], sync: bool = True) -> None:
+    """Write the parts one after the other and return when they are on the disk, or without `sync` on their way."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
+        position = 0
         for part in parts:
-            write_all(handle, memoryview(part).cast("B"))
-        os.fsync(handle)
+            position = write_all(handle, memoryview(part).cast("B"), position)
+        if sync:
+            os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def write_all(handle: int, data: memoryview) -> None:
-    """Write every byte: one call may take only a part of what it is given."""
+def sync_files(paths: Iterable[Path]) -> None:
+    """Return when files that are already written are on the disk; for many small ones the faster way."""
+    for path in paths:
+        sync_folder(path)
+
+
+def write_all(handle: int, data: memoryview, position: int) -> int:
+    """Write every byte (one call may take only a part of what it is given) and return the new position."""
     done = 0
     while done < len(data):
-        done += os.write(handle, data[done : done + BLOCK])
+        count = os.write(handle, data[done : done + BLOCK])
+        if count == BLOCK:
+            start_flushing(handle, position + done, count)
+        done += count
+    return position + done
+
+
+def start_flushing(handle: int, position: int, count: int) -> None:
+    """Have the disk begin with bytes that fsync will wait for; where the system cannot, fsync does it all."""
+    if _sync_file_range is not None:
+        _sync_file_range(handle, ctypes.c_int64(position), ctypes.c_int64(count), 2)
 
 
 def sync_folder(path: Path) -> None:

@@ -11,6 +11,7 @@ import struct
 import sys
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class _Describer(pickle.Pickler):
         return None
 
 
+@lru_cache(maxsize=1 << 14)
 def describe(sizes: tuple[int, ...], dtype: torch.dtype) -> bytes:
     """The pickle of a dense tensor, without its bytes; the memory for it is never touched."""
     target = io.BytesIO()

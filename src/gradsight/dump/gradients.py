@@ -3,13 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsight.dump.manifest import ITEM_BYTES
 from gradsight.dump.names import clean_parameters
-from gradsight.dump.ranks import Place, local_part, place_of
+from gradsight.dump.ranks import Place, local_part, place_of, sharding
 from gradsight.errors import UsageError
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -50,34 +52,74 @@ class Gradients:
     """Parameters with fewer rows than were asked for."""
 
 
-def collect(
-    model: torch.nn.Module, world_size: int = 1, rank: int = 0, first_n: int | None = None, unscale: bool = False
-) -> Gradients:
-    """Look at every parameter and find the piece of its gradient that this rank should write."""
-    _refuse_flat(model)
-    named, aliases = _distinct(model)
-    reduced = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    owners = _owners(named, 1 if first_n else world_size) if reduced else {}
-    rows, tensors, left_out, capped, seen = [], [], {}, [], 0
-    for turn, (name, parameter) in enumerate(named.items()):
-        gradient, source = _gradient(parameter)
-        if gradient is None:
-            continue
-        seen += 1
-        place = place_of(gradient, turn)
+class Collector:
+    """Finds the pieces of gradients that this rank should write; remembers what it found, to be quick the next time."""
+
+    def __init__(self, world_size: int = 1, rank: int = 0, first_n: int | None = None) -> None:
+        self._world_size, self._rank, self._first_n = world_size, rank, first_n
+        self._known: dict[str, tuple[object, Row | None]] = {}
+
+    def collect(self, model: torch.nn.Module, unscale: bool = False) -> Gradients:
+        """Look at every parameter."""
+        kinds = {type(module) for module in model.modules()}
+        _refuse_flat(kinds)
+        named, aliases = _distinct(model)
+        reduced = any(issubclass(kind, DistributedDataParallel) for kind in kinds)
+        owners = _owners(named, 1 if self._first_n else self._world_size) if reduced and self._world_size > 1 else {}
+        rows, tensors, left_out, capped, seen = [], [], dict[str, str](), list[str](), 0
+        for turn, (name, parameter) in enumerate(named.items()):
+            gradient, source = _gradient(parameter)
+            if gradient is None:
+                continue
+            seen += 1
+            owned = owners.get(name, self._rank) == self._rank
+            found = _Found(name, gradient, source, turn, owned, reduced, unscale)
+            try:
+                row = self._row(found, parameter)
+            except UsageError as problem:
+                left_out[name] = str(problem)
+                continue
+            if self._first_n is not None and self._first_n > (gradient.shape[0] if gradient.dim() else 1):
+                capped.append(name)
+            if row is not None:
+                rows.append(row)
+                tensors.append(_cut(local_part(gradient), row) if self._first_n else local_part(gradient))
+        return Gradients(tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen, tuple(capped))
+
+    def _row(self, found: "_Found", parameter: torch.nn.Parameter) -> Row | None:
+        """The row of this rank's piece, or None if it has none; looked up if the gradient is like the last one."""
+        gradient = found.gradient
+        likeness = (*found[2:], gradient.shape, gradient.dtype, gradient.layout, sharding(gradient))
+        known = self._known.get(found.name)
+        if known is None or known[0] != likeness:
+            known = likeness, self._describe(found, parameter)
+            self._known[found.name] = known
+        return known[1]
+
+    def _describe(self, found: "_Found", parameter: torch.nn.Parameter) -> Row | None:
+        gradient = found.gradient
+        place = place_of(gradient, found.turn)
         if problem := _refusal(gradient, parameter, place):
-            left_out[name] = problem
-            continue
-        place, local = _first_rows(place, local_part(gradient), first_n)
-        if first_n is not None and first_n > (place.shape[0] if place.shape else 1):
-            capped.append(name)
-        if not _writes(place, owners.get(name, rank) == rank):
-            continue
-        stored = torch.float32 if unscale and gradient.dtype in HALVES else gradient.dtype
-        alone = world_size == 1 or reduced or place.mesh is not None
-        rows.append(Row(name, _word(stored), place, tuple(gradient.shape), _word(gradient.layout), source, alone))
-        tensors.append(local.detach())
-    return Gradients(tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen, tuple(capped))
+            raise UsageError(problem)
+        if self._first_n is not None:
+            place = _first_rows(place, self._first_n)
+        if not _writes(place, found.owned):
+            return None
+        stored = torch.float32 if found.unscale and gradient.dtype in HALVES else gradient.dtype
+        alone = self._world_size == 1 or found.reduced or place.mesh is not None
+        return Row(found.name, _word(stored), place, tuple(gradient.shape), _word(gradient.layout), found.source, alone)
+
+
+class _Found(NamedTuple):
+    """A gradient as it was found."""
+
+    name: str
+    gradient: torch.Tensor
+    source: str
+    turn: int
+    owned: bool
+    reduced: bool
+    unscale: bool
 
 
 def _writes(place: Place, owned: bool) -> bool:
@@ -87,6 +129,7 @@ def _writes(place: Place, owned: bool) -> bool:
     return place.writes and (math.prod(place.sizes) > 0 or math.prod(place.shape) == 0)
 
 
+@cache
 def _word(value: torch.dtype | torch.layout) -> str:
     return str(value).removeprefix("torch.")
 
@@ -136,19 +179,22 @@ def _owners(named: Mapping[str, torch.nn.Parameter], world_size: int) -> dict[st
     return owners
 
 
-def _first_rows(place: Place, local: torch.Tensor, first_n: int | None) -> tuple[Place, torch.Tensor]:
+def _first_rows(place: Place, first_n: int) -> Place:
     """The part of a piece that lies in the first rows of the whole tensor."""
-    if first_n is None or not place.shape:
-        return place, local
+    if not place.shape:
+        return place
     rows = min(first_n, place.shape[0])
     mine = max(0, min(place.sizes[0], rows - place.offsets[0]))
-    shorter = replace(place, shape=(rows, *place.shape[1:]), sizes=(mine, *place.sizes[1:]))
-    return shorter, local if local.is_sparse else local[:mine]
+    return replace(place, shape=(rows, *place.shape[1:]), sizes=(mine, *place.sizes[1:]))
 
 
-def _refuse_flat(model: torch.nn.Module) -> None:
+def _cut(local: torch.Tensor, row: Row) -> torch.Tensor:
+    """The first rows of the part that this rank holds."""
+    return local[: row.place.sizes[0]] if row.place.sizes and not local.is_sparse else local
+
+
+def _refuse_flat(kinds: set[type[torch.nn.Module]]) -> None:
     """The older FSDP keeps gradients as pieces of one flat vector, which have no shape of their own."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise UsageError(
-            "FullyShardedDataParallel is not supported: its gradients are flat pieces. Use torch's fully_shard"
-        )
+    if any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds):
+        text = "FullyShardedDataParallel is not supported: its gradients are flat pieces. Use torch's fully_shard"
+        raise UsageError(text)

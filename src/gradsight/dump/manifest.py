@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,19 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as the text that is written, with its own checksum."""
-    body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, default=str))
+    body = {"format": FORMAT, "version": VERSION, **_plain(manifest)}
     for key in ("clip_coef", "scale"):
         body[key] = str(body[key]) if body[key] is not None and not math.isfinite(body[key]) else body[key]
     return json.dumps({**body, "crc32": _checksum(body)}, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and mappings as dicts of what json knows."""
+    if isinstance(value, (Manifest, Entry, Chunk, Stored)):
+        return {name: _plain(getattr(value, name)) for name in value.__slots__}
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def read(folder: Path) -> Manifest:

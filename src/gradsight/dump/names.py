@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,21 +13,24 @@ LONGEST = 180
 """Bytes of a file name that come from the parameter's name; file systems allow 255 in all."""
 
 
-def clean_parameters(model: "torch.nn.Module") -> Iterator[tuple[str, "torch.nn.Parameter"]]:
+def clean_parameters(model: "torch.nn.Module") -> list[tuple[str, "torch.nn.Parameter"]]:
     """Every parameter under the model's own dotted name, tied ones once for each of their names."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-    def walk(module: "torch.nn.Module", prefix: str) -> Iterator[tuple[str, "torch.nn.Parameter"]]:
+    found: list[tuple[str, torch.nn.Parameter]] = []
+
+    def walk(module: "torch.nn.Module", prefix: str) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield prefix + name, parameter
+                found.append((prefix + name, parameter))
         wraps = isinstance(module, (DataParallel, DistributedDataParallel))
         for name, child in module._modules.items():
             if child is not None:
-                hidden = name in WRAPPERS or (name == "module" and wraps)
-                yield from walk(child, prefix if hidden else f"{prefix}{name}.")
+                hidden = name in WRAPPERS or (wraps and name == "module")
+                walk(child, prefix if hidden else f"{prefix}{name}.")
 
-    yield from walk(model, "")
+    walk(model, "")
+    return found
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:

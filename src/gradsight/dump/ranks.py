@@ -4,10 +4,10 @@ Everything works undistributed too. Nothing here runs on the group that training
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,11 +78,8 @@ class Place:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is spread over ranks by a device mesh."""
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there is no such tensor
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,6 +90,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
+def sharding(tensor: torch.Tensor) -> object:
+    """What two tensors of the same shape must share to lie on the ranks in the same way."""
+    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None  # type: ignore[attr-defined]
+
+
 def place_of(tensor: torch.Tensor, turn: int) -> Place:
     """Where this rank's part lies; of a shard with replicas, replica number `turn` (modulo their count) writes."""
     if is_sharded(tensor):
@@ -101,9 +103,7 @@ def place_of(tensor: torch.Tensor, turn: int) -> Place:
     return Place(shape, (0,) * len(shape), shape)
 
 
-@lru_cache(maxsize=1 << 16)
 def _sharded_place(shape: torch.Size, mesh: Any, placements: Any, turn: int) -> Place:
-    """Remembered, because it takes some time and never changes."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)

@@ -47,6 +47,7 @@ def write_samples(folder: Path, plan: Plan, offers: Sequence[Offer], parts: Sequ
             _insert(whole, row, piece)
     stems = file_stems(name for name in plan.parameters if name in rows)
     written = [_write_one(folder, stem, rows[name], whole[name]) for name, stem in stems.items()]
+    files.sync_files(folder / name for _, (name, _) in written)
     return Shard(tuple(record for record, _ in written), tuple(stored for _, stored in written))
 
 
@@ -66,7 +67,7 @@ def _write_one(
     name = f"{stem}_first{shape[0] if shape else 1}.safetensors"
     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     head = header(row.dtype, shape, len(raw))
-    files.write_file(folder / name, [head, raw])
+    files.write_file(folder / name, [head, raw], sync=False)
     chunk = Chunk(name, len(head), len(raw), (0,) * len(shape), shape, zlib.crc32(raw))
     total = len(head) + len(raw)
     return (row.name, Record(chunk, 0, total)), (name, Stored(total, zlib.crc32(head)))

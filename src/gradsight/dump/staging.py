@@ -26,18 +26,17 @@ class Buffer:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._events: list[torch.cuda.Event] = []
+        self._rows: tuple[Row, ...] = ()
+        self._views: list[torch.Tensor] = []
         self.spans: list[Span] = []
 
     @torch.no_grad()
     def fill(self, gradients: Gradients) -> None:
         """Copy the gradients in; on a GPU the copies are ordered, not awaited."""
-        self.spans = _arrange(gradients.rows)
         devices = {tensor.device for tensor in gradients.tensors if tensor.is_cuda}
-        self._reserve(self.spans[-1].stop if self.spans else 0, pinned=bool(devices))
-        for span, tensor in zip(self.spans, gradients.tensors, strict=True):
-            target = self.view(span)
-            dense = _dense(tensor, target)
-            target.copy_(dense, non_blocking=True)
+        self._arrange(gradients.rows, pinned=bool(devices))
+        for target, tensor in zip(self._views, gradients.tensors, strict=True):
+            target.copy_(_dense(tensor, target), non_blocking=True)
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def settle(self, divisor: float = 1.0) -> None:
@@ -58,11 +57,16 @@ class Buffer:
         """A staged piece as bytes, without a copy."""
         return self._bytes.numpy().data[span.start : span.stop]
 
-    def _reserve(self, length: int, pinned: bool) -> None:
-        """Grow, never shrink."""
+    def _arrange(self, rows: tuple[Row, ...], pinned: bool) -> None:
+        """Find a place for each piece, unless they are those of the last time; memory grows, and never shrinks."""
+        if rows == self._rows and (not pinned or self._bytes.is_pinned()):
+            return
+        self.spans = _lay_out(rows)
+        length = self.spans[-1].stop if self.spans else 0
         if length > len(self._bytes) or (pinned and not self._bytes.is_pinned()):
-            self._bytes = torch.empty(0, dtype=torch.uint8)
+            self._views, self._bytes = [], torch.empty(0, dtype=torch.uint8)
             self._bytes = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+        self._rows, self._views = rows, [self.view(span) for span in self.spans]
 
 
 class Pool:
@@ -88,7 +92,7 @@ class Pool:
             self._change.notify()
 
 
-def _arrange(rows: Sequence[Row]) -> list[Span]:
+def _lay_out(rows: Sequence[Row]) -> list[Span]:
     """Lay the pieces out one after the other, each on a multiple that every dtype can live with."""
     spans, position = [], 0
     for row in rows:

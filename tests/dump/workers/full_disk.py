@@ -23,7 +23,7 @@ def model(width: int) -> nn.Module:
 
 
 def check(run: Path, text: str) -> None:
-    """A small dump, one that does not fit, a small one again: the fault is told once, counted, and nothing is left of it."""
+    """A small dump, two that do not fit, a small one again: the fault is told once, counted, and leaves nothing."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with GradientDumper(run, asynchronous=True) as dumper:
@@ -31,7 +31,8 @@ def check(run: Path, text: str) -> None:
                 dumper.dump(model(width), step)
                 dumper.wait()
         told = [str(one.message) for one in caught if one.category is GradsightWarning]
-    assert len(told) == 1 and text in told[0], told
+    assert len(told) == 1, told
+    assert text in told[0]
     assert (dumper.written, dumper.failed) == (2, 2)
     assert [(one.key, one.first_step, one.count) for one in dumper.problems] == [("disk", 1, 2)]
     assert [folder.parent.name for folder in find_dumps(run)] == ["step0", "step3"]

@@ -1,7 +1,7 @@
-"""Kills a writing process before, or in the middle of, every single thing it asks of the system, and looks at what is left.
+"""Kills a writing process before, or in the middle of, every single thing it asks of the system.
 
-A child is forked for each point; it counts its calls and kills itself at its number. What it leaves must be complete dumps
-only; then a fresh dumper in the same folder must succeed and leave nothing but complete dumps.
+A child is forked for each point; it counts its calls and kills itself at its number. What it leaves must be complete
+dumps only; then a fresh dumper in the same folder must succeed and leave nothing but complete dumps.
 """
 
 import os

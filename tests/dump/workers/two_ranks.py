@@ -1,4 +1,4 @@
-"""Two gloo ranks: every way in which gradients lie on ranks, dumped, with the whole gradient saved beside for comparison."""
+"""Two gloo ranks: gradients that lie on them in every way, dumped, and gathered by torch itself for comparison."""
 
 import sys
 import warnings
