@@ -34,7 +34,21 @@ def sparse() -> torch.Tensor:
     return torch.sparse_coo_tensor([[1, 1, 4]], torch.arange(6.0).view(3, 2), (5, 2), check_invariants=True)
 
 
-NAMES = ["a/b", "a_b", "a\\b", "../../etc/x", "..", "with space", "x" * 300, "x" * 300 + "y", "größe.重み", "A", "a", "n\nl", "."]
+NAMES = [
+    "a/b",
+    "a_b",
+    "a\\b",
+    "../../etc/x",
+    "..",
+    "with space",
+    "x" * 300,
+    "x" * 300 + "y",
+    "größe.重み",
+    "A",
+    "a",
+    "n\nl",
+    ".",
+]
 
 GRADIENTS: dict[str, Callable[[], torch.Tensor]] = {
     "zero-dimensional": lambda: torch.tensor(3.5),
@@ -117,7 +131,9 @@ def test_any_name(first_n: int | None, tmp_path: Path) -> None:
         assert all(torch.equal(theirs[name], gradients[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("index", [slice(1, 4), (slice(None), slice(2, 3)), (slice(-2, None), slice(0, 0)), slice(9, 99)])
+@pytest.mark.parametrize(
+    "index", [slice(1, 4), (slice(None), slice(2, 3)), (slice(-2, None), slice(0, 0)), slice(9, 99)]
+)
 def test_a_part_of_a_tensor(index: slice | Slices, tmp_path: Path) -> None:
     gradient = torch.randn(5, 3).bfloat16()
     with GradientDumper(tmp_path) as dumper:
@@ -129,7 +145,10 @@ def test_what_has_no_place_in_a_dump_is_left_out_and_told(tmp_path: Path) -> Non
     module = holder(w=torch.ones(3))
     module.odd = nn.Parameter(torch.ones(2))
     module.odd.main_grad = torch.ones(3)
-    with pytest.warns(match=r"1 gradients are not in the dump; odd: its shape \(3,\)"), GradientDumper(tmp_path) as dumper:
+    with (
+        pytest.warns(match=r"1 gradients are not in the dump; odd: its shape \(3,\)"),
+        GradientDumper(tmp_path) as dumper,
+    ):
         folder = dumper.dump(module, 0)
     assert read(folder).left_out == {"odd": "its shape (3,) is not the parameter's (2,)"}
 

@@ -83,7 +83,8 @@ def difference(step: int, name: str, a: Values, b: Values, note: str = "") -> Di
     0.25
     """
     wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
-    a, b = a.reshape(-1).astype(wide), b.reshape(-1).astype(wide)
+    with np.errstate(invalid="ignore"):
+        a, b = a.reshape(-1).astype(wide), b.reshape(-1).astype(wide)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     if same.all():
         return Difference(step, name, 0.0, 0.0, _cosine(a, b), note)

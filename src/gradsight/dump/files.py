@@ -18,9 +18,7 @@ BLOCK = 1 << 23
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, and make their names durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with suppress(FileNotFoundError):
-        path.mkdir(parents=True, exist_ok=True)
-    path.mkdir(parents=True, exist_ok=True)  # again, in case another dumper has just removed the empty parent
+    path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
 

@@ -6,16 +6,36 @@ gradient_dumper/step{N}.partial/*.old                       replaced by a newer 
 gradient_dumper/step{N}.partial/*.removed                   no longer wanted; half removed, perhaps
 """
 
+import os
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from gradsight.dump import files
 from gradsight.dump.manifest import NAME, Manifest, read
 from gradsight.errors import GradsightError, RunError, UsageError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ROOT = "gradient_dumper"
+NAMES = threading.Lock()
+"""Held while folders come and go: two dumpers of a process may share a step's folder."""
 FOLDERS = {"full": "full_gradients", "sampled": "sampled_gradients"}
+
+
+def _alone(method: Callable[P, T]) -> Callable[P, T]:
+    """Let one such method run at a time."""
+
+    @wraps(method)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        with NAMES:
+            return method(*arguments, **options)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +58,21 @@ class Layout:
         """Where the dump of a step is written."""
         return self.root / f"step{step}.partial" / FOLDERS[self.kind]
 
+    @_alone
     def recover(self) -> None:
         """Clear what a killed process left behind; a dump that was about to be replaced is put back."""
-        for leftover in sorted(self.root.glob(f"step*.partial/{FOLDERS[self.kind]}*")):
+        partials = step_folders(self.root, ".partial")
+        leftovers = [path for folder in partials for path in sorted(folder.glob(f"{FOLDERS[self.kind]}*"))]
+        for leftover in leftovers:
             final = self.root / leftover.parent.name.removesuffix(".partial") / FOLDERS[self.kind]
             if leftover.suffix == ".old" and not final.exists():
                 files.make_folder(final.parent)
                 files.move(leftover, final)
             files.remove_tree(leftover)
-        for folder in self.root.glob("step*"):
+        for folder in [*partials, *step_folders(self.root)]:
             files.remove_if_empty(folder)
 
+    @_alone
     def prepare(self, step: int) -> Path:
         """An empty folder to write the dump of a step into."""
         partial = self.partial(step)
@@ -56,6 +80,7 @@ class Layout:
         files.make_folder(partial)
         return partial
 
+    @_alone
     def commit(self, step: int) -> None:
         """Make a written dump the dump of its step, in one rename; an older one of the same step goes afterwards."""
         partial, final = self.partial(step), self.final(step)
@@ -69,11 +94,13 @@ class Layout:
         files.remove_tree(old)
         files.remove_if_empty(partial.parent)
 
+    @_alone
     def discard(self, step: int) -> None:
         """Remove what was written of a dump that will not become complete."""
         files.remove_tree(self.partial(step))
         files.remove_if_empty(self.partial(step).parent)
 
+    @_alone
     def retire(self, step: int) -> None:
         """Remove a complete dump: first out of sight, then from the disk."""
         final, gone = self.final(step), self.partial(step).with_suffix(".removed")
@@ -87,7 +114,7 @@ class Layout:
     def complete(self) -> list[Manifest]:
         """The manifests of the dumps that are there, oldest first; unreadable ones are left alone."""
         found = []
-        for folder in self.root.glob(f"step*/{FOLDERS[self.kind]}"):
+        for folder in (step / FOLDERS[self.kind] for step in step_folders(self.root)):
             try:
                 manifest = read(folder)
             except GradsightError:
@@ -98,7 +125,7 @@ class Layout:
 
     def trim(self, keep_last: int | None, max_bytes: int | None) -> None:
         """Remove the oldest dumps until the limits hold; the newest always stays."""
-        dumps = self.complete()
+        dumps = self.complete() if keep_last or max_bytes else []
         total = sum(size(manifest) for manifest in dumps)
         while len(dumps) > 1 and (len(dumps) > (keep_last or len(dumps)) or total > (max_bytes or total)):
             oldest = dumps.pop(0)
@@ -119,13 +146,8 @@ def find_dumps(path: Path, step: int | None = None) -> list[Path]:
     if (path / NAME).exists() or path.name in FOLDERS.values():
         found = [path]
     else:
-        patterns = [f"{prefix}{name}" for prefix in ("", "step*/", f"{ROOT}/step*/") for name in FOLDERS.values()]
-        found = [
-            folder
-            for pattern in patterns
-            for folder in path.glob(pattern)
-            if not folder.parent.name.endswith(".partial")
-        ]
+        parents = [path, *step_folders(path), *step_folders(path / ROOT)]
+        found = [folder / name for folder in parents for name in FOLDERS.values() if (folder / name).is_dir()]
     if not found:
         raise RunError(_nothing(path))
     found = sorted(found, key=lambda folder: (step_of(folder) or 0, folder.name))
@@ -134,6 +156,12 @@ def find_dumps(path: Path, step: int | None = None) -> list[Path]:
         steps = ", ".join(str(number) for number in sorted({step_of(folder) or 0 for folder in found}))
         raise UsageError(f"{path} has no dump of step {step}; it has steps {steps}")
     return chosen
+
+
+def step_folders(root: Path, ending: str = "") -> list[Path]:
+    """The folders of steps, while others may be coming and going."""
+    names = os.listdir(root) if root.is_dir() else []
+    return [root / name for name in names if re.fullmatch(rf"step\d+{re.escape(ending)}", name)]
 
 
 def step_of(folder: Path) -> int | None:

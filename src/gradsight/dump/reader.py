@@ -82,8 +82,8 @@ def lookup(manifest: Manifest, folder: Path, key: str) -> str:
 
 def bounds(shape: tuple[int, ...], index: slice | Slices | None) -> list[tuple[int, int]]:
     """First and last-plus-one entry along each dimension that an index asks for."""
-    slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
-    if len(slices) > len(shape) or any(not isinstance(part, slice) or part.step not in (None, 1) for part in slices):
+    slices = () if index is None else index if isinstance(index, tuple) else (index,)
+    if len(slices) > len(shape) or not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):
         raise UsageError(f"index must be at most {len(shape)} slices without a step, got {index!r}")
     spans = [part.indices(length)[:2] for part, length in zip(slices, shape, strict=False)]
     return [(start, max(start, stop)) for start, stop in spans] + [(0, length) for length in shape[len(slices) :]]

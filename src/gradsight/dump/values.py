@@ -35,7 +35,8 @@ def widen(raw: npt.NDArray[np.uint8], dtype: str) -> Values:
     if dtype == "bfloat16":
         return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if dtype == "complex32":
-        return flat.view("<f2").astype(np.float32).view(np.complex64).reshape(shape)
+        with np.errstate(invalid="ignore"):
+            return flat.view("<f2").astype(np.float32).view(np.complex64).reshape(shape)
     return _table(*FLOAT8[dtype])[flat].reshape(shape)
 
 
