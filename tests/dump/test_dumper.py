@@ -370,3 +370,15 @@ def test_a_model_that_changes_between_dumps(tmp_path: Path) -> None:
             dumper.wait()
             assert torch.equal(next(load_keys(folder, ["weight"])), weight.grad)
             assert set(read(folder).tensors) == {name for name, _ in model.named_parameters()}
+
+
+def test_two_dumpers_share_a_run(tmp_path: Path, model: nn.Module) -> None:
+    """Both write, complete and remove at the same steps, in two threads, and never get in each other's way."""
+    with GradientDumper(tmp_path, keep_last=1) as one, GradientDumper(tmp_path, keep_last=2, save_first_n=2) as other:
+        for step in range(30):
+            one.dump(model, step)
+            other.dump(model, step)
+    assert (one.written, one.problems) == (30, [])
+    assert (other.written, other.problems) == (30, [])
+    assert steps(tmp_path) == [28, 29, 29]
+    assert sorted(path.name for path in (tmp_path / "gradient_dumper").iterdir()) == ["step28", "step29"]
