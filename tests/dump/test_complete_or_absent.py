@@ -2,10 +2,8 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -30,35 +28,11 @@ def run_worker(name: str, *arguments: object, inside: tuple[str, ...] = ()) -> s
     return done.stdout
 
 
-def test_kill_at_every_point_of_a_write(tmp_path: Path) -> None:
-    points = [int(number) for number in run_worker("killed.py", tmp_path).split()]
+def test_kill_at_every_point_of_a_write_and_at_any_time(tmp_path: Path) -> None:
+    *points, left = [int(number) for number in run_worker("killed.py", tmp_path).split()]
     assert len(points) == 4
     assert min(points) > 30, "each dump was killed at many points"
-
-
-def test_kill_at_any_time_while_training(tmp_path: Path) -> None:
-    """A process that dumps in the background is killed at three moments; whatever it left is intact."""
-    code = f"""
-import itertools, torch
-from gradsight import GradientDumper
-torch.set_num_threads(1)
-model = torch.nn.Linear(500, 500)
-model(torch.ones(1, 500)).sum().backward()
-dumper = GradientDumper({str(tmp_path)!r}, keep_last=3)
-for step in itertools.count():
-    dumper.dump(model, step)
-    print(step, flush=True)
-"""
-    for moment in range(3):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        while int(process.stdout.readline()) < 3:
-            pass
-        time.sleep(0.011 * moment)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        assert all(verify(folder).intact for folder in find_dumps(tmp_path))
+    assert left > 0, "killed in the background, some were complete"
 
 
 def test_no_file_may_grow(tmp_path: Path) -> None:

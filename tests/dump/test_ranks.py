@@ -46,6 +46,8 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
     check_ddp(tmp_path / "ddp")
     check_fsdp(tmp_path / "fsdp")
     check_some_none(tmp_path / "some_none")
+    alone = (tmp_path / "one_rank_only/rank0.txt").read_text()
+    assert alone == "0 0 1\nranks: the ranks did not meet (waited 1 s); dump() must be called on every rank"
     for text in words(tmp_path / "nothing"):
         assert text == (
             "0 0 1\nno gradient: no parameter has a gradient on any rank: dump after backward() and before zero_grad()"
@@ -108,6 +110,8 @@ def test_four_ranks_as_a_mesh_of_two_by_two(tmp_path: Path, launch) -> None:
     entry = manifest.tensors["0.weight"]
     assert (entry.mesh, entry.placements) == ("2x2 (replica, shard) on cpu", ("Replicate()", "Shard(dim=0)"))
     assert len(entry.chunks) == 2
+    boxes = {(chunk.offsets, chunk.sizes) for chunk in manifest.tensors["both"].chunks}
+    assert boxes == {((0, 0), (3, 4)), ((0, 4), (3, 3)), ((3, 0), (2, 4)), ((3, 4), (2, 3))}
     assert len(manifest.files) == 5, "all four ranks have a part of the work"
 
 

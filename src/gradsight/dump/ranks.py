@@ -3,6 +3,7 @@
 Everything works undistributed too. Nothing here runs on the group that training uses.
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ class Ranks:
         """Make a gloo group over all ranks; called by every rank, at the same point of its program."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
+        _meet()
         group = dist.new_group(backend="gloo", timeout=JOINING)
         dist.distributed_c10d._set_pg_timeout(WRITING, group)
         return cls(dist.get_rank(), dist.get_world_size(), group)
@@ -61,6 +63,23 @@ class Ranks:
             if len(part):
                 dist.recv(part, src=rank, group=self._group)
         return parts
+
+
+_meetings = itertools.count()
+
+
+def _meet() -> None:
+    """Return when every rank has come; raise if one does not, before anything is shared that could then be torn."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    meeting = next(_meetings)
+    keys = [f"gradsight/dump/{meeting}/{rank}" for rank in range(dist.get_world_size())]
+    mine = keys[dist.get_rank()]
+    store.set(mine, "here")
+    try:
+        store.wait(keys, JOINING)
+    except Exception as error:
+        store.delete_key(mine)
+        raise TimeoutError(f"waited {JOINING.total_seconds():g} s") from error
 
 
 @dataclass(frozen=True, slots=True)

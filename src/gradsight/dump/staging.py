@@ -36,7 +36,7 @@ class Buffer:
         devices = {tensor.device for tensor in gradients.tensors if tensor.is_cuda}
         self._arrange(gradients.rows, pinned=bool(devices))
         for target, tensor in zip(self._views, gradients.tensors, strict=True):
-            target.copy_(_dense(tensor, target), non_blocking=True)
+            target.copy_(_dense(tensor, target), non_blocking=tensor.is_cuda)
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def settle(self, divisor: float = 1.0) -> None:

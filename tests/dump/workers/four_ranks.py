@@ -1,4 +1,4 @@
-"""Four gloo ranks as a mesh of two by two: sharded over two, replicated over two."""
+"""Four gloo ranks as a mesh of two by two: sharded over two and replicated over two, and cut in both directions."""
 
 import sys
 import warnings
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gradsight import GradientDumper
 
@@ -21,6 +22,9 @@ def main(run: Path) -> None:
         fully_shard(layer, mesh=mesh)
     torch.manual_seed(1 + dist.get_rank())
     model(torch.randn(4, 5)).square().mean().backward()
+    for name, placements in {"both": [Shard(1), Shard(0)], "columns": [Replicate(), Shard(1)]}.items():
+        model.register_parameter(name, nn.Parameter(distribute_tensor(torch.randn(5, 7), mesh, placements)))
+        model.get_parameter(name).grad = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, placements)
     with GradientDumper(run) as full, GradientDumper(run, save_first_n=5) as sampled:
         full.dump(model, 0)
         sampled.dump(model, 0)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -97,6 +98,25 @@ def scenario(run: Path, before: dict[int, float], step: int, allowed: list[dict[
     raise AssertionError("the dump never got through")
 
 
+def any_time(run: Path) -> int:
+    """Kill a process that dumps in the background, each time a millisecond later; whatever is left is intact."""
+    for moment in range(25):
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            dumper = GradientDumper(run, keep_last=3)
+            dumper.dump(model(1.0), 0)
+            os.write(tell, b"x")
+            for step in range(1, 10**6):
+                dumper.dump(model(float(step)), step)
+        os.read(ready, 1)
+        time.sleep(0.001 * moment)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert all(value == max(step, 1) for step, value in values(run).items())
+    return len(values(run))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -113,4 +133,4 @@ if __name__ == "__main__":
             keep_last=2,
         ),
     ]
-    print(*points)
+    print(*points, any_time(root / "any"))

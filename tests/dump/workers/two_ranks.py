@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsight import GradientDumper
+from gradsight.dump import ranks
 from gradsight.dump.names import clean_parameters
 from gradsight.errors import GradsightWarning
 
@@ -106,6 +108,22 @@ def skipping(out: Path) -> None:
     report(run, dumper)
 
 
+def one_rank_only(out: Path) -> None:
+    """Rank 0 dumps, the other never comes: rank 0 is told, goes on, and training's own groups still work."""
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    run = out / "one_rank_only"
+    ranks.JOINING = timedelta(seconds=1)
+    if dist.get_rank() == 0:
+        with GradientDumper(run) as dumper:
+            assert dumper.dump(model, 0) is None
+        report(run, dumper)
+    group = dist.new_group(backend="gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+
+
 def report(run: Path, dumper: GradientDumper) -> None:
     run.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -120,6 +138,6 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", GradsightWarning)
     dist.init_process_group("gloo")
-    for scenario in (ddp, fsdp, some_none, nothing, skipping):
+    for scenario in (ddp, fsdp, some_none, nothing, skipping, one_rank_only):
         scenario(Path(sys.argv[1]))
     dist.destroy_process_group()
