@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import torch
 
@@ -52,13 +52,8 @@ class GradientDumper:
         queue_size: int = 1,
         when_full: Literal["wait", "skip"] = "wait",
     ) -> None:
-        limits = {
-            "save_first_n": save_first_n,
-            "keep_last": keep_last,
-            "max_bytes": max_bytes,
-            "queue_size": queue_size,
-        }
-        for name, value in limits.items():
+        counts = dict(save_first_n=save_first_n, keep_last=keep_last, max_bytes=max_bytes, queue_size=queue_size)  # noqa: C408
+        for name, value in counts.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} must be a whole number, 1 or more, got {value!r}")
         if dump_on not in (None, *SEVERITIES):
@@ -69,7 +64,7 @@ class GradientDumper:
         self.schedule = Schedule(start_step, end_step, step_interval)
         self.written, self.skipped, self.failed = 0, 0, 0
         self._limits = Limits(keep_last, max_bytes, save_first_n)
-        self._layout = Layout(Path(run_dir), "full" if save_first_n is None else "sampled")
+        self._layout = Layout(Path(run_dir).absolute(), "full" if save_first_n is None else "sampled")
         self._wait = when_full == "wait"
         self._pool = Pool(queue_size)
         self._writer = Writer(self._work, asynchronous)
@@ -90,12 +85,8 @@ class GradientDumper:
 
     def wants(self, step: int, severity: str | None = None) -> bool:
         """Whether a step is to be dumped: by schedule, or because it was judged at least as bad as `dump_on`."""
-        if not self.enabled:
-            return False
-        judged = severity in SEVERITIES and self.dump_on is not None
-        return self.schedule.due(step) or (
-            judged and SEVERITIES.index(str(severity)) >= SEVERITIES.index(str(self.dump_on))
-        )
+        severe = SEVERITIES[SEVERITIES.index(self.dump_on) :] if self.dump_on else ()
+        return self.enabled and (self.schedule.due(step) or severity in severe)
 
     def dump(self, model: torch.nn.Module, step: int, *, divisor: float = 1.0) -> Path | None:
         """Dump what is in `.grad` now, if the step is due, and return where it will lie; None: not due, or given up.
@@ -104,7 +95,7 @@ class GradientDumper:
         """
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"dump needs a torch.nn.Module, got {type(model).__name__}")
-        if not isinstance(step, int) or step < 0:
+        if not isinstance(step, SupportsIndex) or (step := int(step)) < 0:
             raise UsageError(f"step must be a whole number, 0 or more, got {step!r}")
         if not divisor > 0:
             raise UsageError(f"divisor must be above 0, got {divisor}")
@@ -120,10 +111,8 @@ class GradientDumper:
         try:
             return self._take(model, step, facts)
         except Exception as error:
-            self._count(
-                step,
-                Fault("fault", str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"),
-            )
+            text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            self._count(step, Fault("fault", text))
             self._say()
             return None
 
@@ -168,17 +157,15 @@ class GradientDumper:
                 self._collector = Collector(ranks.size, ranks.rank, self._limits.first_n)
             gradients = self._collector.collect(model, unscale=facts.divisor != 1.0)
             if ranks.size == 1 and not gradients.seen:
-                raise UsageError(
-                    f"no parameter has a gradient at step {step}: call dump after backward() and before zero_grad()"
-                )
+                advice = "call dump after backward() and before zero_grad()"
+                raise UsageError(f"no parameter has a gradient at step {step}: {advice}")
         except UsageError as error:
             if ranks.size > 1:
                 self._writer.put(replace(job, fault=Fault("usage", str(error))))
             raise
         except Exception as error:
-            return replace(
-                job, fault=Fault("fault", f"the gradients could not be read: {type(error).__name__}: {error}")
-            )
+            text = f"the gradients could not be read: {type(error).__name__}: {error}"
+            return replace(job, fault=Fault("fault", text))
         self._report_capped(gradients, step)
         return self._stage(gradients, step, facts)
 
@@ -187,9 +174,8 @@ class GradientDumper:
         job = Job(step, facts, without_tensors(gradients))
         buffer = self._pool.take(self._wait)
         if buffer is None:
-            return replace(
-                job, fault=Fault("skipped", "dumps were skipped because an earlier one was still being written")
-            )
+            text = "dumps were skipped because an earlier one was still being written"
+            return replace(job, fault=Fault("skipped", text))
         try:
             buffer.fill(gradients)
         except Exception as error:

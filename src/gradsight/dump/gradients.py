@@ -59,6 +59,7 @@ class Collector:
         self._world_size, self._rank, self._first_n = world_size, rank, first_n
         self._known: dict[str, tuple[object, Row | None]] = {}
 
+    @torch.no_grad()
     def collect(self, model: torch.nn.Module, unscale: bool = False) -> Gradients:
         """Look at every parameter."""
         kinds = {type(module) for module in model.modules()}
@@ -144,9 +145,7 @@ def _distinct(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], di
             if first[id(parameter)] != name:
                 aliases[name] = first[id(parameter)]
         elif name in named:
-            raise UsageError(
-                f"two parameters of the model have the name {name!r} once wrappers are taken off; rename one of them"
-            )
+            raise UsageError(f"two parameters of the model have the name {name!r} without their wrappers; rename one")
         else:
             named[name], first[id(parameter)] = parameter, name
     return named, aliases

@@ -61,7 +61,7 @@ class Buffer:
         """Find a place for each piece, unless they are those of the last time; memory grows, and never shrinks."""
         if rows == self._rows and (not pinned or self._bytes.is_pinned()):
             return
-        self.spans = _lay_out(rows)
+        self.spans, self._rows = _lay_out(rows), ()
         length = self.spans[-1].stop if self.spans else 0
         if length > len(self._bytes) or (pinned and not self._bytes.is_pinned()):
             self._views, self._bytes = [], torch.empty(0, dtype=torch.uint8)
