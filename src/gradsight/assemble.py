@@ -15,7 +15,7 @@ from gradsight import dist
 from gradsight.measure.arrival import Arrival
 from gradsight.measure.clipping import ClipProbe, places_to_probe
 from gradsight.measure.histogram import HistogramLook
-from gradsight.measure.norms import Norms, NormsLook, combine, doubtful, look_closer
+from gradsight.measure.norms import Norms, NormsLook, combine, doubtful, look_closer, merge_ranks
 from gradsight.measure.update import UpdateLook
 from gradsight.records import Schedule, Step
 
@@ -251,11 +251,7 @@ class Assembler:
             return
         draft, gathering, widest = self._in_flight
         self._in_flight = None
-        tables = np.stack(gathering.wait())
-        counts = tables[:, :, 2:4]
-        counted = np.where((counts < 0).any(axis=0), -1.0, counts.sum(axis=0))
-        largest, seen = tables[:, :, 1:2].max(axis=0), tables[:, :, 4:].max(axis=0)
-        table = np.concatenate([combine(tables[:, :, :1]), largest, counted, seen], axis=1)
+        table = merge_ranks(np.stack(gathering.wait()))
         wide = widest.wait()[0] if widest is not None else None
         if dist.rank() == 0:
             self._deliver(self._measured(draft, table, wide))

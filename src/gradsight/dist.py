@@ -114,6 +114,18 @@ class OwnGroup:
             torch.distributed.destroy_process_group(self._group)
 
 
+_shared: list[OwnGroup] = []
+
+
+def shared_group() -> OwnGroup | None:
+    """One group of our own for single looks, made at the first; None in one process. To be called on every rank alike."""
+    if world_size() == 1:
+        return None
+    if not _shared:
+        _shared.append(OwnGroup())
+    return _shared[0]
+
+
 def own_group() -> OwnGroup | None:
     """A group of our own where several processes train together. To be called on every rank at the same point."""
     return OwnGroup() if world_size() > 1 else None

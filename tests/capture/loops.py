@@ -1,7 +1,7 @@
 """The table of training loops. Each trains a small model on given batches, and says what it expects before every step.
 
-A loop gets `watched`, which opens a watch (or nothing) on model and optimizers, and `expect`, which computes the gradient of the
-step to come with plain autograd in float64 from the weights as they are.
+A loop gets `watched`, which opens a watch (or nothing) on model and optimizers, and `expect`, which computes the gradient of
+the step to come with plain autograd in float64 from the weights as they are.
 """
 
 import copy

@@ -128,6 +128,14 @@ def combine(l2: Floats) -> Floats:
     return total
 
 
+def merge_ranks(tables: Floats) -> Floats:
+    """Tables [ranks, n, 5] of norm, largest, NaN, Inf, seen (0 or 1) as one: an unknown count (-1) stays unknown."""
+    counts = tables[:, :, 2:4]
+    counted = np.where((counts < 0).any(axis=0), -1.0, counts.sum(axis=0))
+    largest, seen = tables[:, :, 1:2].max(axis=0), tables[:, :, 4:].max(axis=0)
+    return np.concatenate([combine(tables[:, :, :1]), largest, counted, seen], axis=1)
+
+
 def exact_norms(gradients: Sequence[Tensor]) -> Norms:
     """The plain twin of a look: a loop in float64, one gradient at a time."""
     l2, peak, nan, inf = [], [], [], []
