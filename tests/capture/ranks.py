@@ -55,7 +55,10 @@ def parallel(kind: str) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model)
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,) if kind == "fsdp" else (ranks // 2, 2))
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (ranks,))
+    else:
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model.first, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

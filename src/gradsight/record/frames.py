@@ -2,11 +2,13 @@
 
     frame      u32 length of the payload, u32 crc32 of number, kind and payload, u64 number, u8 kind, payload
     number     counts up by one from frame to frame of a run
-    kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON, 5 scalars of a step (also loss, lr)
+    kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON, 5 scalars of a step (also loss, lr),
+               6 layout: the names of the parameters that rows of statistics stand for
 
 All numbers are little-endian. A frame that is cut off or damaged ends the reading: what follows it is not trusted.
 """
 
+import hashlib
 import json
 import struct
 import zlib
@@ -18,12 +20,13 @@ import numpy.typing as npt
 from gradsight.errors import RunError
 from gradsight.records import Histogram, ParameterStat, Step
 
-STEP, SCALARS, HISTOGRAMS, RECORD, STEP_SCALARS = 1, 2, 3, 4, 5
+STEP, SCALARS, HISTOGRAMS, RECORD, STEP_SCALARS, LAYOUT = 1, 2, 3, 4, 5, 6
 Frame = tuple[int, int, bytes]
 """Number, kind, payload."""
 
 _HEAD = struct.Struct("<IIQB")
-_STEP = struct.Struct("<qdddddd?BIHI")
+_STEP = struct.Struct("<qdddddd?BqHI")
+_LARGEST_FLOAT32, _SMALLEST_FLOAT32 = 3e38, 1.2e-38
 _OPTIONAL = ("loss", "lr", "total_norm", "clip_coef", "scale")
 COLUMNS = ("l2", "max_abs", "nan", "inf", "update_ratio", "update_ratio_error")
 
@@ -84,20 +87,21 @@ def unpack_step(payload: bytes) -> tuple[Step, int, bytes]:
     return step, layout, payload[start + gradient_size + scalars_size :]
 
 
-def pack_statistics(rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]], double: bool = False) -> bytes:
+def pack_statistics(rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]]) -> bytes:
     """Columns of statistics, each of the same length, for all parameters of the layout or only for some `rows` of it.
 
-    u8 mask of columns, u8 whether the floats are doubles, u32 how many, then (if there are rows) their numbers as u32.
+    u8 mask of columns, u8 flags (1 doubles: some norm does not fit a float32; 2 rows), u32 how many, the rows as u32, columns.
     """
     names = [name for name in COLUMNS if name in columns]
     mask = sum(1 << COLUMNS.index(name) for name in names)
+    l2 = columns["l2"]
+    double = bool((np.isfinite(l2) & (l2 > _LARGEST_FLOAT32)).any() or ((l2 > 0) & (l2 < _SMALLEST_FLOAT32)).any())
     kind = np.dtype("<f8") if double else np.dtype("<f4")
-    size = len(columns[names[0]])
+    size = len(l2)
     parts = [struct.pack("<BBI", mask, double | (rows is not None) << 1, size)]
     if rows is not None:
         parts.append(np.asarray(rows, dtype="<u4").tobytes())
-    with np.errstate(over="ignore"):
-        parts += [columns[name].astype(kind).tobytes() for name in names]
+    parts += [columns[name].astype(kind).tobytes() for name in names]
     return b"".join(parts)
 
 
@@ -141,6 +145,18 @@ def statistics(step: int, names: Sequence[str], packed: bytes) -> Iterator[Param
             update_ratio=ratio[index],
             update_ratio_error=error[index],
         )
+
+
+def pack_layout(names: Sequence[str]) -> tuple[int, bytes]:
+    """A list of parameter names, and the number by which steps refer to it: the same wherever the names are the same."""
+    text = json.dumps(list(names)).encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    return number, struct.pack("<q", number) + text
+
+
+def unpack_layout(payload: bytes) -> tuple[int, str]:
+    """Number and names, these still as JSON."""
+    return struct.unpack_from("<q", payload)[0], payload[8:].decode()
 
 
 def pack_scalars(step: int, values: Mapping[str, float]) -> bytes:

@@ -4,7 +4,6 @@ One packed row per step keeps a long run small: 16 KiB pages hold about seven st
 becomes NULL), so a NaN is kept as the text 'nan'.
 """
 
-import json
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ FILE = "run.sqlite"
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE layouts (layout INTEGER PRIMARY KEY, names TEXT NOT NULL UNIQUE);
+CREATE TABLE layouts (layout INTEGER PRIMARY KEY, names TEXT NOT NULL);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, time REAL, loss REAL, lr REAL, total_norm REAL, clip_coef REAL, scale REAL,
                     skipped INTEGER, gradient TEXT);
 CREATE TABLE stats (step INTEGER PRIMARY KEY, layout INTEGER NOT NULL, packed BLOB NOT NULL);
@@ -83,14 +82,6 @@ def forget_from(connection: sqlite3.Connection, step: int) -> None:
             connection.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
 
 
-def layout_id(connection: sqlite3.Connection, names: list[str]) -> int:
-    """The number under which this list of parameter names is known."""
-    text = json.dumps(names)
-    with connection:
-        connection.execute("INSERT OR IGNORE INTO layouts (names) VALUES (?)", (text,))
-    return int(connection.execute("SELECT layout FROM layouts WHERE names = ?", (text,)).fetchone()[0])
-
-
 def _apply_step(connection: sqlite3.Connection, payload: bytes) -> None:
     step, layout, packed = frames.unpack_step(payload)
     connection.execute(
@@ -139,7 +130,12 @@ def _apply_record(connection: sqlite3.Connection, payload: bytes) -> None:
     connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", (kind, key, step, value))
 
 
+def _apply_layout(connection: sqlite3.Connection, payload: bytes) -> None:
+    connection.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", frames.unpack_layout(payload))
+
+
 _APPLY = {
+    frames.LAYOUT: _apply_layout,
     frames.STEP: _apply_step,
     frames.SCALARS: _apply_scalars,
     frames.STEP_SCALARS: _apply_step_scalars,

@@ -13,9 +13,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from gradsight.errors import RunError
 from gradsight.record import frames, schema
 from gradsight.record.problems import Problems
@@ -63,7 +60,7 @@ class Store:
         self._lock = threading.Lock()
         self._pending: list[frames.Frame] = []
         self._pending_bytes = 0
-        self._layouts: dict[int, int] = {}
+        self._layout_of: tuple[Sequence[str], int] | None = None
         self._database = threading.Lock()
         self._worker = Worker("gradsight-store", self._drain, _PERIOD)
 
@@ -131,13 +128,11 @@ class Store:
 
     def _layout(self, names: Sequence[str]) -> int:
         """The number of a list of names; asked for at every step, so remembered by identity."""
-        known = self._layouts.get(id(names))
-        if known is None:
-            with self._database:
-                known = schema.layout_id(self._connection, list(names))
-            self._layouts = {id(names): known}
-            self._names = names  # keeps the identity valid
-        return known
+        if self._layout_of is None or self._layout_of[0] is not names:
+            number, payload = frames.pack_layout(names)
+            self._add(frames.LAYOUT, payload)
+            self._layout_of = (names, number)
+        return self._layout_of[1]
 
     def _add(self, kind: int, payload: bytes) -> None:
         with self._lock:
@@ -227,8 +222,3 @@ def _connect(path: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         raise RunError(f"{file} cannot be opened: {error}. Move it away to start this run anew") from error
     return connection
-
-
-def double_precision(columns: Mapping[str, npt.NDArray[np.float64]]) -> bool:
-    """Whether statistics need doubles: some norm does not fit a float32."""
-    return any(bool((np.isfinite(values) & (np.abs(values) > 3e38)).any()) for values in columns.values())
