@@ -16,7 +16,9 @@ class TrackioSink:
         except ImportError as error:
             raise MissingPackage("trackio", "trackio", "The sink 'trackio'") from error
         self._trackio = trackio
-        self._run = trackio.init(project="gradsight", name=run_dir.name if run_dir else None, embed=False, resume="allow")
+        name = run_dir.name if run_dir else None
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project="gradsight", name=name, resume="allow", **quiet)
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """Take one number."""
@@ -32,4 +34,7 @@ class TrackioSink:
 
     def close(self) -> None:
         """Send what is left and end the run."""
-        self._run.finish()
+        if self._trackio.context_vars.current_run.get() is self._run:
+            self._trackio.finish()
+        else:
+            self._run.finish()
