@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight import dist
+from gradsight.errors import UsageError
 from gradsight.measure.arrival import Arrival
 from gradsight.measure.clipping import ClipProbe, places_to_probe
 from gradsight.measure.histogram import HistogramLook
@@ -350,8 +351,10 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | Arrival]:
         if isinstance(value, Tensor):
             tensor = value.detach().reshape(-1)
             if tensor.numel() != 1:
-                raise ValueError(f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}")
+                raise UsageError(f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}")
             taken[name] = float(tensor) if tensor.device.type == "cpu" else Arrival(tensor.clone())
+        elif isinstance(value, (int, float, np.number)):
+            taken[name] = float(value)
         else:
-            taken[name] = float(value)  # type: ignore[arg-type]
+            raise UsageError(f"{name} must be a single number, got {type(value).__name__}")
     return taken

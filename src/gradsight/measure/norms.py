@@ -142,8 +142,10 @@ def exact_norms(gradients: Sequence[Tensor]) -> Norms:
     for gradient in gradients:
         values = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
         values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
-        l2.append(float(values.norm()))
-        peak.append(float(values.abs().max()) if values.numel() else 0.0)
+        largest = float(values.abs().max()) if values.numel() else 0.0
+        unit = largest if 0 < largest < float("inf") else 1.0
+        l2.append(unit * float((values / unit).norm()))
+        peak.append(largest)
         nan.append(int(values.isnan().sum()))
         inf.append(int(values.isinf().sum()))
     return Norms(*(np.array(column, dtype=np.float64) for column in (l2, peak, nan, inf)))
