@@ -15,7 +15,7 @@ FRONT_DOOR = ["GradsightError", "MetricsTracker", "Schedule", "log_gradient_dist
 
 GROUND = {"errors", "records"}
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {"watch", "assemble", "distribution"}
+COMPOSERS = {"watch", "assemble", "deliver", "distribution", "ending"}
 TOP = {"train", "integrations", "cli", "__main__"}
 
 

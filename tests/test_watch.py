@@ -357,7 +357,7 @@ def test_a_run_that_is_no_database(tmp_path: Path) -> None:
 
 
 def test_one_run_dir_for_two_watches(tmp_path: Path) -> None:
-    with watch(net(), run_dir=tmp_path), pytest.raises(UsageError, match="already recording steps into .* own run_dir"):
+    with watch(net(), run_dir=tmp_path), pytest.raises(UsageError, match=r"already recording steps into .* own run_dir"):
         watch(net(), run_dir=tmp_path)
 
 

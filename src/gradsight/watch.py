@@ -1,13 +1,10 @@
 """The composer: introduces capture, measure, record and show to each other, and cleans up after them."""
 
-import atexit
 import contextlib
 import os
 import platform
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -17,24 +14,21 @@ import torch
 from torch import nn
 
 from gradsight import dist
-from gradsight.assemble import Assembler, Measured, take_scalars
+from gradsight.assemble import Assembler, take_scalars
 from gradsight.capture.manual import ManualCapture
 from gradsight.capture.names import named_parameters
-from gradsight.capture.steps import NONE, OptimizerCapture, check_optimizers
+from gradsight.capture.steps import OptimizerCapture, check_optimizers
+from gradsight.deliver import Delivery
+from gradsight.ending import Ending
 from gradsight.errors import RunError, UsageError
 from gradsight.measure.arrival import Arrival
-from gradsight.measure.histogram import histograms, share_within_a_tenth
-from gradsight.measure.norms import combine
-from gradsight.measure.update import update_ratios
 from gradsight.record.feed import Feed
-from gradsight.record.frames import pack_statistics
 from gradsight.record.problems import Problems
 from gradsight.record.sinks import open_sinks
 from gradsight.record.store import Store, open_store, write_config
-from gradsight.records import Schedule, block_of
+from gradsight.records import Schedule
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
-_MANY_PARAMETERS = 500
 _FAILED = -1
 
 
@@ -79,13 +73,14 @@ class Watch:
         optimizers = check_optimizers(optimizer)
         self._parameters = _check_model(model)
         self._names = [parameter.name for parameter in self._parameters]
-        self._blocks = _blocks(self._names, sink_detail)
+        _check_detail(sink_detail)
         self._problems = Problems()
         self._store: Store | None = None
         self._feed: Feed | None = None
         self._closed = False
         self._group = dist.own_group()
         first_step = self._open_record(run_dir, sinks, start_step)
+        self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems)
         tensors = [parameter.tensor for parameter in self._parameters]
         self._assembler = Assembler(tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed)
         self._capture: OptimizerCapture | ManualCapture
@@ -93,7 +88,7 @@ class Watch:
             self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
         else:
             self._capture = ManualCapture(model, tensors, self._assembler)
-        self._ending = _Ending(self)
+        self._ending = Ending(lambda: self._close(wait=False))
         if self._store is not None:
             settings = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step, "sink_detail": sink_detail}
             write_config(self._store.path, _config(settings, self._parameters, optimizers))
@@ -129,7 +124,7 @@ class Watch:
         if self._assembler.begun:
             self._assembler.log(values)
         else:
-            self._log_afterwards({name: _value(value) for name, value in values.items()})
+            self._deliver.log(self._assembler.step - 1, {name: _value(value) for name, value in values.items()})
 
     @property
     def current_step(self) -> int:
@@ -207,51 +202,6 @@ class Watch:
             raise
         return first
 
-    # What the assembler delivers.
-
-    def _deliver(self, measured: Measured) -> None:
-        step = measured.step
-        self._problems.step = step.step
-        if step.gradient == NONE:
-            self._problems.report(
-                "no-gradient",
-                f"step {step.step}: no parameter of the model has a gradient. The record says so. "
-                "Look after backward() and before zero_grad(), at the model that is being trained.",
-            )
-        everything = len(measured.rows) == len(self._names)
-        names = self._names if everything else [self._names[row] for row in measured.rows]
-        columns = _columns(measured)
-        if self._store is not None:
-            packed = pack_statistics(None if everything else measured.rows, columns) if columns else b""
-            self._store.add_step(step, self._names, packed)
-        if measured.histogram_counters is not None:
-            self._deliver_histograms(measured, names)
-        if self._feed is not None:
-            self._feed.scalars(_shown(measured, names, columns, self._blocks), step.step)
-
-    def _deliver_histograms(self, measured: Measured, names: list[str]) -> None:
-        assert measured.histogram_counters is not None
-        number = measured.step.step
-        found = histograms(measured.histogram_counters, names, number)
-        within = {"gradients/share_within_0.1": share_within_a_tenth(measured.histogram_counters)}
-        if self._store is not None:
-            self._store.add_histograms(number, found)
-            self._store.add_step_scalars(number, within)
-        if self._feed is not None:
-            self._feed.scalars(within, number)
-            for histogram in found:
-                if histogram.parameter is None:
-                    self._feed.histogram("gradients/histogram", histogram, number)
-                elif not self._blocks:
-                    self._feed.histogram(f"gradients/{histogram.parameter}/histogram", histogram, number)
-
-    def _log_afterwards(self, values: dict[str, float]) -> None:
-        step = self._assembler.step - 1
-        if self._store is not None:
-            self._store.add_step_scalars(step, values)
-        if self._feed is not None:
-            self._feed.scalars(values, step)
-
     def _failed(self, error: Exception) -> None:
         """A fault of ours: training goes on without us."""
         self._capture.stop()
@@ -266,43 +216,6 @@ class Watch:
             self._problems.report(what, f"{what} failed: {type(error).__name__}: {error}")
 
 
-class _Ending:
-    """Closes a watch when the process exits or is asked to (SIGTERM), and leaves both as they were."""
-
-    def __init__(self, watched: Watch) -> None:
-        self._watch = watched
-        self._process = os.getpid()
-        self._previous: Any = None
-        self._installed = False
-        atexit.register(self._at_exit)
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-            self._installed = True
-
-    def cancel(self) -> None:
-        """Put everything back; where somebody has set a handler since, theirs stays."""
-        atexit.unregister(self._at_exit)
-        in_main = threading.current_thread() is threading.main_thread()
-        if self._installed and in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
-            self._installed = False
-
-    def _at_exit(self) -> None:
-        if os.getpid() == self._process:
-            self._watch._close(wait=False)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        """Close, then do what would have been done without us. A forked child (a data loader's worker) only does the latter."""
-        previous: Callable[..., Any] | int | None = self._previous
-        if os.getpid() == self._process:
-            self._watch._close(wait=False)
-        if callable(previous):
-            previous(number, frame)
-        elif previous != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-
 def _check_model(model: nn.Module) -> list[Any]:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -313,12 +226,9 @@ def _check_model(model: nn.Module) -> list[Any]:
     return parameters
 
 
-def _blocks(names: list[str], detail: str | None) -> list[str]:
-    """The block of every parameter where sinks are to get blocks, else nothing."""
+def _check_detail(detail: str | None) -> None:
     if detail not in (None, "parameters", "blocks"):
         raise UsageError(f"sink_detail must be 'parameters' or 'blocks', got {detail!r}")
-    wanted = detail == "blocks" or (detail is None and len(names) > _MANY_PARAMETERS)
-    return [block_of(name) for name in names] if wanted else []
 
 
 def _config(settings: dict[str, Any], parameters: list[Any], optimizers: list[Any]) -> dict[str, Any]:
@@ -342,43 +252,6 @@ def _config(settings: dict[str, Any], parameters: list[Any], optimizers: list[An
 
 def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
-
-
-def _columns(measured: Measured) -> dict[str, Any]:
-    """What is stored per parameter: counts only where there is something to count, ratios only where they were measured."""
-    columns: dict[str, Any] = {}
-    if measured.norms is not None:
-        columns = {"l2": measured.norms.l2, "max_abs": measured.norms.max_abs}
-        if not measured.norms.finite:
-            columns |= {"nan": measured.norms.nan, "inf": measured.norms.inf}
-        if measured.update_sums is not None and measured.update_sums.any():
-            columns["update_ratio"], columns["update_ratio_error"] = update_ratios(measured.update_sums)
-    return columns
-
-
-def _shown(measured: Measured, names: list[str], columns: dict[str, Any], blocks: list[str]) -> dict[str, float]:
-    """What sinks get of a step."""
-    step = measured.step
-    known = {"loss": step.loss, "lr": step.lr, "gradients/total_norm": step.total_norm, "gradients/clip_coef": step.clip_coef}
-    shown = {name: value for name, value in known.items() if value is not None} | dict(step.scalars)
-    if not columns:
-        return shown
-    if blocks:
-        return shown | _block_norms(columns["l2"], [blocks[row] for row in measured.rows])
-    shown |= {f"gradients/{name}/norm": value for name, value in zip(names, columns["l2"].tolist(), strict=True)}
-    for column, suffix in (("nan", "nan"), ("inf", "inf"), ("update_ratio", "update_ratio")):
-        values = columns[column].tolist() if column in columns else ()
-        shown |= {
-            f"gradients/{name}/{suffix}": value for name, value in zip(names, values, strict=False) if value and value == value
-        }
-    return shown
-
-
-def _block_norms(l2: Any, blocks: list[str]) -> dict[str, float]:
-    members: dict[str, list[int]] = {}
-    for position, block in enumerate(blocks):
-        members.setdefault(block, []).append(position)
-    return {f"gradients/{block}/norm": float(combine(l2[positions])) for block, positions in members.items()}
 
 
 def _value(value: float | Arrival) -> float:
