@@ -138,9 +138,7 @@ def report(bench: Bench, rounds: int) -> None:
         "ms",
         f"{best['sampled stall'] / stall:.2f}x the full dump",
     )
-    line(
-        "they are complete after", best["sampled all"] * 1e3, "ms", f"{best['sampled all'] / whole:.2f}x the full dump"
-    )
+    line("they are complete after", best["sampled all"] * 1e3, "ms", f"{best['sampled all'] / whole:.2f}x the full dump")
     line("they take", bench.size["sampled"] / 1e6, "MB", f"of {bench.size['full'] / 1e6:.1f} MB")
 
 

@@ -25,7 +25,7 @@ FRONT_DOOR = [
 
 GROUND = {"errors", "records"}
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {"watch", "distribution"}
+COMPOSERS = {"watch", "assemble", "deliver", "distribution", "ending"}
 TOP = {"train", "integrations", "cli", "__main__"}
 
 
@@ -54,7 +54,11 @@ def imports() -> list[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{name} uses a relative import"
-                found += [(name, f"{node.module}.{alias.name}") for alias in node.names] if node.module == "gradsight" else [(name, node.module or "")]
+                found += (
+                    [(name, f"{node.module}.{alias.name}") for alias in node.names]
+                    if node.module == "gradsight"
+                    else [(name, node.module or "")]
+                )
             elif isinstance(node, ast.Import):
                 found += [(name, alias.name) for alias in node.names]
     return [(name, module) for name, module in found if module.split(".")[0] == "gradsight"]
@@ -79,7 +83,7 @@ def test_front_door_is_frozen() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'wacth'; it has .*watch"):
+    with pytest.raises(AttributeError, match=r"no attribute 'wacth'; it has .*watch"):
         _ = gradsight.wacth
 
 

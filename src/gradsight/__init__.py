@@ -19,7 +19,7 @@ _FRONT_DOOR = {
     "watch": "watch",
 }
 
-__all__ = sorted(_FRONT_DOOR)  # noqa: PLE0605
+__all__ = sorted(_FRONT_DOOR)
 __version__ = "0.1.0"
 
 

@@ -1,11 +1,11 @@
 """Every error of ours, and the warning that stands for a fault which training survived.
 
-    GradsightError                a thing we refuse: says what was expected, what came, where, what to do
-    |-- UsageError (ValueError)   an argument or a call that cannot be meant
-    |-- RunError                  a run directory that cannot be read or written
-    `-- MissingPackage            an optional package is not installed; carries the install line
+GradsightError                a thing we refuse: says what was expected, what came, where, what to do
+|-- UsageError (ValueError)   an argument or a call that cannot be meant
+|-- RunError                  a run directory that cannot be read or written
+`-- MissingPackage            an optional package is not installed; carries the install line
 
-    GradsightWarning              a fault of ours, or a doubtful situation; training goes on
+GradsightWarning              a fault of ours, or a doubtful situation; training goes on
 """
 
 

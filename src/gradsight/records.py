@@ -33,6 +33,19 @@ class Schedule:
         return (step - self.start_step) % self.step_interval == 0
 
 
+def block_of(name: str) -> str:
+    """The block a parameter belongs to: its name up to the first number in it, or else without its last part.
+
+    >>> block_of("transformer.h.0.attn.c_attn.weight"), block_of("transformer.wte.weight"), block_of("weight")
+    ('transformer.h.0', 'transformer.wte', 'weight')
+    """
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:-1]) or name
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter of the model under its own dotted name."""
@@ -114,6 +127,51 @@ class Histogram:
         """The largest standard error of a bin's share that sampling can cause; 0 where everything was counted."""
         return 0.0 if self.sampled >= self.size else 0.5 / self.sampled**0.5
 
+    def bins(self) -> tuple[list[float], list[float]]:
+        """Counts and ascending edges of the finite entries; the bin around 0 holds zeros and what underflowed.
+
+        >>> Histogram(0, None, -1, negative=(3,), positive=(4,), zero=2, nan=0, inf=0, underflow=0, size=9, sampled=9).bins()
+        ([3, 2, 4], [-1.0, -0.5, 0.5, 1.0])
+        """
+        magnitudes = [2.0**exponent for exponent in range(self.low, self.low + len(self.positive) + 1)]
+        edges = [-edge for edge in reversed(magnitudes)] + magnitudes
+        return [*reversed(self.negative), self.zero + self.underflow, *self.positive], edges
+
+    def linear(self, bins: int = 101, covered: float = 0.99) -> tuple[list[float], list[float]]:
+        """Counts and edges of equally wide bins centred on 0, for trackers that draw no others.
+
+        The range is the smallest power of two that covers this share of the entries; the few beyond it are counted in the outer
+        bins. Within a power of two the entries are spread evenly.
+        """
+        reach = self._reach(covered)
+        width = 2 * reach / bins
+        edges = [-reach + width * index for index in range(bins)] + [reach]
+        counts = [0.0] * bins
+        counts[bins // 2] += self.zero + self.underflow
+        for sign, tallies in ((-1, self.negative), (1, self.positive)):
+            for index, tally in enumerate(tallies):
+                _spread(counts, width, sign, 2.0 ** (self.low + index), tally)
+        return counts, edges
+
+    def _reach(self, covered: float) -> float:
+        """The smallest power of two whose range around 0 holds this share of the finite entries."""
+        total = sum(self.negative) + sum(self.positive)
+        inside = 0.0
+        for index, tally in enumerate(map(sum, zip(self.negative, self.positive, strict=True))):
+            inside += tally
+            if inside >= covered * total:
+                return 2.0 ** (self.low + index + 1)
+        return 1.0
+
+
+def _spread(counts: list[float], width: float, sign: int, start: float, tally: float) -> None:
+    """Add entries spread evenly over sign * [start, 2 * start) to bins of one width centred on 0."""
+    middle, outermost = len(counts) // 2, len(counts) - 1
+    low, high = start / width + 0.5, 2 * start / width + 0.5  # in bins, from the left edge of the middle one
+    for offset in range(int(low), int(high) + 1):
+        share = max(0.0, min(high, offset + 1) - max(low, offset)) / (high - low)
+        counts[min(max(middle + sign * offset, 0), outermost)] += tally * share
+
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
@@ -185,3 +243,12 @@ class DumpMetadata:
     scale: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Gradients that could not be had whole, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """A bundle that the flight recorder wrote: a folder of the run directory."""
+
+    step: int
+    code: str
+    path: str

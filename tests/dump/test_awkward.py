@@ -131,9 +131,7 @@ def test_any_name(first_n: int | None, tmp_path: Path) -> None:
         assert all(torch.equal(theirs[name], gradients[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    "index", [slice(1, 4), (slice(None), slice(2, 3)), (slice(-2, None), slice(0, 0)), slice(9, 99)]
-)
+@pytest.mark.parametrize("index", [slice(1, 4), (slice(None), slice(2, 3)), (slice(-2, None), slice(0, 0)), slice(9, 99)])
 def test_a_part_of_a_tensor(index: slice | Slices, tmp_path: Path) -> None:
     gradient = torch.randn(5, 3).bfloat16()
     with GradientDumper(tmp_path) as dumper:
@@ -181,6 +179,8 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
     wrapped = torch.compile(nn.DataParallel(inner))
     assert [name for name, _ in clean_parameters(wrapped)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    inner._modules["itself"] = inner
+    assert len(clean_parameters(wrapped)) == 4, "a module that holds itself"
     own = nn.ModuleDict({"module": nn.Linear(2, 2)})
     assert [name for name, _ in clean_parameters(own)] == ["module.weight", "module.bias"]
 

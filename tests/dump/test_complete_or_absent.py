@@ -21,9 +21,7 @@ WORKERS = Path(__file__).parent / "workers"
 
 
 def run_worker(name: str, *arguments: object, inside: tuple[str, ...] = ()) -> str:
-    done = subprocess.run(
-        [*inside, sys.executable, WORKERS / name, *map(str, arguments)], capture_output=True, text=True
-    )
+    done = subprocess.run([*inside, sys.executable, WORKERS / name, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -146,9 +144,7 @@ def test_an_old_dump_that_cannot_be_removed_is_no_failure(
     assert (dumper.written, dumper.failed) == (2, 0)
 
 
-def test_a_fault_of_ours_does_not_reach_training(
-    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_ours_does_not_reach_training(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("surprise")
 

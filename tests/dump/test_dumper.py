@@ -174,9 +174,7 @@ def test_a_full_queue_skips_and_counts(tmp_path: Path, model: nn.Module, monkeyp
     dumper = GradientDumper(tmp_path, when_full="skip", queue_size=2)
     returned = [dumper.dump(model, step) for step in range(5)]
     gate.open.set()
-    with pytest.warns(
-        GradsightWarning, match="gradient dump of step 2: dumps were skipped because an earlier one"
-    ) as told:
+    with pytest.warns(GradsightWarning, match="gradient dump of step 2: dumps were skipped because an earlier one") as told:
         dumper.close()
     assert [path is None for path in returned] == [False, False, True, True, True]
     assert (dumper.written, dumper.skipped, dumper.failed) == (2, 3, 0)
@@ -223,9 +221,7 @@ def test_keep_last(tmp_path: Path, model: nn.Module) -> None:
             dumper.dump(model, step)
             other.dump(model, step)
     assert [path.parent.name for path in find_dumps(tmp_path) if path.name == "full_gradients"] == ["step3", "step4"]
-    assert len([path for path in find_dumps(tmp_path) if path.name == "sampled_gradients"]) == 5, (
-        "another's are left alone"
-    )
+    assert len([path for path in find_dumps(tmp_path) if path.name == "sampled_gradients"]) == 5, "another's are left alone"
 
 
 def test_keep_last_after_going_back(tmp_path: Path, model: nn.Module) -> None:
@@ -350,9 +346,7 @@ def test_ranks_that_do_not_meet(tmp_path: Path, model: nn.Module, monkeypatch: p
 
     monkeypatch.setattr("gradsight.dump.ranks.Ranks.join", fail)
     dumper = GradientDumper(tmp_path)
-    with pytest.warns(
-        GradsightWarning, match=r"the ranks did not meet \(timed out\); dump\(\) must be called on every rank"
-    ):
+    with pytest.warns(GradsightWarning, match=r"the ranks did not meet \(timed out\); dump\(\) must be called on every rank"):
         assert dumper.dump(model, 0) is None
     assert dumper.dump(model, 1) is None
     assert (dumper.failed, dumper.problems[0].count) == (2, 2)

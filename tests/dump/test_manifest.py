@@ -103,9 +103,7 @@ def test_boxes_against_counting(shape: tuple[int, int], boxes: list[tuple[tuple[
     pairs = [(tuple(one[0] for one in box), tuple(one[1] for one in box)) for box in boxes]
     counts = np.zeros((8, 8), dtype=int)
     for offsets, sizes in pairs:
-        for where in itertools.product(
-            *(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        ):
+        for where in itertools.product(*(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))):
             counts[where] += 1
     inside = counts[: shape[0], : shape[1]]
     fits = all(start + size <= length for pair in pairs for start, size, length in zip(*pair, shape, strict=True))

@@ -75,9 +75,7 @@ def test_a_slice_does_not_read_the_rest(dumped: Path, model: nn.Module) -> None:
     content[last] ^= 1
     path.write_bytes(content)
     assert torch.equal(next(load_keys(dumped, ["1.weight"], index=slice(0, 299))), model[1].weight.grad[:299])
-    with pytest.raises(
-        RunError, match=r"__0_0.distcp is damaged: the checksum of the gradient of '1.weight' does not match"
-    ):
+    with pytest.raises(RunError, match=r"__0_0.distcp is damaged: the checksum of the gradient of '1.weight' does not match"):
         next(load_keys(dumped, ["1.weight"]))
 
 
@@ -111,16 +109,12 @@ def test_a_parameter_without_a_gradient(tmp_path: Path, model: nn.Module) -> Non
 
 
 def test_a_folder_that_is_no_dump(tmp_path: Path, dumped: Path) -> None:
-    with pytest.raises(
-        RunError, match=r"nowhere does not exist; expected a folder such as RUN/gradient_dumper/step0/full"
-    ):
+    with pytest.raises(RunError, match=r"nowhere does not exist; expected a folder such as RUN/gradient_dumper/step0/full"):
         load_keys(tmp_path / "nowhere", ["x"])
     with pytest.raises(RunError, match=r"is not a gradient dump \(no manifest.json\); expected a folder such as"):
         get_checkpoint_metadata(tmp_path)
     (dumped / "manifest.json").unlink()
-    with pytest.raises(
-        RunError, match=r"is a checkpoint without our manifest.json; torch.distributed.checkpoint may read it"
-    ):
+    with pytest.raises(RunError, match=r"is a checkpoint without our manifest.json; torch.distributed.checkpoint may read it"):
         load_keys(dumped, ["0.weight"])
 
 
@@ -130,9 +124,7 @@ def test_missing_and_cut_files(dumped: Path, tmp_path: Path) -> None:
     path = dumped / "__0_0.distcp"
     with path.open("r+b") as file:
         file.truncate(500)
-    with pytest.raises(
-        RunError, match=r"__0_0.distcp is cut short; without its end the gradient of '1.weight' cannot be read"
-    ):
+    with pytest.raises(RunError, match=r"__0_0.distcp is cut short; without its end the gradient of '1.weight' cannot be read"):
         next(load_keys(dumped, ["1.weight"]))
     path.unlink()
     with pytest.raises(RunError, match=r"__0_0.distcp is missing; without it the gradient of '0.bias' cannot be read"):

@@ -86,9 +86,7 @@ def verify(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
         verdict = check(folder)
         label = f"step {step_of(folder)} {folder.name}" if step_of(folder) is not None else str(folder)
         if verdict.intact:
-            console.print(
-                f"[green]ok[/]       {label}: {verdict.tensors} gradients, {_bytes(verdict.bytes)}", soft_wrap=True
-            )
+            console.print(f"[green]ok[/]       {label}: {verdict.tensors} gradients, {_bytes(verdict.bytes)}", soft_wrap=True)
             continue
         damaged += 1
         console.print(f"[red]damaged[/]  {label}", soft_wrap=True)
@@ -146,17 +144,13 @@ def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
         shape = "x".join(str(length) for length in manifest.tensors[name].shape) or "scalar"
         bad = f"{numbers.nan} NaN " * bool(numbers.nan) + f"{numbers.inf} Inf" * bool(numbers.inf)
         last = f"[red]{bad}[/]" if bad else bars(numbers.histogram, 12)
-        table.add_row(
-            escape(name), shape, f"{numbers.norm:.2e}", f"{numbers.minimum:.1e}", f"{numbers.maximum:.1e}", last
-        )
+        table.add_row(escape(name), shape, f"{numbers.norm:.2e}", f"{numbers.minimum:.1e}", f"{numbers.maximum:.1e}", last)
     return table
 
 
 def _detail(console: Console, name: str, entry: Entry, numbers: Statistics) -> None:
     """Everything about one gradient."""
-    console.print(
-        f"\n[bold]{escape(name)}[/]  {list(entry.shape)} {entry.dtype}".replace("[]", "scalar"), soft_wrap=True
-    )
+    console.print(f"\n[bold]{escape(name)}[/]  {list(entry.shape)} {entry.dtype}".replace("[]", "scalar"), soft_wrap=True)
     counts = f"zeros {numbers.zeros:,}  NaN {numbers.nan:,}  Inf {numbers.inf:,}  of {numbers.count:,}"
     console.print(f"  norm {numbers.norm:.6g}  mean {numbers.mean:.3g}  {counts}", highlight=False)
     levels = zip(QUANTILES, numbers.quantiles, strict=True)
@@ -200,13 +194,9 @@ def _matching(manifest: Manifest, pattern: str | None) -> list[str]:
     names = list(manifest.tensors)
     if pattern is None:
         return names
-    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)] or [
-        name for name in names if pattern in name
-    ]
+    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)] or [name for name in names if pattern in name]
     if not found:
-        raise UsageError(
-            f"no gradient matches {pattern!r}; there are {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
-        )
+        raise UsageError(f"no gradient matches {pattern!r}; there are {', '.join(names[:5])}{', ...' * (len(names) > 5)}")
     return found
 
 

@@ -43,9 +43,7 @@ def _pairs(first: Path, second: Path, step: int | None) -> Iterator[tuple[Path, 
         yield first, second
         return
     theirs = {(step_of(folder), folder.name): folder for folder in other}
-    shared = [
-        (folder, theirs[step_of(folder), folder.name]) for folder in one if (step_of(folder), folder.name) in theirs
-    ]
+    shared = [(folder, theirs[step_of(folder), folder.name]) for folder in one if (step_of(folder), folder.name) in theirs]
     if not shared:
         raise UsageError(f"nothing to compare: {first} has {_steps(one)}, {second} has {_steps(other)}")
     whole = {step_of(folder) for folder, _ in shared if folder.name == FOLDERS["full"]}

@@ -131,9 +131,7 @@ class GradientDumper:
     def __enter__(self) -> "GradientDumper":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _take(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:

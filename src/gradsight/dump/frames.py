@@ -63,9 +63,7 @@ def frame(position: int, description: bytes, length: int, crc: int, limit: int =
     return Frame(head, directory + _end(len(small) + 1, len(directory), len(head) + length, limit))
 
 
-def _entry(
-    name: str, length: int, crc: int, limit: int, header_at: int | None = None, padding: int | None = None
-) -> bytes:
+def _entry(name: str, length: int, crc: int, limit: int, header_at: int | None = None, padding: int | None = None) -> bytes:
     """The header of an entry, or with `header_at` its line in the directory."""
     large = length >= limit
     extra = struct.pack("<HHQQ", 1, 16, length, length) if large else b""
@@ -85,8 +83,4 @@ def _end(count: int, directory: int, at: int, limit: int) -> bytes:
     if at >= limit:
         wide = b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, count, count, directory, at)
         wide += b"PK\x06\x07" + struct.pack("<IQI", 0, at + directory, 1)
-    return (
-        wide
-        + b"PK\x05\x06"
-        + struct.pack("<4H2IH", 0, 0, count, count, directory, 0xFFFFFFFF if at >= limit else at, 0)
-    )
+    return wide + b"PK\x05\x06" + struct.pack("<4H2IH", 0, 0, count, count, directory, 0xFFFFFFFF if at >= limit else at, 0)

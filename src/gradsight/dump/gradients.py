@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsight.dist import local_part, reduces_gradients
 from gradsight.dump.manifest import ITEM_BYTES
 from gradsight.dump.names import clean_parameters
-from gradsight.dump.ranks import Place, local_part, place_of, sharding
+from gradsight.dump.ranks import Place, place_of, sharding
 from gradsight.errors import UsageError
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -62,10 +63,10 @@ class Collector:
     @torch.no_grad()
     def collect(self, model: torch.nn.Module, unscale: bool = False) -> Gradients:
         """Look at every parameter."""
-        kinds = {type(module) for module in model.modules()}
-        _refuse_flat(kinds)
+        modules = list(model.modules())
+        _refuse_flat({type(module) for module in modules})
         named, aliases = _distinct(model)
-        reduced = any(issubclass(kind, DistributedDataParallel) for kind in kinds)
+        reduced = any(isinstance(module, DistributedDataParallel) and reduces_gradients(module) for module in modules)
         owners = _owners(named, 1 if self._first_n else self._world_size) if reduced and self._world_size > 1 else {}
         rows, tensors, left_out, capped, seen = [], [], dict[str, str](), list[str](), 0
         for turn, (name, parameter) in enumerate(named.items()):

@@ -106,9 +106,7 @@ def _prepare(job: Job, offers: Sequence[Offer | Fault], layout: Layout, limits: 
         layout.recover()
     needed = sum(plan.lengths) + FRAME_BYTES * sum(len(indices) for indices in plan.choices)
     if limits.max_bytes is not None and sum(plan.lengths) > limits.max_bytes:
-        return Fault(
-            "size", f"one dump takes {sum(plan.lengths):,} bytes, more than max_bytes={limits.max_bytes:,} allows"
-        )
+        return Fault("size", f"one dump takes {sum(plan.lengths):,} bytes, more than max_bytes={limits.max_bytes:,} allows")
     free = files.free_bytes(layout.root)
     if needed > free:
         return Fault("disk", f"not enough space in {layout.root}: the dump needs {needed:,} bytes, {free:,} are free")
@@ -148,9 +146,7 @@ def _complete(
     return Outcome(bytes=ending.bytes, notes=tuple(notes))
 
 
-def _seal(
-    job: Job, layout: Layout, limits: Limits, plan: Plan, offers: Sequence[Offer], shards: Sequence[Shard]
-) -> Manifest:
+def _seal(job: Job, layout: Layout, limits: Limits, plan: Plan, offers: Sequence[Offer], shards: Sequence[Shard]) -> Manifest:
     """The last writes of a dump: the index for torch, the manifest, the rename."""
     folder = layout.partial(job.step)
     chunks: dict[str, list[Chunk]] = {}
@@ -158,9 +154,7 @@ def _seal(
         for name, record in shard.records:
             chunks.setdefault(name, []).append(record.chunk)
     rows = {row.name: row for offer in reversed(offers) for row in offer.rows}
-    tensors = {
-        name: _entry(rows[name], chunks[name], name in plan.disagreeing) for name in plan.parameters if name in chunks
-    }
+    tensors = {name: _entry(rows[name], chunks[name], name in plan.disagreeing) for name in plan.parameters if name in chunks}
     stored: dict[str, Stored] = {name: file for shard in shards for name, file in shard.files}
     if layout.kind == "full":
         stored[full.METADATA] = full.write_metadata(folder, tensors, shards)

@@ -141,16 +141,10 @@ def decode(body: Any, path: Path) -> Manifest:
 
 
 def _typed(body: dict[str, Any]) -> Manifest:
-    files = {
-        name: Stored(_count(stored["bytes"]), _count(stored["frame_crc32"])) for name, stored in body["files"].items()
-    }
+    files = {name: Stored(_count(stored["bytes"]), _count(stored["frame_crc32"])) for name, stored in body["files"].items()}
     if unsafe := [name for name in files if name != Path(name).name or name in {"", ".", ".."}]:
         raise ValueError(f"the file name {unsafe[0]!r} leads out of the dump's folder")
-    rest = {
-        key: body[key]
-        for key in Manifest.__slots__
-        if key not in {"tensors", "files", "parameters", "clip_coef", "scale"}
-    }
+    rest = {key: body[key] for key in Manifest.__slots__ if key not in {"tensors", "files", "parameters", "clip_coef", "scale"}}
     return Manifest(
         **rest,
         tensors={name: _entry(name, entry, files) for name, entry in body["tensors"].items()},

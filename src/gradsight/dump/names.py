@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 LONGEST = 180
 """Bytes of a file name that come from the parameter's name; file systems allow 255 in all."""
 
@@ -18,8 +18,12 @@ def clean_parameters(model: "torch.nn.Module") -> list[tuple[str, "torch.nn.Para
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     found: list[tuple[str, torch.nn.Parameter]] = []
+    inside: set[int] = set()
 
     def walk(module: "torch.nn.Module", prefix: str) -> None:
+        if id(module) in inside:  # a module that holds itself
+            return
+        inside.add(id(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 found.append((prefix + name, parameter))
@@ -28,6 +32,7 @@ def clean_parameters(model: "torch.nn.Module") -> list[tuple[str, "torch.nn.Para
             if child is not None:
                 hidden = name in WRAPPERS or (wraps and name == "module")
                 walk(child, prefix if hidden else f"{prefix}{name}.")
+        inside.remove(id(module))
 
     walk(model, "")
     return found

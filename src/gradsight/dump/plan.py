@@ -48,15 +48,12 @@ def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
             return offer if len(offers) == 1 else Fault(offer.key, f"rank {rank}: {offer.message}")
         held.append(offer)
     if not any(offer.seen for offer in held):
-        return Fault(
-            "no gradient", "no parameter has a gradient on any rank: dump after backward() and before zero_grad()"
-        )
+        return Fault("no gradient", "no parameter has a gradient on any rank: dump after backward() and before zero_grad()")
     chosen, disagreeing = _choose(held)
     left_out = {name: why for offer in held for name, why in offer.left_out.items()}
     left_out |= _holes(held, chosen)
     kept = [
-        tuple(index for index in indices if held[rank].rows[index].name not in left_out)
-        for rank, indices in enumerate(chosen)
+        tuple(index for index in indices if held[rank].rows[index].name not in left_out) for rank, indices in enumerate(chosen)
     ]
     if not any(kept):
         name, why = next(iter(left_out.items()))

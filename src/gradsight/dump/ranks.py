@@ -5,7 +5,6 @@ Everything works undistributed too. Nothing here runs on the group that training
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from gradsight.dist import is_sharded, world_size
 
 JOINING = timedelta(minutes=2)
 """How long the ranks may take to meet at their first dump."""
@@ -29,12 +30,12 @@ class Ranks:
     @classmethod
     def join(cls) -> "Ranks":
         """Make a gloo group over all ranks; called by every rank, at the same point of its program."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if world_size() == 1:
             return cls()
         _meet()
         group = dist.new_group(backend="gloo", timeout=JOINING)
         dist.distributed_c10d._set_pg_timeout(WRITING, group)
-        return cls(dist.get_rank(), dist.get_world_size(), group)
+        return cls(dist.get_rank(), world_size(), group)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on rank 0; nothing elsewhere."""
@@ -72,7 +73,7 @@ def _meet() -> None:
     """Return when every rank has come; raise if one does not, before anything is shared that could then be torn."""
     store: Any = dist.distributed_c10d._get_default_store()
     meeting = next(_meetings)
-    keys = [f"gradsight/dump/{meeting}/{rank}" for rank in range(dist.get_world_size())]
+    keys = [f"gradsight/dump/{meeting}/{rank}" for rank in range(world_size())]
     mine = keys[dist.get_rank()]
     store.set(mine, "here")
     try:
@@ -93,20 +94,6 @@ class Place:
     placements: tuple[str, ...] = ()
     writes: bool = True
     partial: bool = False
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is spread over ranks by a device mesh."""
-    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there is no such tensor
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that this rank holds."""
-    if not is_sharded(tensor):
-        return tensor
-    local = tensor.to_local()  # type: ignore[attr-defined]
-    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
 def sharding(tensor: torch.Tensor) -> object:

@@ -40,9 +40,7 @@ def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
     )
 
 
-def load_keys(
-    directory: str | Path, keys: Iterable[str], *, index: slice | Slices | None = None
-) -> "Iterator[torch.Tensor]":
+def load_keys(directory: str | Path, keys: Iterable[str], *, index: slice | Slices | None = None) -> "Iterator[torch.Tensor]":
     """The gradients of these parameters, whole, in the order of the keys; `directory` is a dump's folder.
 
     Checksums are compared while reading. `index`, one slice per leading dimension, reads only that part of each tensor,

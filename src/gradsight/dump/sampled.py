@@ -60,9 +60,7 @@ def _insert(whole: dict[str, torch.Tensor], row: Row, piece: torch.Tensor) -> No
     whole[row.name][where] = piece.clone().view(dtype).view(row.place.sizes)
 
 
-def _write_one(
-    folder: Path, stem: str, row: Row, tensor: torch.Tensor
-) -> tuple[tuple[str, Record], tuple[str, Stored]]:
+def _write_one(folder: Path, stem: str, row: Row, tensor: torch.Tensor) -> tuple[tuple[str, Record], tuple[str, Stored]]:
     shape = row.place.shape
     name = f"{stem}_first{shape[0] if shape else 1}.safetensors"
     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -37,9 +37,7 @@ def measure(values: Values) -> Statistics:
     finite = flat[np.isfinite(flat)].astype(np.float64) if nan or inf else flat.astype(np.float64)
     if not len(finite):
         nothing = float("nan")
-        return Statistics(
-            len(flat), nothing, nothing, nothing, nothing, (nothing,) * len(QUANTILES), 0, nan, inf, (0,) * BINS
-        )
+        return Statistics(len(flat), nothing, nothing, nothing, nothing, (nothing,) * len(QUANTILES), 0, nan, inf, (0,) * BINS)
     low, high = float(finite.min()), float(finite.max())
     spread = (low, high) if high > low else (low - 0.5, low + 0.5)
     counts, _ = np.histogram(finite, bins=BINS, range=spread)

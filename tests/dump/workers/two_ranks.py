@@ -92,6 +92,17 @@ def nothing(out: Path) -> None:
     report(run, dumper)
 
 
+def not_synchronised(out: Path) -> None:
+    """Inside no_sync each rank has gradients of its own: they are compared, not believed."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    run = out / "not_synchronised"
+    with model.no_sync(), GradientDumper(run) as dumper:
+        backward(model, 2)
+        dumper.dump(model, 0)
+    report(run, dumper)
+
+
 def skipping(out: Path) -> None:
     """One rank's buffer is busy: then no rank dumps, and the next dump finds them together again."""
     torch.manual_seed(0)
@@ -138,6 +149,6 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", GradsightWarning)
     dist.init_process_group("gloo")
-    for scenario in (ddp, fsdp, some_none, nothing, skipping, one_rank_only):
+    for scenario in (ddp, fsdp, some_none, nothing, not_synchronised, skipping, one_rank_only):
         scenario(Path(sys.argv[1]))
     dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""Something closes when the process exits or is asked to, and leaves both as they were."""
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Ending:
+    """Calls `close` at exit and on SIGTERM, unless cancelled before."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._process = os.getpid()
+        self._previous: Any = None
+        self._installed = False
+        atexit.register(self._at_exit)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+            self._installed = True
+
+    def cancel(self) -> None:
+        """Put everything back; where somebody has set a handler since, theirs stays."""
+        atexit.unregister(self._at_exit)
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._installed and in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            self._installed = False
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:
+            self._close()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        """Close, then do what would have been done without us. A forked child (a data loader's worker) only does the latter."""
+        previous: Callable[..., Any] | int | None = self._previous
+        if os.getpid() == self._process:
+            self._close()
+        if callable(previous):
+            previous(number, frame)
+        elif previous != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -1,0 +1,151 @@
+"""L2 norm and largest magnitude of every gradient, in one pass over the memory and one small copy to the host.
+
+The squares of float32 entries overflow above 1.8e19 and vanish below 1e-19, and a NaN says only that there is one.
+So a look that comes back odd is followed by a closer one at the gradients concerned, while they are still what they were.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gradsight.measure.arrival import Arrival, stack
+from gradsight.measure.layout import flat
+
+Floats = npt.NDArray[np.float64]
+
+PIECE = 2**19
+"""Entries read at a time on the CPU: the second reading of a piece finds it in the cache."""
+
+_TOO_SMALL_TO_SQUARE = 1e-15
+_DOT_IS_PRECISE = (torch.float32, torch.float64)
+
+
+@dataclass(slots=True)
+class Norms:
+    """What a look says of n gradients, as arrays of length n. A count that is not known is -1."""
+
+    l2: Floats
+    max_abs: Floats
+    nan: Floats
+    inf: Floats
+
+    @property
+    def finite(self) -> bool:
+        """Whether no gradient holds a NaN or an infinity: a finite largest magnitude proves it."""
+        return bool(np.isfinite(self.max_abs).all())
+
+
+class NormsLook:
+    """One look at a list of gradients: started on the device now, read on the host later."""
+
+    __slots__ = ("_arrivals", "_size", "pieces")
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self._size = len(gradients)
+        self.pieces: list[tuple[list[int], Floats]] = []
+        """Once read: for some pieces in turn, their rows and an array [n, 3] of sum of squares, smallest and largest."""
+        devices: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+        with torch.no_grad():
+            for row, gradient in enumerate(gradients):
+                entries = flat(gradient)
+                size = entries.numel()
+                if size == 0:
+                    continue
+                device = entries.device
+                scalars, rows = devices.get(device) or devices.setdefault(device, ([], []))
+                pieces = torch.split(entries, PIECE) if size > PIECE and device.type == "cpu" else (entries,)
+                for piece in pieces:
+                    rows.append(row)
+                    scalars += measure(piece)
+            self._arrivals = [(Arrival(stack(scalars)), rows) for scalars, rows in devices.values()]
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(arrival.ready() for arrival, _ in self._arrivals)
+
+    def read(self) -> Norms:
+        """The numbers as far as one pass gives them: a count is 0 where there is nothing to count, else -1."""
+        l2, peaks = np.zeros(self._size), np.zeros(self._size)
+        self.pieces = [(rows, arrival.read().reshape(-1, 3)) for arrival, rows in self._arrivals]
+        with np.errstate(over="ignore", invalid="ignore"):
+            for rows, values in self.pieces:
+                _merge(values, rows, l2, peaks)
+            np.sqrt(l2, out=l2)
+        unknown = np.where(np.isfinite(peaks), 0.0, -1.0)
+        return Norms(l2, peaks, unknown, unknown.copy())
+
+
+def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of squares, smallest and largest of some entries, in float32 or wider."""
+    smallest, largest = torch.aminmax(entries)
+    if entries.device.type == "cpu" and entries.dtype in _DOT_IS_PRECISE:
+        return torch.dot(entries, entries), smallest, largest
+    wide = torch.float32 if entries.device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(entries, dtype=wide).square(), smallest.to(wide), largest.to(wide)
+
+
+def _merge(values: Floats, rows: list[int], squares: Floats, peaks: Floats) -> None:
+    """Combine pieces into rows: squares add up, magnitudes take the largest, and a NaN in any piece stays a NaN."""
+    starts = [position for position, row in enumerate(rows) if position == 0 or rows[position - 1] != row]
+    found = [rows[start] for start in starts]
+    squares[found] = np.add.reduceat(values[:, 0], starts)
+    peaks[found] = np.maximum.reduceat(np.maximum(-values[:, 1], values[:, 2]), starts)
+
+
+def doubtful(norms: Norms) -> npt.NDArray[np.intp]:
+    """The rows that need a closer look: not finite, overflowed, or too small to be squared in float32."""
+    tiny = (norms.max_abs > 0) & (norms.max_abs < _TOO_SMALL_TO_SQUARE)
+    return np.flatnonzero(~np.isfinite(norms.l2) | ~np.isfinite(norms.max_abs) | tiny)
+
+
+def look_closer(gradients: Sequence[Tensor], norms: Norms) -> None:
+    """Put right what one pass could not say, for the doubtful rows: exact norms in float64, counts of NaN and Inf."""
+    for row in doubtful(norms):
+        entries = flat(gradients[row].detach())
+        norms.nan[row] = int(torch.isnan(entries).sum())
+        norms.inf[row] = int(torch.isinf(entries).sum())
+        peak = norms.max_abs[row]
+        if np.isfinite(peak) and peak > 0:
+            norms.l2[row] = peak * float(torch.linalg.vector_norm(entries.double() / peak))
+
+
+def combine(l2: Floats) -> Floats:
+    """The norm over the first axis of norms, without squaring what would overflow. A NaN among them stays a NaN.
+
+    >>> combine(np.array([3e200, 4e200])) / 1e200
+    np.float64(5.0)
+    """
+    if len(l2) == 0:
+        return np.zeros(l2.shape[1:])
+    peak = l2.max(axis=0)
+    with np.errstate(invalid="ignore"):
+        ratio = l2 / np.where((peak > 0) & np.isfinite(peak), peak, 1)
+        total: Floats = np.where(np.isfinite(peak), peak * np.sqrt((ratio**2).sum(axis=0)), peak)[()]
+    return total
+
+
+def merge_ranks(tables: Floats) -> Floats:
+    """Tables [ranks, n, 5] of norm, largest, NaN, Inf, seen (0 or 1) as one: an unknown count (-1) stays unknown."""
+    counts = tables[:, :, 2:4]
+    counted = np.where((counts < 0).any(axis=0), -1.0, counts.sum(axis=0))
+    largest, seen = tables[:, :, 1:2].max(axis=0), tables[:, :, 4:].max(axis=0)
+    return np.concatenate([combine(tables[:, :, :1]), largest, counted, seen], axis=1)
+
+
+def exact_norms(gradients: Sequence[Tensor]) -> Norms:
+    """The plain twin of a look: a loop in float64, one gradient at a time."""
+    l2, peak, nan, inf = [], [], [], []
+    for gradient in gradients:
+        values = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
+        values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+        largest = float(values.abs().max()) if values.numel() else 0.0
+        unit = largest if 0 < largest < float("inf") else 1.0
+        l2.append(unit * float((values / unit).norm()))
+        peak.append(largest)
+        nan.append(int(values.isnan().sum()))
+        inf.append(int(values.isinf().sum()))
+    return Norms(*(np.array(column, dtype=np.float64) for column in (l2, peak, nan, inf)))

@@ -1,0 +1,78 @@
+"""How far one optimizer step moved each parameter, relative to its size: ||new - old|| / ||old||."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gradsight.measure.arrival import Arrival, stack
+from gradsight.measure.sample import Sample
+
+COLUMNS = 6
+"""Per parameter: entries sampled, entries in all, sums of d**2, d**4, w**2, w**4 (d the update, w the weight before it)."""
+
+
+class UpdateLook:
+    """Samples of the parameters before an optimizer step, compared with the same entries after it."""
+
+    __slots__ = ("_arrivals", "_before", "_offset", "_tensors")
+
+    def __init__(self, parameters: Sequence[Tensor], offset: int = 0) -> None:
+        by_device: dict[torch.device, list[int]] = {}
+        for row, parameter in enumerate(parameters):
+            by_device.setdefault(parameter.device, []).append(row)
+        self._tensors = list(parameters)
+        self._offset = offset
+        self._before = [(rows, Sample([parameters[row] for row in rows], offset)) for rows in by_device.values()]
+        self._arrivals: list[tuple[list[int], Sample, Arrival]] = []
+
+    def finish(self) -> None:
+        """To be called when the optimizer has stepped; the samples from before are given back."""
+        for rows, before in self._before:
+            after = Sample([self._tensors[row] for row in rows], self._offset)
+            with torch.no_grad():
+                moments = _moments(torch.split(after.entries - before.entries, before.sizes))
+                moments += _moments(torch.split(before.entries, before.sizes))
+                self._arrivals.append((rows, after, Arrival(stack(moments))))
+        for _, sample, _ in self._arrivals:
+            sample.entries = sample.entries.new_empty(0)
+        self._before = []
+
+    def read(self) -> npt.NDArray[np.float64]:
+        """An array [n, COLUMNS]; rows add up over ranks."""
+        result = np.zeros((len(self._tensors), COLUMNS))
+        for rows, sample, arrival in self._arrivals:
+            result[rows, 0], result[rows, 1] = sample.sizes, sample.full_sizes
+            result[rows, 2:] = arrival.read().reshape(4, len(rows)).T
+        self._tensors = []
+        return result
+
+
+def _moments(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of squares of the parts, then sums of fourth powers."""
+    squares = [part.double().square() for part in parts]
+    return [square.sum() for square in squares] + [square.square().sum() for square in squares]
+
+
+def update_ratios(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Ratio and its standard error per parameter; NaN where the weight is zero or there are no entries.
+
+    With n sampled squares of mean m2 and second moment m4, the mean's relative error is sqrt((m4/m2**2 - 1) / n); a square
+    root halves it; a sample without replacement of n out of N shrinks it by sqrt(1 - n/N).
+    """
+    n, size, d2, d4, w2, w4 = sums.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(w2 > 0, np.sqrt(d2 / w2), np.nan)
+        relative = _relative_error(n, d2, d4) ** 2 + _relative_error(n, w2, w4) ** 2
+        left_out = np.clip(1 - n / size, 0, 1)
+        return ratio, np.where(left_out > 0, ratio * np.sqrt(relative * left_out), np.where(np.isnan(ratio), np.nan, 0.0))
+
+
+def _relative_error(
+    n: npt.NDArray[np.float64], square: npt.NDArray[np.float64], fourth: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Half the relative standard error of a mean of squares, 0 where all of them are zero."""
+    spread = np.clip(n * fourth / np.where(square > 0, square, 1) ** 2 - 1, 0, None)
+    return np.where(square > 0, 0.5 * np.sqrt(spread / np.maximum(n, 1)), 0.0)

@@ -1,0 +1,61 @@
+"""Numbers as text that fits a terminal: short figures, sparklines, bars."""
+
+import math
+from collections.abc import Sequence
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def figure(value: float | None) -> str:
+    """Three digits, whatever the size.
+
+    >>> figure(0.00012345), figure(123456.0), figure(1.5), figure(None), figure(float("nan"))
+    ('1.23e-04', '1.23e+05', '1.5', '–', 'NaN')
+    """
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Inf" if value > 0 else "-Inf"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}"
+    return f"{value:.2e}"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """A curve on a logarithmic scale, one sign per stretch of steps; '!' marks a stretch with a value that is not finite.
+
+    >>> sparkline([1, 10, 100, 1000])
+    '▁▃▆█'
+    >>> sparkline([1, float("nan"), 1])
+    '▄!▄'
+    """
+    stretches = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
+    kept = [list(stretch) for stretch in stretches if len(stretch)] if len(values) > width else [[value] for value in values]
+    heights = [_height(stretch) for stretch in kept]
+    finite = [height for height in heights if height is not None]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    return "".join("!" if height is None else _LEVELS[_level(height, low, high)] for height in heights)
+
+
+def _height(stretch: list[float]) -> float | None:
+    """The logarithm of a stretch's middle value; None where something in it is not finite."""
+    if not all(math.isfinite(value) for value in stretch):
+        return None
+    return math.log10(max(sorted(stretch)[len(stretch) // 2], 1e-45))
+
+
+def _level(height: float, low: float, high: float) -> int:
+    if high - low < 0.01:
+        return 3
+    return round((height - low) / (high - low) * (len(_LEVELS) - 1))
+
+
+def bar(share: float, width: int = 30) -> str:
+    """A bar for a share of 1.
+
+    >>> bar(0.5, 4)
+    '██'
+    """
+    return "█" * round(share * width)

@@ -1,0 +1,200 @@
+"""report.md: what a run's gradients did, for someone who has one minute."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+from gradsight.records import Histogram, ParameterStat, Problem, Step, block_of
+from gradsight.show.figures import bar, figure, sparkline
+
+_MOST_ROWS = 40
+_NAMED = 8
+
+
+class ReadableRun(Protocol):
+    """What a report needs of a run."""
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+    def steps(self) -> Iterable[Step]: ...
+    def parameter_stats(self) -> Iterable[ParameterStat]: ...
+    def histograms(self, parameter: str | None = ...) -> Iterable[Histogram]: ...
+    def problems(self) -> Iterable[Problem]: ...
+
+
+@dataclass
+class _Block:
+    """The norm of one block over the steps."""
+
+    squares: dict[int, float] = field(default_factory=dict)
+    largest: float = 0.0
+    ratios: list[float] = field(default_factory=list)
+
+    def add(self, stat: ParameterStat) -> None:
+        self.squares[stat.step] = self.squares.get(stat.step, 0.0) + stat.l2**2
+        if math.isfinite(stat.max_abs):
+            self.largest = max(self.largest, stat.max_abs)
+        if stat.update_ratio is not None:
+            self.ratios.append(stat.update_ratio)
+
+    @property
+    def norms(self) -> list[float]:
+        return [math.sqrt(square) if square == square else math.nan for square in self.squares.values()]
+
+
+@dataclass
+class Summary:
+    """A run in numbers: everything the report says, gathered in one pass."""
+
+    steps: list[Step]
+    blocks: dict[str, _Block]
+    broken: dict[int, list[str]]
+    """Steps whose gradient is not finite, with the parameters concerned."""
+    histogram: Histogram | None
+    problems: list[Problem]
+    config: dict[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if not self.steps:
+            return "⚠️ nothing was recorded"
+        unhandled = [step.step for step in self.steps if step.step in self.broken and not step.skipped]
+        if unhandled:
+            where = ", ".join(self.broken[unhandled[0]][:3])
+            return f"❌ NaN or Inf in the gradient of {len(unhandled)} steps, first at step {unhandled[0]} in {where}"
+        return f"✅ every gradient of {len(self.steps)} steps is finite"
+
+    @property
+    def exit_code(self) -> int:
+        """0 fine, 1 nothing recorded, 2 a gradient that is not finite reached the optimizer."""
+        return {"✅": 0, "⚠": 1, "❌": 2}[self.verdict[0]]
+
+
+def summarize(run: ReadableRun) -> Summary:
+    """Read a run once."""
+    blocks: dict[str, _Block] = {}
+    broken: dict[int, list[str]] = {}
+    for stat in run.parameter_stats():
+        blocks.setdefault(block_of(stat.parameter), _Block()).add(stat)
+        if stat.nan != 0 or stat.inf != 0:
+            broken.setdefault(stat.step, []).append(stat.parameter)
+    histogram = None
+    for histogram in run.histograms(None):  # noqa: B007
+        pass
+    return Summary(list(run.steps()), blocks, broken, histogram, list(run.problems()), run.config)
+
+
+def report(summary: Summary) -> str:
+    """The whole report as markdown."""
+    sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary), _block_table(summary)]
+    sections += [_histogram(summary.histogram), _broken(summary), _problems(summary.problems)]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _overview(summary: Summary) -> list[str]:
+    if not summary.steps:
+        return []
+    steps = summary.steps
+    norms = [step.total_norm for step in steps if step.total_norm is not None]
+    rows = [("Steps", f"{steps[0].step} to {steps[-1].step}"), ("Loss", _from_to([step.loss for step in steps]))]
+    rows.append(("Total gradient norm", f"{_from_to(norms)} `{sparkline(norms)}`" if norms else "–"))
+    rows.append(("Learning rate", _from_to([step.lr for step in steps])))
+    clipped = [step for step in steps if step.clip_coef is not None and step.clip_coef < 1]
+    rows.append(("Steps with clipping", f"{len(clipped)} of {len(steps)}"))
+    skipped = sum(step.skipped for step in steps)
+    if skipped:
+        rows.append(("Steps left out by the GradScaler", str(skipped)))
+    within = [step.scalars["gradients/share_within_0.1"] for step in steps if "gradients/share_within_0.1" in step.scalars]
+    if within:
+        rows.append(("Entries within ±0.1", f"{within[-1]:.1%} at the last look"))
+    rows.append(("Measured on", _measured_on(steps, summary.config)))
+    return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _measured_on(steps: list[Step], config: dict[str, Any]) -> str:
+    other = [step for step in steps if step.gradient != "true"]
+    text = f"the gradient {config.get('gradient', '')}".strip()
+    if other:
+        kinds = sorted({step.gradient for step in other})
+        text += f"; but on {len(other)} steps: {', '.join(kinds)}"
+    return text
+
+
+def _from_to(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{figure(known[0])} → {figure(known[-1])}" if known else "–"
+
+
+def _block_table(summary: Summary) -> list[str]:
+    if not summary.blocks:
+        return []
+    lines = ["## Gradient norms by block", "", "| block | first | median | last | largest entry | update/weight | over time |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
+    shown = list(summary.blocks.items())[:_MOST_ROWS]
+    for name, block in shown:
+        norms = block.norms
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        ratio = figure(median(block.ratios)) if block.ratios else "–"
+        middle = figure(median(finite)) if finite else "–"
+        cells = [
+            f"`{name}`",
+            figure(norms[0]),
+            middle,
+            figure(norms[-1]),
+            figure(block.largest),
+            ratio,
+            f"`{sparkline(norms)}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    if len(summary.blocks) > len(shown):
+        lines.append(f"\n{len(summary.blocks) - len(shown)} more blocks are in the record.")
+    return lines
+
+
+def _histogram(histogram: Histogram | None) -> list[str]:
+    """Magnitudes by power of ten would hide the shape; powers of two in pairs fit a page."""
+    if histogram is None:
+        return []
+    title = f"## All gradient entries at step {histogram.step}"
+    sampled = f"sampled: {histogram.sampled:,} of {histogram.size:,}, standard error of a share at most {histogram.error:.2%}"
+    exact = f"all {histogram.size:,} counted"
+    total = sum(histogram.positive) + sum(histogram.negative) + histogram.zero + histogram.underflow
+    lines = [title, "", sampled if histogram.error else exact, "", "```", f"{'magnitude':>12}  share"]
+    rows = list(
+        zip(range(histogram.low, histogram.low + len(histogram.positive)), histogram.negative, histogram.positive, strict=True)
+    )
+    if not rows or not total:
+        return [*lines[:3], "every entry is zero or not finite"]
+    grouped = [rows[start : start + 2] for start in range(0, len(rows), 2)]
+    shares = [sum(negative + positive for _, negative, positive in group) / total for group in grouped]
+    top = max(shares)
+    for group, share in zip(grouped, shares, strict=True):
+        if share >= 0.0005:
+            lines.append(f"{'≥ ' + figure(2.0 ** group[0][0]):>12}  {share:6.1%} {bar(share / top)}")
+    zero = (histogram.zero + histogram.underflow) / total
+    lines.append(f"{'zero':>12}  {zero:6.1%} {bar(min(1.0, zero / top))}")
+    return [*lines, "```"]
+
+
+def _broken(summary: Summary) -> list[str]:
+    if not summary.broken:
+        return []
+    lines = ["## Steps whose gradient is not finite", ""]
+    skipped = {step.step for step in summary.steps if step.skipped}
+    for step, names in list(summary.broken.items())[:_NAMED]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        note = " (left out by the GradScaler)" if step in skipped else ""
+        lines.append(f"- step {step}{note}: {', '.join(f'`{name}`' for name in names[:3])}{more}")
+    if len(summary.broken) > _NAMED:
+        lines.append(f"- and {len(summary.broken) - _NAMED} more steps")
+    return lines
+
+
+def _problems(problems: list[Problem]) -> list[str]:
+    if not problems:
+        return []
+    lines = ["## What Gradsight could not do", ""]
+    return lines + [f"- {problem.message} (from step {problem.first_step}, {problem.count}x)" for problem in problems]

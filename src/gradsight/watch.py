@@ -1,0 +1,266 @@
+"""The composer: introduces capture, measure, record and show to each other, and cleans up after them."""
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradsight import dist
+from gradsight.assemble import Assembler, take_scalars
+from gradsight.capture.manual import ManualCapture
+from gradsight.capture.names import named_parameters
+from gradsight.capture.steps import OptimizerCapture, check_optimizers
+from gradsight.deliver import Delivery
+from gradsight.ending import Ending
+from gradsight.errors import RunError, UsageError
+from gradsight.measure.arrival import Arrival
+from gradsight.record.feed import Feed
+from gradsight.record.problems import Problems
+from gradsight.record.sinks import open_sinks
+from gradsight.record.store import Store, open_store, write_config
+from gradsight.records import Schedule
+
+GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
+_FAILED = -1
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    sinks: Iterable[Any] = (),
+    stats: Schedule = Schedule(),
+    histograms: Schedule = Schedule(step_interval=50),
+    start_step: int | None = None,
+    sink_detail: Literal["parameters", "blocks"] | None = None,
+) -> "Watch":
+    """Record what the gradients of a model do while it trains, at next to no cost.
+
+    optimizer: one or several. Each of their steps is then observed by itself, before clipping; several that step in turn make
+      one step together. Without one, call `Watch.step()` after backward and before clipping.
+    run_dir: where the record goes; None writes nothing to disk. A directory that holds a run is continued.
+    sinks: "console", "wandb", "tensorboard", "trackio", or objects with a method log_scalar(name, value, step).
+    stats: when norms are recorded. histograms: when histograms and update-to-weight ratios are.
+    start_step: the number of the first step. Recorded steps from there on are replaced. None: after the last recorded one.
+    sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of parameters (500).
+    """
+    return Watch(model, optimizer, run_dir, sinks, stats, histograms, start_step, sink_detail)
+
+
+class Watch:
+    """A run being recorded. Use `watch(...)`; a context manager, closed at the latest when the process ends."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        run_dir: str | os.PathLike[str] | None,
+        sinks: Iterable[Any],
+        stats: Schedule,
+        histogram_schedule: Schedule,
+        start_step: int | None,
+        sink_detail: str | None,
+    ) -> None:
+        optimizers = check_optimizers(optimizer)
+        self._parameters = _check_model(model)
+        self._names = [parameter.name for parameter in self._parameters]
+        _check_detail(sink_detail)
+        self._problems = Problems()
+        self._store: Store | None = None
+        self._feed: Feed | None = None
+        self._closed = False
+        self._group = dist.own_group()
+        first_step = self._open_record(run_dir, sinks, start_step)
+        self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems)
+        tensors = [parameter.tensor for parameter in self._parameters]
+        self._assembler = Assembler(tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed)
+        self._capture: OptimizerCapture | ManualCapture
+        if optimizers:
+            self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
+        else:
+            self._capture = ManualCapture(model, tensors, self._assembler)
+        self._ending = Ending(lambda: self._close(wait=False))
+        if self._store is not None:
+            settings = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step, "sink_detail": sink_detail}
+            write_config(self._store.path, _config(settings, self._parameters, optimizers))
+        self._capture.start()
+
+    def step(self, step: int | None = None, **scalars: Any) -> None:
+        """The gradient is in place, not yet clipped: record it, go on to the next step. For loops without a watched optimizer.
+
+        step: your own number for this step; steps only go forward.
+        """
+        if isinstance(self._capture, OptimizerCapture):
+            self._problems.report(
+                "step-by-hand", "Watch.step() does nothing beside a watched optimizer but log: its steps are counted already"
+            )
+            self.log(**scalars)
+            return
+        if step is not None:
+            if step < self._assembler.step:
+                raise UsageError(
+                    f"steps only go forward: step {step} after step {self._assembler.step - 1}. "
+                    f"To record steps again, open the run with start_step={step}."
+                )
+            self._assembler.jump_to(step)
+        if not self._closed:
+            self._assembler.log(take_scalars(scalars))
+            self._capture.step()
+
+    def log(self, **scalars: Any) -> None:
+        """Add loss=, lr= or anything else to the current step: the one under way, or the one just made if none has begun."""
+        values = take_scalars(scalars)
+        if self._closed or not values:
+            return
+        if self._assembler.begun:
+            self._assembler.log(values)
+        else:
+            self._deliver.log(self._assembler.step - 1, {name: _value(value) for name, value in values.items()})
+
+    @property
+    def current_step(self) -> int:
+        """The number of the step under way."""
+        return self._assembler.step
+
+    def close(self) -> None:
+        """Write what is left, take every hook away. Closing again does nothing."""
+        self._close(wait=True)
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(wait=kind is None)
+
+    def _close(self, wait: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._capture.stop()
+        self._ending.cancel()
+        with self._survives("closing"):
+            self._assembler.close(wait)
+            if wait and self._group is not None:
+                self._group.close()
+        if self._feed is not None:
+            with self._survives("sinks"):
+                self._feed.close()
+        if self._store is not None:
+            with self._survives("store"):
+                for problem in self._problems.all():
+                    self._store.add_problem(problem)
+                self._store.recording = False
+                self._store.close()
+
+    # Opening.
+
+    def _open_record(self, run_dir: str | os.PathLike[str] | None, sinks: Iterable[Any], start_step: int | None) -> int:
+        """Open store and sinks, on rank 0; tell the first step, on all ranks."""
+        if start_step is not None and start_step < 0:
+            raise UsageError(f"start_step must be 0 or more, got {start_step}")
+        if self._group is None:
+            return self._open_on_first_rank(run_dir, sinks, start_step)
+        first = _FAILED
+        try:
+            if dist.rank() == 0:
+                first = self._open_on_first_rank(run_dir, sinks, start_step)
+        finally:
+            first = self._group.from_first_rank(first)
+        if first == _FAILED:
+            raise RunError("rank 0 could not open the run; its own error says why")
+        return first
+
+    def _open_on_first_rank(self, run_dir: str | os.PathLike[str] | None, sinks: Iterable[Any], start_step: int | None) -> int:
+        first = start_step or 0
+        try:
+            if run_dir is not None:
+                self._store = open_store(run_dir, self._problems)
+                if self._store.recording:
+                    raise UsageError(f"this process is already recording steps into {run_dir}; give each watch its own run_dir")
+                if start_step is None:
+                    last = self._store.last_step()
+                    first = 0 if last is None else last + 1
+                else:
+                    self._store.forget_from(first)
+                self._store.recording = True
+                self._problems.on_new = self._store.add_problem
+            opened = open_sinks(sinks, self._store.path if self._store else None)
+            if opened:
+                self._feed = Feed(opened, self._problems)
+        except BaseException:
+            if self._store is not None:
+                self._store.close()
+            raise
+        return first
+
+    def _failed(self, error: Exception) -> None:
+        """A fault of ours: training goes on without us."""
+        self._capture.stop()
+        where = _place(error)
+        self._problems.report("capture", f"Gradsight stopped looking at gradients: {type(error).__name__}: {error} ({where})")
+
+    @contextlib.contextmanager
+    def _survives(self, what: str) -> Any:
+        try:
+            yield
+        except Exception as error:
+            self._problems.report(what, f"{what} failed: {type(error).__name__}: {error}")
+
+
+def _check_model(model: nn.Module) -> list[Any]:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    parameters = named_parameters(model)
+    if not any(parameter.tensor.requires_grad for parameter in parameters):
+        what = "no parameters" if not parameters else f"{len(parameters)} parameters, all of them frozen"
+        raise UsageError(f"{type(model).__name__} has nothing to watch: {what}. Set requires_grad on what is to be trained.")
+    return parameters
+
+
+def _check_detail(detail: str | None) -> None:
+    if detail not in (None, "parameters", "blocks"):
+        raise UsageError(f"sink_detail must be 'parameters' or 'blocks', got {detail!r}")
+
+
+def _config(settings: dict[str, Any], parameters: list[Any], optimizers: list[Any]) -> dict[str, Any]:
+    plain = {name: _fields(value) if isinstance(value, Schedule) else value for name, value in settings.items()}
+    described = [parameter.describe() for parameter in parameters]
+    return {
+        "settings": {"watch": plain},
+        "versions": {
+            "gradsight": metadata.version("gradsight"),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "started": time.time(),
+        "world_size": dist.world_size(),
+        "gradient": GRADIENT,
+        "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+        "parameters": [_fields(parameter) for parameter in described],
+    }
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _value(value: float | Arrival) -> float:
+    return float(value.read()[0]) if isinstance(value, Arrival) else value
+
+
+def _place(error: Exception) -> str:
+    """Where an error of ours came from, for the message."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "unknown place"
