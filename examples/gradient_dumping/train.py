@@ -29,12 +29,12 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at each position."""
+        """Logits of the next token at each position, all sequences one after the other."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
-        return self.head(hidden)
+        return self.head(hidden.flatten(0, 1))
 
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
@@ -53,7 +53,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         for step in range(options.steps):
             batch = text[torch.randint(len(text), (8,), device=device)]
             logits = model(batch[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss = nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
             loss.backward()
             dumper.dump(model, step)  # after backward, before clipping, on every rank
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -53,6 +53,9 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
             "0 0 1\nno gradient: no parameter has a gradient on any rank: dump after backward() and before zero_grad()"
         )
     assert not (tmp_path / "nothing/gradient_dumper").exists()
+    said = [(tmp_path / f"nothing/said{rank}.txt").read_text() for rank in range(2)]
+    assert said[0].startswith("gradient dump of step 0: no parameter has a gradient on any rank")
+    assert said[1] == "", "one rank speaks for all"
     for text in words(tmp_path / "not_synchronised"):
         assert text.startswith("1 0 0\nranks disagree: 2 gradients differ between ranks")
     for text in words(tmp_path / "skipping"):

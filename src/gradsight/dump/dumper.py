@@ -33,7 +33,8 @@ class GradientDumper:
     `dump_on`: under watch, also dump when a step is judged so.
 
     Several ranks: make one on each, with the same arguments, and call `dump` on each at the same steps, after backward.
-    A fault never stops training: it is warned of once, counted in `problems`, and the dump is absent.
+    A fault never stops training: it is warned of once, counted in `problems`, and the dump is absent. With several
+    ranks, `close` before the process group is destroyed.
     """
 
     def __init__(
@@ -236,7 +237,8 @@ class GradientDumper:
             known = self._problems.get(fault.key)
             if known is None:
                 self._problems[fault.key] = Problem(fault.key, fault.message, step, 1)
-                self._unsaid.append(f"gradient dump of step {step}: {fault.message}")
+                if self._ranks is None or self._ranks.rank == 0 or fault.key == "ranks":  # others know what rank 0 says
+                    self._unsaid.append(f"gradient dump of step {step}: {fault.message}")
             else:
                 self._problems[fault.key] = replace(known, count=known.count + 1)
 

@@ -17,6 +17,9 @@ from gradsight.dump.names import clean_parameters
 from gradsight.errors import GradsightWarning
 
 
+SAID: list[str] = []
+
+
 def whole(gradient: torch.Tensor) -> torch.Tensor:
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
 
@@ -137,6 +140,8 @@ def one_rank_only(out: Path) -> None:
 
 def report(run: Path, dumper: GradientDumper) -> None:
     run.mkdir(parents=True, exist_ok=True)
+    (run / f"said{dist.get_rank()}.txt").write_text("\n".join(SAID))
+    SAID.clear()
     lines = [
         f"{dumper.written} {dumper.skipped} {dumper.failed}",
         *(f"{one.key}: {one.message}" for one in dumper.problems),
@@ -147,7 +152,8 @@ def report(run: Path, dumper: GradientDumper) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.simplefilter("ignore", GradsightWarning)
+    warnings.simplefilter("always", GradsightWarning)
+    warnings.showwarning = lambda message, *_: SAID.append(str(message))
     dist.init_process_group("gloo")
     for scenario in (ddp, fsdp, some_none, nothing, not_synchronised, skipping, one_rank_only):
         scenario(Path(sys.argv[1]))
