@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,15 @@ def test_no_json(content: bytes, dumped: Path) -> None:
     (dumped / "manifest.json").write_bytes(content)
     with pytest.raises(RunError, match=r"cannot be read as a manifest|is not the manifest of a gradient dump"):
         read(dumped)
+
+
+def test_many_shards_are_checked_quickly() -> None:
+    """In about as much time as there are shards, not its square."""
+    rows = [((row, 0), (1, 5)) for row in range(20_000)]
+    began = time.perf_counter()
+    assert tiles((20_000, 5), rows[::-1])
+    assert not tiles((20_000, 5), [*rows[:-1], ((7, 0), (1, 5))])
+    assert time.perf_counter() - began < 5
 
 
 spans = st.tuples(st.integers(0, 3), st.integers(0, 3))

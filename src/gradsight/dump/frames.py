@@ -6,10 +6,12 @@ a copy, lie on a multiple of 64, and share one checksum with the manifest.
 """
 
 import io
+import math
 import pickle
 import struct
 import sys
 import zlib
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,24 +31,45 @@ class Frame:
     tail: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """Stands for the raw bytes of a tensor: what torch calls them, and how many entries of that there are."""
+
+    kind: Any
+    count: int
+
+
+class _Tensor:
+    """Stands for a dense tensor of any size; pickled as torch pickles one, without the memory for it."""
+
+    def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+        count, known = math.prod(sizes), torch.storage._dtype_to_storage_type_map()
+        strides = tuple(math.prod(max(1, size) for size in sizes[axis + 1 :]) for axis in range(len(sizes)))
+        hooks: OrderedDict[str, object] = OrderedDict()
+        common = 0, sizes, strides, False, hooks
+        if dtype in known:
+            self._rebuilt: Any = torch._utils._rebuild_tensor_v2, (_Bytes(getattr(torch, known[dtype]), count), *common)
+        else:
+            raw = _Bytes(torch.UntypedStorage, count * dtype.itemsize)
+            self._rebuilt = torch._utils._rebuild_tensor_v3, (raw, *common, dtype)
+
+    def __reduce__(self) -> Any:
+        return self._rebuilt
+
+
 class _Describer(pickle.Pickler):
-    """Pickles a tensor with a reference in place of its bytes, as torch.save does."""
+    """Writes a reference in place of a tensor's bytes, as torch.save does."""
 
     def persistent_id(self, value: Any) -> Any:
         """How torch.load finds the bytes: entry 0 of the archive."""
-        if isinstance(value, torch.storage.TypedStorage):
-            kind, size = value._pickle_storage_type(), value._size()  # type: ignore[no-untyped-call]
-            return "storage", getattr(torch, kind), "0", "cpu", size
-        if isinstance(value, torch.UntypedStorage):
-            return "storage", torch.UntypedStorage, "0", "cpu", value.nbytes()
-        return None
+        return ("storage", value.kind, "0", "cpu", value.count) if isinstance(value, _Bytes) else None
 
 
 @lru_cache(maxsize=1 << 14)
 def describe(sizes: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    """The pickle of a dense tensor, without its bytes; the memory for it is never touched."""
+    """The pickle of a dense tensor, without its bytes."""
     target = io.BytesIO()
-    _Describer(target, protocol=2).dump(torch.empty(sizes, dtype=dtype))
+    _Describer(target, protocol=2).dump(_Tensor(sizes, dtype))
     return target.getvalue()
 
 

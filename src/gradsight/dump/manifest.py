@@ -9,7 +9,6 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -182,25 +181,37 @@ def _check_chunk(name: str, entry: Entry, chunk: Chunk, files: Mapping[str, Stor
         raise ValueError(f"a chunk of {name} has {chunk.bytes} bytes, its sizes {chunk.sizes} say otherwise")
 
 
-def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes (offsets, sizes) cover a shape exactly once.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether boxes cover a shape exactly once.
 
     >>> tiles((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))]), tiles((4,), [((0,), (2,)), ((1,), (2,))])
     (True, False)
     """
-    rank = len(shape)
     for offsets, sizes in boxes:
-        if len(offsets) != rank or len(sizes) != rank:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
         if any(start + size > length for start, size, length in zip(offsets, sizes, shape, strict=True)):
             return False
     filled = [box for box in boxes if math.prod(box[1])]
-    if sum(math.prod(sizes) for _, sizes in filled) != math.prod(shape):
-        return False
-    return not any(_overlap(one, other) for one, other in combinations(filled, 2))
+    return sum(math.prod(sizes) for _, sizes in filled) == math.prod(shape) and _disjoint(filled)
 
 
-def _overlap(one: tuple[tuple[int, ...], tuple[int, ...]], other: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+def _disjoint(boxes: list[Box]) -> bool:
+    """Whether no two boxes overlap; each is compared only with those that reach its rows."""
+    near: list[Box] = []
+    for box in sorted(boxes):
+        near = [other for other in near if other[0][:1] >= box[0][:1] or other[0][0] + other[1][0] > box[0][0]]
+        if any(_overlap(box, other) for other in near):
+            return False
+        near.append(box)
+    return True
+
+
+def _overlap(one: Box, other: Box) -> bool:
     spans = zip(*one, *other, strict=True)
     return all(start < begin + length and begin < start + size for start, size, begin, length in spans)
 

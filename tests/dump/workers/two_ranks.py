@@ -16,7 +16,6 @@ from gradsight.dump import ranks
 from gradsight.dump.names import clean_parameters
 from gradsight.errors import GradsightWarning
 
-
 SAID: list[str] = []
 
 
