@@ -96,6 +96,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
         "from gradsight.cli import main; main(['--help'])",
         "from gradsight.cli import main; main(['report', '--help'])",
         "import gradsight.dump.reader, gradsight.dump.verify, gradsight.dump.diff, gradsight.dump.statistics",
+        "from gradsight.cli import main; main(['dump', 'show', '--help'])",
     ],
 )
 def test_no_torch_without_need(code: str) -> None:

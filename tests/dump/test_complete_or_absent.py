@@ -27,10 +27,10 @@ def run_worker(name: str, *arguments: object, inside: tuple[str, ...] = ()) -> s
 
 
 def test_kill_at_every_point_of_a_write_and_at_any_time(tmp_path: Path) -> None:
-    *points, left = [int(number) for number in run_worker("killed.py", tmp_path).split()]
+    *points, found = [int(number) for number in run_worker("killed.py", tmp_path).split()]
     assert len(points) == 4
     assert min(points) > 30, "each dump was killed at many points"
-    assert left > 0, "killed in the background, some were complete"
+    assert found > 15, "of 25 killed in the background, most left a complete dump"
 
 
 def test_no_file_may_grow(tmp_path: Path) -> None:
@@ -45,11 +45,11 @@ def test_a_small_file_system_fills_up(tmp_path: Path) -> None:
 def test_a_read_only_folder(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on without dumps; the fault is told once, and counted."""
 
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     if os.geteuid() == 0:  # whom no permission stops
-        monkeypatch.setattr(files, "make_folder", refuse)
+        monkeypatch.setattr(Path, "mkdir", refuse)
     tmp_path.chmod(0o555)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

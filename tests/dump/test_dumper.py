@@ -376,3 +376,19 @@ def test_two_dumpers_share_a_run(tmp_path: Path, model: nn.Module) -> None:
     assert (other.written, other.problems) == (30, [])
     assert steps(tmp_path) == [28, 29, 29]
     assert sorted(path.name for path in (tmp_path / "gradient_dumper").iterdir()) == ["step28", "step29"]
+
+
+def test_a_sampled_dump_finishes_at_exit(tmp_path: Path) -> None:
+    """Also where the interpreter no longer lets a pool of threads work."""
+    code = f"""
+import torch
+from gradsight import GradientDumper
+model = torch.nn.Linear(9, 9)
+model(torch.ones(1, 9)).sum().backward()
+dumper = GradientDumper({str(tmp_path)!r}, save_first_n=2, queue_size=2)
+dumper.dump(model, 0)
+dumper.dump(model, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps(tmp_path) == [0, 1]

@@ -203,7 +203,7 @@ class GradientDumper:
                 self._count(job.step, self._broken)
                 return
             outcome = run(job, self._layout, self._ranks, self._limits, first=not self._started)
-            self._started = True
+            self._started = self._started or outcome.fault is None
             for note in outcome.notes:
                 self._note(job.step, note)
             if outcome.fault is None:

@@ -102,14 +102,14 @@ def _prepare(job: Job, offers: Sequence[Offer | Fault], layout: Layout, limits: 
     plan = decide(offers)
     if isinstance(plan, Fault):
         return plan
-    if first:
-        layout.recover()
     needed = sum(plan.lengths) + FRAME_BYTES * sum(len(indices) for indices in plan.choices)
     if limits.max_bytes is not None and sum(plan.lengths) > limits.max_bytes:
         return Fault("size", f"one dump takes {sum(plan.lengths):,} bytes, more than max_bytes={limits.max_bytes:,} allows")
     free = files.free_bytes(layout.root)
     if needed > free:
         return Fault("disk", f"not enough space in {layout.root}: the dump needs {needed:,} bytes, {free:,} are free")
+    if first:
+        layout.recover()
     layout.prepare(job.step)
     return plan
 

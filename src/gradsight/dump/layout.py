@@ -61,12 +61,13 @@ class Layout:
     @_alone
     def recover(self) -> None:
         """Clear what a killed process left behind; a dump that was about to be replaced is put back."""
+        files.make_folder(self.root)
         partials = step_folders(self.root, ".partial")
         leftovers = [path for folder in partials for path in sorted(folder.glob(f"{FOLDERS[self.kind]}*"))]
         for leftover in leftovers:
             final = self.root / leftover.parent.name.removesuffix(".partial") / FOLDERS[self.kind]
             if leftover.suffix == ".old" and not final.exists():
-                files.make_folder(final.parent)
+                final.parent.mkdir(exist_ok=True)
                 files.move(leftover, final)
             files.remove_tree(leftover)
         for folder in [*partials, *step_folders(self.root)]:
@@ -77,7 +78,7 @@ class Layout:
         """An empty folder to write the dump of a step into."""
         partial = self.partial(step)
         files.remove_tree(partial)
-        files.make_folder(partial)
+        partial.mkdir(parents=True)
         return partial
 
     @_alone
@@ -86,11 +87,12 @@ class Layout:
         partial, final = self.partial(step), self.final(step)
         old = partial.with_suffix(".old")
         files.sync_folder(partial)
-        files.make_folder(final.parent)
+        final.parent.mkdir(exist_ok=True)
         if final.exists():
             files.remove_tree(old)
             files.move(final, old)
         files.move(partial, final)
+        files.sync_folder(self.root)
         files.remove_tree(old)
         files.remove_if_empty(partial.parent)
 
@@ -104,7 +106,7 @@ class Layout:
     def retire(self, step: int) -> None:
         """Remove a complete dump: first out of sight, then from the disk."""
         final, gone = self.final(step), self.partial(step).with_suffix(".removed")
-        files.make_folder(gone.parent)
+        gone.parent.mkdir(exist_ok=True)
         files.remove_tree(gone)
         files.move(final, gone)
         files.remove_tree(gone)
