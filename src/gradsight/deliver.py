@@ -76,8 +76,8 @@ def _columns(measured: Measured) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     if measured.norms is not None:
         columns = {"l2": measured.norms.l2, "max_abs": measured.norms.max_abs}
-        if not measured.norms.finite:
-            columns |= {"nan": measured.norms.nan, "inf": measured.norms.inf}
+        if measured.norms.counts is not None:
+            columns["nan"], columns["inf"] = measured.norms.counts
         if measured.update_sums is not None and measured.update_sums.any():
             columns["update_ratio"], columns["update_ratio_error"] = update_ratios(measured.update_sums)
     return columns
