@@ -40,7 +40,9 @@ class Delivery:
         names = self._names if everything else [self._names[row] for row in measured.rows]
         columns = _columns(measured)
         if self._store is not None:
-            packed = pack_statistics(None if everything else measured.rows, columns) if columns else b""
+            packed = b""
+            if measured.norms is not None:
+                packed = pack_statistics(None if everything else measured.rows, columns, measured.norms.wide)
             self._store.add_step(step, self._names, packed)
         if measured.histogram_counters is not None:
             self._deliver_histograms(measured, names)

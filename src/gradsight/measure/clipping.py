@@ -33,12 +33,13 @@ class ClipProbe:
         self._alike = _ALIKE
         self._unchanged = False
         for place in _places(look, allowed):
-            arrival = self._measure(look, place, gradient_of)
-            if arrival is not None:
-                self._after.append((place, arrival))
-                if look.pieces and (arrival.read() == look.pieces[place[0]][1][place[1]]).all():
-                    self._unchanged = True  # the largest entry is what it was: nothing was clipped
-                    return
+            piece = self._piece(look, place, gradient_of)
+            if look.pieces and not self._after and self._is_as_before(piece, look.pieces[place[0]][1][place[1]]):
+                self._unchanged = True  # the largest entry is what it was: nothing was clipped
+                return
+            if piece.numel():
+                with torch.no_grad():
+                    self._after.append((place, Arrival(torch.stack(measure(piece)))))
 
     def coefficient(self, look: NormsLook, scale: float) -> float | None:
         """What the optimizer used / the gradient, where the look saw `scale` times what it would see now without clipping."""
@@ -53,19 +54,24 @@ class ClipProbe:
             return None
         return 1.0 if abs(ratios[0] - 1) < 1e-6 else float(ratios[0])
 
-    def _measure(self, look: NormsLook, place: Place, gradient_of: Callable[[int], Tensor]) -> Arrival | None:
+    @staticmethod
+    def _is_as_before(piece: Tensor, before: npt.NDArray[np.float64]) -> bool:
+        if not piece.numel():
+            return False
+        smallest, largest = torch.aminmax(piece.detach())
+        return bool(float(smallest) == before[1] and float(largest) == before[2])
+
+    def _piece(self, look: NormsLook, place: Place, gradient_of: Callable[[int], Tensor]) -> Tensor:
         rows = look.rows(place[0])
         row = rows[place[1]]
         number = place[1] - rows.index(row)
         gradient = gradient_of(row)
         if gradient.dtype in (torch.float16, torch.bfloat16):
             self._alike = _ALIKE_IN_HALF
-        with torch.no_grad():
-            entries = flat(gradient)
-            piece = entries[number * PIECE : (number + 1) * PIECE] if number or entries.numel() > PIECE else entries
-            if gradient.device.type != "cpu":
-                piece = entries
-            return Arrival(torch.stack(measure(piece))) if piece.numel() else None
+        entries = flat(gradient.detach())
+        if entries.numel() <= PIECE or gradient.device.type != "cpu":
+            return entries
+        return entries[number * PIECE : (number + 1) * PIECE]
 
 
 def _places(look: NormsLook, allowed: Collection[int] | None) -> list[Place]:
@@ -73,8 +79,7 @@ def _places(look: NormsLook, allowed: Collection[int] | None) -> list[Place]:
     if not look.pieces:
         return [(0, position) for position in range(min(2, len(look.rows(0))))] if look.arrays else []
     found: list[tuple[float, Place]] = []
-    for array, (rows, values) in enumerate(look.pieces):
-        peaks = np.maximum(-values[:, 1], values[:, 2])
+    for array, (peaks, (rows, _)) in enumerate(zip(look.peaks, look.pieces, strict=True)):
         if allowed is not None:
             peaks = np.where([row in allowed for row in rows], peaks, 0.0)
         first = int(peaks.argmax())

@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 PIECE = 2**19
 """Entries read at a time on the CPU: the second reading of a piece finds it in the cache."""
 
-_TOO_SMALL_TO_SQUARE = 1e-15
+_TOO_SMALL_TO_SQUARE, _TOO_LARGE_TO_SQUARE = 1e-15, 1e18
 _DOT_IS_PRECISE = (torch.float32, torch.float64)
 
 
@@ -34,23 +34,27 @@ class Norms:
     """How many entries are NaN and how many infinite, -1 where that is not known; None where all are finite."""
     total: float = 0.0
     """The norm over all of them."""
+    wide: bool = False
+    """Whether some norm may not fit a float32."""
 
     def divided_by(self, factor: float) -> "Norms":
         """The same of gradients without a scaler's factor."""
         if factor == 1.0:
             return self
-        return Norms(self.l2 / factor, self.max_abs / factor, self.counts, self.total / factor)
+        return Norms(self.l2 / factor, self.max_abs / factor, self.counts, self.total / factor, self.wide)
 
 
 class NormsLook:
     """One look at a list of gradients: started on the device now, read on the host later."""
 
-    __slots__ = ("_arrivals", "_size", "pieces")
+    __slots__ = ("_arrivals", "_size", "peaks", "pieces")
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self._size = len(gradients)
         self.pieces: list[tuple[list[int], Floats]] = []
-        """Once read: for some pieces in turn, their rows and an array [n, 3] of sum of squares, smallest and largest."""
+        """Once read, per device: the rows of its pieces, and an array [n, 3] of sum of squares, smallest and largest."""
+        self.peaks: list[Floats] = []
+        """The same pieces' largest magnitudes."""
         devices: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
         with torch.no_grad():
             for row, gradient in enumerate(gradients):
@@ -82,23 +86,23 @@ class NormsLook:
     def read(self) -> Norms:
         """The numbers as far as one pass gives them."""
         self.pieces = [(rows, arrival.read().reshape(-1, 3)) for arrival, rows in self._arrivals]
+        self.peaks = [np.maximum(-values[:, 1], values[:, 2]) for _, values in self.pieces]
         if len(self.pieces) == 1 and len(self.pieces[0][0]) == self._size:
-            values = self.pieces[0][1]
-            squares, peaks = values[:, 0], np.maximum(-values[:, 1], values[:, 2])
+            squares, peaks = self.pieces[0][1][:, 0], self.peaks[0]
         else:
             squares, peaks = np.zeros(self._size), np.zeros(self._size)
-            for rows, values in self.pieces:
-                _merge(values, rows, squares, peaks)
+            for (rows, values), largest in zip(self.pieces, self.peaks, strict=True):
+                _merge(values[:, 0], largest, rows, squares, peaks)
         return summed_up(np.sqrt(squares), peaks)
 
 
 def summed_up(l2: Floats, peaks: Floats) -> Norms:
     """Norms with their total; what is not finite has counts that nobody knows yet."""
     square = float(l2.dot(l2))
-    if 1e-200 < square < 1e200:  # the ordinary case: nothing overflowed or vanished, so nothing is NaN or infinite
+    if 1e-60 < square < 1e60:  # the ordinary case: nothing overflowed, so nothing is NaN or infinite
         return Norms(l2, peaks, None, square**0.5)
     unknown = None if np.isfinite(peaks).all() else np.where(np.isfinite(peaks), 0.0, -1.0)
-    return Norms(l2, peaks, None if unknown is None else (unknown, unknown.copy()), float(combine(l2)))
+    return Norms(l2, peaks, None if unknown is None else (unknown, unknown.copy()), float(combine(l2)), wide=True)
 
 
 def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,12 +114,12 @@ def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.linalg.vector_norm(entries, dtype=wide).square(), smallest.to(wide), largest.to(wide)
 
 
-def _merge(values: Floats, rows: list[int], squares: Floats, peaks: Floats) -> None:
+def _merge(values: Floats, largest: Floats, rows: list[int], squares: Floats, peaks: Floats) -> None:
     """Combine pieces into rows: squares add up, magnitudes take the largest, and a NaN in any piece stays a NaN."""
     starts = [position for position, row in enumerate(rows) if position == 0 or rows[position - 1] != row]
     found = [rows[start] for start in starts]
-    squares[found] = np.add.reduceat(values[:, 0], starts)
-    peaks[found] = np.maximum.reduceat(np.maximum(-values[:, 1], values[:, 2]), starts)
+    squares[found] = np.add.reduceat(values, starts)
+    peaks[found] = np.maximum.reduceat(largest, starts)
 
 
 def look_closer(gradients: Sequence[Tensor], norms: Norms) -> Norms:
@@ -123,6 +127,8 @@ def look_closer(gradients: Sequence[Tensor], norms: Norms) -> Norms:
 
     To be called while the gradients are still those of the look.
     """
+    if norms.counts is None and norms.total < _TOO_LARGE_TO_SQUARE and norms.max_abs.min(initial=1) >= _TOO_SMALL_TO_SQUARE:
+        return norms
     tiny = (norms.max_abs > 0) & (norms.max_abs < _TOO_SMALL_TO_SQUARE)
     doubtful = np.flatnonzero(~np.isfinite(norms.l2) | ~np.isfinite(norms.max_abs) | tiny)
     if not len(doubtful):
@@ -136,7 +142,7 @@ def look_closer(gradients: Sequence[Tensor], norms: Norms) -> Norms:
         if np.isfinite(peak):
             l2[row] = peak * float(torch.linalg.vector_norm(entries.double() / peak))
     bad = bool(nan.any() or inf.any())
-    return Norms(l2, norms.max_abs, (nan, inf) if bad else None, float(combine(l2)))
+    return Norms(l2, norms.max_abs, (nan, inf) if bad else None, float(combine(l2)), wide=True)
 
 
 def combine(l2: Floats) -> Floats:
