@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from gradsight import dist
 from gradsight.errors import UsageError
 from gradsight.measure.arrival import Arrival
-from gradsight.measure.clipping import ClipProbe, places_to_probe
+from gradsight.measure.clipping import ClipProbe
 from gradsight.measure.histogram import HistogramLook
-from gradsight.measure.norms import Norms, NormsLook, combine, doubtful, look_closer, merge_ranks
+from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, summed_up
+from gradsight.measure.update import COLUMNS as UPDATE_COLUMNS
 from gradsight.measure.update import UpdateLook
 from gradsight.records import Schedule, Step
 
@@ -134,9 +135,7 @@ class Assembler:
         gradients = [self._gradient(row) for row in rows]
         look = Look(list(rows), NormsLook(gradients), None, _scale_of(scaler))
         if look.ready():
-            norms = look.numbers()
-            if len(doubtful(norms)):
-                look_closer(gradients, norms)
+            look.read = look_closer(gradients, look.numbers())
         if wants_histograms:
             look.histograms = HistogramLook(gradients, offset=self.step)
         for row in rows:
@@ -147,7 +146,8 @@ class Assembler:
         looks = {id(look): look for row in rows if (look := self._looks.get(row)) is not None}
         if len(looks) == 1:
             look = next(iter(looks.values()))
-            self._draft.probe = ClipProbe(self._places(look, rows), lambda place: self._gradient(look.rows[place]))
+            mine = None if len(rows) >= len(look.rows) else {look.rows.index(row) for row in rows if row in look.rows}
+            self._draft.probe = ClipProbe(look.norms, mine, lambda place: self._gradient(look.rows[place]))
             self._draft.still_scaled = scaler is not None
         if looks and self._histograms.due(self.step):
             self._draft.update_rows = list(rows)
@@ -221,24 +221,21 @@ class Assembler:
         gradient = self._parameters[row].grad
         return torch.empty(0) if gradient is None else dist.local_part(gradient)
 
-    def _places(self, look: Look, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Where to probe for clipping; on an accelerator nothing is known yet, so the first rows must do."""
-        if not look.ready():
-            return [(place, 0) for place in range(min(2, len(look.rows)))]
-        look.numbers()
-        mine = set(rows)
-        return places_to_probe(look.norms, {place for place, row in enumerate(look.rows) if row in mine})
-
     # Reading and merging.
 
     def _read(self, draft: _Draft) -> None:
-        if self._group is None:
-            if self._measures:
-                self._deliver(self._measured(draft, *self._local(draft)))
+        if not self._measures:
             return
-        table, wide = self._local(draft)
-        self._land()
+        rows, norms = _norms_of(draft)
+        wide = _wide_of(draft, len(self._parameters))
+        if self._group is None:
+            self._deliver(self._measured(draft, rows, norms, wide))
+            return
+        table = np.zeros((len(self._parameters), 5))
+        nan, inf = norms.counts or (np.zeros(len(rows)), np.zeros(len(rows)))
+        table[rows] = np.stack([norms.l2, norms.max_abs, nan, inf, np.ones(len(rows))], axis=1)
         table[self._left_out, :4] = 0
+        self._land()
         gathering = self._group.gather(table)
         widest = None
         if wide is not None:
@@ -255,49 +252,64 @@ class Assembler:
         table = merge_ranks(np.stack(gathering.wait()))
         wide = widest.wait()[0] if widest is not None else None
         if dist.rank() == 0:
-            self._deliver(self._measured(draft, table, wide))
+            rows = np.flatnonzero(table[:, 4]).tolist()
+            norms = summed_up(table[rows, 0], table[rows, 1])
+            if norms.counts is not None:
+                norms.counts = (table[rows, 2], table[rows, 3])
+            self._deliver(self._measured(draft, rows, norms, wide))
 
-    def _local(self, draft: _Draft) -> tuple[Floats, Floats | None]:
-        """This rank's numbers per parameter: norm, largest, NaN, Inf, seen; on histogram steps also the wide table."""
-        size = len(self._parameters)
-        table = np.zeros((size, 5))
-        wide = None
-        for used in draft.used:
-            norms, factor = used.look.numbers(), used.look.factor() if used.scaled else 1.0
-            place = {row: position for position, row in enumerate(used.look.rows)}
-            take = [place[row] for row in used.rows]
-            columns = (norms.l2[take] / factor, norms.max_abs[take] / factor, norms.nan[take], norms.inf[take])
-            table[used.rows] = np.stack([*columns, np.ones(len(take))], axis=1)
-            if used.look.histograms is not None:
-                counters = used.look.histograms.read()[take]
-                wide = np.zeros((size, counters.shape[1] + 6)) if wide is None else wide
-                wide[used.rows, :-6] = counters
-            if used.update is not None and wide is not None:
-                wide[used.update_rows, -6:] = used.update.read()
-        return table, wide
-
-    def _measured(self, draft: _Draft, table: Floats, wide: Floats | None) -> Measured:
-        rows = np.flatnonzero(table[:, 4]).tolist()
-        norms = total = None
-        if rows and self._stats.due(draft.step):
-            norms = Norms(*table[rows, :4].T)
-            total = float(combine(norms.l2))
-        scale = next((used.look.factor() for used in draft.used if used.scaled), None)
+    def _measured(self, draft: _Draft, rows: list[int], norms: Norms, wide: Floats | None) -> Measured:
+        kept = norms if rows and self._stats.due(draft.step) else None
+        scalars = draft.scalars
         step = Step(
             step=draft.step,
             time=draft.time,
-            loss=_arrived(draft.scalars.pop("loss", None)),
-            lr=_arrived(draft.scalars.pop("lr", None)) if "lr" in draft.scalars else _plain(draft.lr),
-            total_norm=total,
+            loss=_arrived(scalars.pop("loss", None)),
+            lr=_arrived(scalars.pop("lr", None)) if "lr" in scalars else _plain(draft.lr),
+            total_norm=kept.total if kept is not None else None,
             clip_coef=_clip_coefficient(draft.used),
-            scale=scale,
+            scale=next((used.look.factor() for used in draft.used if used.scaled), None),
             skipped=any(bool(skipped) for skipped in draft.skipped),
             gradient=draft.gradient,
-            scalars={name: _arrived(value) for name, value in draft.scalars.items()} | draft.group_lrs,  # type: ignore[arg-type]
+            scalars={name: _arrived(value) for name, value in scalars.items()} | draft.group_lrs,  # type: ignore[arg-type]
         )
         if wide is None:
-            return Measured(step, rows, norms, None, None)
-        return Measured(step, rows, norms, wide[rows, :-6], wide[rows, -6:])
+            return Measured(step, rows, kept, None, None)
+        return Measured(step, rows, kept, wide[rows, :-UPDATE_COLUMNS], wide[rows, -UPDATE_COLUMNS:])
+
+
+def _norms_of(draft: _Draft) -> tuple[list[int], Norms]:
+    """This rank's norms, and the parameters they are of, in the model's order."""
+    if len(draft.used) == 1 and len(draft.used[0].rows) == len(draft.used[0].look.rows):
+        look = draft.used[0].look
+        return look.rows, look.numbers().divided_by(look.factor() if draft.used[0].scaled else 1.0)
+    table: dict[int, tuple[float, ...]] = {}
+    for used in draft.used:
+        norms = used.look.numbers().divided_by(used.look.factor() if used.scaled else 1.0)
+        nan, inf = norms.counts or (np.zeros(len(norms.l2)), np.zeros(len(norms.l2)))
+        for row in used.rows:
+            place = used.look.rows.index(row)
+            table[row] = (norms.l2[place], norms.max_abs[place], nan[place], inf[place])
+    rows = sorted(table)
+    columns = np.array([table[row] for row in rows]).reshape(len(rows), 4).T
+    norms = summed_up(columns[0], columns[1])
+    if norms.counts is not None:
+        norms.counts = (columns[2], columns[3])
+    return rows, norms
+
+
+def _wide_of(draft: _Draft, size: int) -> Floats | None:
+    """On histogram steps, per parameter: the counters of its histogram and the sums of its update."""
+    wide = None
+    for used in draft.used:
+        if used.look.histograms is None:
+            continue
+        counters = used.look.histograms.read()
+        wide = np.zeros((size, counters.shape[1] + UPDATE_COLUMNS)) if wide is None else wide
+        wide[used.rows, :-UPDATE_COLUMNS] = counters[[used.look.rows.index(row) for row in used.rows]]
+        if used.update is not None:
+            wide[used.update_rows, -UPDATE_COLUMNS:] = used.update.read()
+    return wide
 
 
 def _clip_coefficient(all_used: Sequence[Used]) -> float | None:

@@ -40,7 +40,9 @@ class Delivery:
         names = self._names if everything else [self._names[row] for row in measured.rows]
         columns = _columns(measured)
         if self._store is not None:
-            packed = pack_statistics(None if everything else measured.rows, columns) if columns else b""
+            packed = b""
+            if measured.norms is not None:
+                packed = pack_statistics(None if everything else measured.rows, columns, measured.norms.wide)
             self._store.add_step(step, self._names, packed)
         if measured.histogram_counters is not None:
             self._deliver_histograms(measured, names)
@@ -76,8 +78,8 @@ def _columns(measured: Measured) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     if measured.norms is not None:
         columns = {"l2": measured.norms.l2, "max_abs": measured.norms.max_abs}
-        if not measured.norms.finite:
-            columns |= {"nan": measured.norms.nan, "inf": measured.norms.inf}
+        if measured.norms.counts is not None:
+            columns["nan"], columns["inf"] = measured.norms.counts
         if measured.update_sums is not None and measured.update_sums.any():
             columns["update_ratio"], columns["update_ratio_error"] = update_ratios(measured.update_sums)
     return columns

@@ -25,9 +25,8 @@ def log_gradient_distribution(model: nn.Module, tracker: Any, step: int, log_his
         raise UsageError(f"a tracker needs a method log_scalar(name, value, step); {type(tracker).__name__} has none")
     found = [named for named in named_parameters(model) if named.tensor.grad is not None]
     parts = [dist.local_part(named.tensor.grad) for named in found if named.tensor.grad is not None]
-    norms = NormsLook(parts).read()
-    look_closer(parts, norms)
-    table = np.stack([norms.l2, norms.max_abs, norms.nan, norms.inf, np.ones(len(found))], axis=1)
+    norms = look_closer(parts, NormsLook(parts).read())
+    table = np.stack([norms.l2, norms.max_abs, *(norms.counts or np.zeros((2, len(found)))), np.ones(len(found))], axis=1)
     counters = HistogramLook(parts, offset=step).read() if log_histogram and parts else None
     group = dist.shared_group() if dist.are_spread([named.tensor for named in found]) else None
     if group is not None:

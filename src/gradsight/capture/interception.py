@@ -36,7 +36,7 @@ class Observer(Protocol):
 _observers: list[Observer] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
 _depth = 0
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal may close a watch while this is held
 
 
 def observe(observer: Observer) -> None:

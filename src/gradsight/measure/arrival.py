@@ -1,7 +1,5 @@
 """Numbers on their way from the device to the host, without anybody waiting for them."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,12 +33,3 @@ class Arrival:
         if self._event is not None:
             self._event.synchronize()
         return self._host.numpy().astype(np.float64)
-
-
-def stack(scalars: Sequence[Tensor]) -> Tensor:
-    """Zero-dimensional tensors of one device as one vector of the widest of their types."""
-    kinds = {scalar.dtype for scalar in scalars}
-    if len(kinds) > 1:
-        widest = torch.float64 if torch.float64 in kinds else torch.float32
-        scalars = [scalar.to(widest) for scalar in scalars]
-    return torch.stack(list(scalars))

@@ -7,10 +7,11 @@ entry and the norm of a second piece all shrank alike, that is the coefficient; 
 from collections.abc import Callable, Collection
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival, stack
+from gradsight.measure.arrival import Arrival
 from gradsight.measure.layout import flat
 from gradsight.measure.norms import PIECE, NormsLook, measure
 
@@ -18,69 +19,76 @@ _ALIKE = 1e-4
 _ALIKE_IN_HALF = 2e-2
 
 Place = tuple[int, int]
-"""A row of a look, and the number of a piece within it."""
+"""Which of a look's arrays of pieces, and the position in it."""
 
 
 class ClipProbe:
-    """Two pieces of the gradients of a look, measured again when the optimizer is about to use them."""
+    """One or two pieces of the gradients of a look, measured again when the optimizer is about to use them."""
 
-    __slots__ = ("_after", "_alike", "_places")
+    __slots__ = ("_after", "_alike", "_unchanged")
 
-    def __init__(self, places: Collection[Place], gradient_of: Callable[[int], Tensor | None]) -> None:
+    def __init__(self, look: NormsLook, allowed: Collection[int] | None, gradient_of: Callable[[int], Tensor]) -> None:
+        """`allowed`: the rows of the look that this optimizer uses, None for all. `gradient_of` gives a row's gradient now."""
         self._after: list[tuple[Place, Arrival]] = []
         self._alike = _ALIKE
-        with torch.no_grad():
-            for row, number in places:
-                gradient = gradient_of(row)
-                if gradient is None:
-                    continue
-                if gradient.dtype in (torch.float16, torch.bfloat16):
-                    self._alike = _ALIKE_IN_HALF
-                entries = flat(gradient)
-                piece = entries[number * PIECE : (number + 1) * PIECE] if gradient.device.type == "cpu" else entries
-                if piece.numel():
-                    self._after.append(((row, number), Arrival(stack(measure(piece)))))
+        self._unchanged = False
+        for place in _places(look, allowed):
+            piece = self._piece(look, place, gradient_of)
+            if look.pieces and not self._after and self._is_as_before(piece, look.pieces[place[0]][1][place[1]]):
+                self._unchanged = True  # the largest entry is what it was: nothing was clipped
+                return
+            if piece.numel():
+                with torch.no_grad():
+                    self._after.append((place, Arrival(torch.stack(measure(piece)))))
 
     def coefficient(self, look: NormsLook, scale: float) -> float | None:
         """What the optimizer used / the gradient, where the look saw `scale` times what it would see now without clipping."""
+        if self._unchanged and scale == 1.0:
+            return 1.0
         ratios = []
-        for (row, number), arrival in self._after:
-            before, after = _piece(look, row, number), arrival.read()
+        for (array, position), arrival in self._after:
+            before, after = look.pieces[array][1][position], arrival.read()
             with np.errstate(all="ignore"):
                 ratios += [np.sqrt(after[0] / before[0]) * scale, _peak(after) / _peak(before) * scale]
-        ratios = [float(ratio) for ratio in ratios]
         if not ratios or not np.isfinite(ratios).all() or max(ratios) - min(ratios) > self._alike * max(ratios):
             return None
-        return 1.0 if abs(ratios[0] - 1) < 1e-6 else ratios[0]
+        return 1.0 if abs(ratios[0] - 1) < 1e-6 else float(ratios[0])
+
+    @staticmethod
+    def _is_as_before(piece: Tensor, before: npt.NDArray[np.float64]) -> bool:
+        if not piece.numel():
+            return False
+        smallest, largest = torch.aminmax(piece.detach())
+        return bool(float(smallest) == before[1] and float(largest) == before[2])
+
+    def _piece(self, look: NormsLook, place: Place, gradient_of: Callable[[int], Tensor]) -> Tensor:
+        rows = look.rows(place[0])
+        row = rows[place[1]]
+        number = place[1] - rows.index(row)
+        gradient = gradient_of(row)
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            self._alike = _ALIKE_IN_HALF
+        entries = flat(gradient.detach())
+        if entries.numel() <= PIECE or gradient.device.type != "cpu":
+            return entries
+        return entries[number * PIECE : (number + 1) * PIECE]
 
 
-def places_to_probe(look: NormsLook, rows: Collection[int]) -> list[Place]:
-    """The piece with the largest entry, and the first piece that is not zero of another row."""
-    best: Place | None = None
-    best_peak = 0.0
-    other: Place | None = None
-    for piece_rows, values in look.pieces:
-        peaks = np.maximum(-values[:, 1], values[:, 2])
-        for position in np.argsort(-peaks):
-            row = piece_rows[position]
-            if row in rows and peaks[position] > best_peak:
-                best, best_peak = (row, position - piece_rows.index(row)), float(peaks[position])
-                break
-    for piece_rows, values in look.pieces:
-        for position in np.flatnonzero(values[:, 0] > 0):
-            row = piece_rows[position]
-            if row in rows and (best is None or row != best[0]):
-                other = (row, int(position) - piece_rows.index(row))
-                break
-    return [place for place in (best, other) if place is not None]
+def _places(look: NormsLook, allowed: Collection[int] | None) -> list[Place]:
+    """The piece with the largest entry, and a piece that is not zero of another row; anything where nothing is known yet."""
+    if not look.pieces:
+        return [(0, position) for position in range(min(2, len(look.rows(0))))] if look.arrays else []
+    found: list[tuple[float, Place]] = []
+    for array, (peaks, (rows, _)) in enumerate(zip(look.peaks, look.pieces, strict=True)):
+        if allowed is not None:
+            peaks = np.where([row in allowed for row in rows], peaks, 0.0)
+        first = int(peaks.argmax())
+        found.append((float(peaks[first]), (array, first)))
+        others = np.flatnonzero(peaks)
+        found += [(-1.0, (array, int(position))) for position in others[:2] if rows[position] != rows[first]][:1]
+    found.sort(reverse=True)
+    return [place for peak, place in found[:1] if peak > 0] + [place for peak, place in found if peak < 0][:1]
 
 
-def _piece(look: NormsLook, row: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    for rows, values in look.pieces:
-        if row in rows:
-            return values[rows.index(row) + number]  # type: ignore[no-any-return]
-    return np.zeros(3)
-
-
-def _peak(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _peak(values: npt.NDArray[np.float64]) -> float:
     return float(max(-values[1], values[2]))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival, stack
+from gradsight.measure.arrival import Arrival
 from gradsight.measure.layout import flat
 
 Floats = npt.NDArray[np.float64]
@@ -20,34 +20,41 @@ Floats = npt.NDArray[np.float64]
 PIECE = 2**19
 """Entries read at a time on the CPU: the second reading of a piece finds it in the cache."""
 
-_TOO_SMALL_TO_SQUARE = 1e-15
+_TOO_SMALL_TO_SQUARE, _TOO_LARGE_TO_SQUARE = 1e-15, 1e18
 _DOT_IS_PRECISE = (torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
 class Norms:
-    """What a look says of n gradients, as arrays of length n. A count that is not known is -1."""
+    """What a look says of n gradients, as arrays of length n."""
 
     l2: Floats
     max_abs: Floats
-    nan: Floats
-    inf: Floats
+    counts: tuple[Floats, Floats] | None = None
+    """How many entries are NaN and how many infinite, -1 where that is not known; None where all are finite."""
+    total: float = 0.0
+    """The norm over all of them."""
+    wide: bool = False
+    """Whether some norm may not fit a float32."""
 
-    @property
-    def finite(self) -> bool:
-        """Whether no gradient holds a NaN or an infinity: a finite largest magnitude proves it."""
-        return bool(np.isfinite(self.max_abs).all())
+    def divided_by(self, factor: float) -> "Norms":
+        """The same of gradients without a scaler's factor."""
+        if factor == 1.0:
+            return self
+        return Norms(self.l2 / factor, self.max_abs / factor, self.counts, self.total / factor, self.wide)
 
 
 class NormsLook:
     """One look at a list of gradients: started on the device now, read on the host later."""
 
-    __slots__ = ("_arrivals", "_size", "pieces")
+    __slots__ = ("_arrivals", "_size", "peaks", "pieces")
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self._size = len(gradients)
         self.pieces: list[tuple[list[int], Floats]] = []
-        """Once read: for some pieces in turn, their rows and an array [n, 3] of sum of squares, smallest and largest."""
+        """Once read, per device: the rows of its pieces, and an array [n, 3] of sum of squares, smallest and largest."""
+        self.peaks: list[Floats] = []
+        """The same pieces' largest magnitudes."""
         devices: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
         with torch.no_grad():
             for row, gradient in enumerate(gradients):
@@ -61,56 +68,81 @@ class NormsLook:
                 for piece in pieces:
                     rows.append(row)
                     scalars += measure(piece)
-            self._arrivals = [(Arrival(stack(scalars)), rows) for scalars, rows in devices.values()]
+            self._arrivals = [(Arrival(torch.stack(scalars)), rows) for scalars, rows in devices.values()]
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays of pieces there are: one per device."""
+        return len(self._arrivals)
+
+    def rows(self, array: int) -> list[int]:
+        """The row of every piece of an array."""
+        return self._arrivals[array][1]
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
         return all(arrival.ready() for arrival, _ in self._arrivals)
 
     def read(self) -> Norms:
-        """The numbers as far as one pass gives them: a count is 0 where there is nothing to count, else -1."""
-        l2, peaks = np.zeros(self._size), np.zeros(self._size)
+        """The numbers as far as one pass gives them."""
         self.pieces = [(rows, arrival.read().reshape(-1, 3)) for arrival, rows in self._arrivals]
-        with np.errstate(over="ignore", invalid="ignore"):
-            for rows, values in self.pieces:
-                _merge(values, rows, l2, peaks)
-            np.sqrt(l2, out=l2)
-        unknown = np.where(np.isfinite(peaks), 0.0, -1.0)
-        return Norms(l2, peaks, unknown, unknown.copy())
+        self.peaks = [np.maximum(-values[:, 1], values[:, 2]) for _, values in self.pieces]
+        if len(self.pieces) == 1 and len(self.pieces[0][0]) == self._size:
+            squares, peaks = self.pieces[0][1][:, 0], self.peaks[0]
+        else:
+            squares, peaks = np.zeros(self._size), np.zeros(self._size)
+            for (rows, values), largest in zip(self.pieces, self.peaks, strict=True):
+                _merge(values[:, 0], largest, rows, squares, peaks)
+        return summed_up(np.sqrt(squares), peaks)
+
+
+def summed_up(l2: Floats, peaks: Floats) -> Norms:
+    """Norms with their total; what is not finite has counts that nobody knows yet."""
+    square = float(l2.dot(l2))
+    if 1e-60 < square < 1e60:  # the ordinary case: nothing overflowed, so nothing is NaN or infinite
+        return Norms(l2, peaks, None, square**0.5)
+    unknown = None if np.isfinite(peaks).all() else np.where(np.isfinite(peaks), 0.0, -1.0)
+    return Norms(l2, peaks, None if unknown is None else (unknown, unknown.copy()), float(combine(l2)), wide=True)
 
 
 def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of squares, smallest and largest of some entries, in float32 or wider."""
     smallest, largest = torch.aminmax(entries)
-    if entries.device.type == "cpu" and entries.dtype in _DOT_IS_PRECISE:
+    if entries.dtype in _DOT_IS_PRECISE and entries.device.type == "cpu":
         return torch.dot(entries, entries), smallest, largest
     wide = torch.float32 if entries.device.type == "mps" else torch.float64
     return torch.linalg.vector_norm(entries, dtype=wide).square(), smallest.to(wide), largest.to(wide)
 
 
-def _merge(values: Floats, rows: list[int], squares: Floats, peaks: Floats) -> None:
+def _merge(values: Floats, largest: Floats, rows: list[int], squares: Floats, peaks: Floats) -> None:
     """Combine pieces into rows: squares add up, magnitudes take the largest, and a NaN in any piece stays a NaN."""
     starts = [position for position, row in enumerate(rows) if position == 0 or rows[position - 1] != row]
     found = [rows[start] for start in starts]
-    squares[found] = np.add.reduceat(values[:, 0], starts)
-    peaks[found] = np.maximum.reduceat(np.maximum(-values[:, 1], values[:, 2]), starts)
+    squares[found] = np.add.reduceat(values, starts)
+    peaks[found] = np.maximum.reduceat(largest, starts)
 
 
-def doubtful(norms: Norms) -> npt.NDArray[np.intp]:
-    """The rows that need a closer look: not finite, overflowed, or too small to be squared in float32."""
+def look_closer(gradients: Sequence[Tensor], norms: Norms) -> Norms:
+    """Put right what one pass could not say: exact norms of what overflowed or vanished, counts of NaN and Inf.
+
+    To be called while the gradients are still those of the look.
+    """
+    if norms.counts is None and norms.total < _TOO_LARGE_TO_SQUARE and norms.max_abs.min(initial=1) >= _TOO_SMALL_TO_SQUARE:
+        return norms
     tiny = (norms.max_abs > 0) & (norms.max_abs < _TOO_SMALL_TO_SQUARE)
-    return np.flatnonzero(~np.isfinite(norms.l2) | ~np.isfinite(norms.max_abs) | tiny)
-
-
-def look_closer(gradients: Sequence[Tensor], norms: Norms) -> None:
-    """Put right what one pass could not say, for the doubtful rows: exact norms in float64, counts of NaN and Inf."""
-    for row in doubtful(norms):
+    doubtful = np.flatnonzero(~np.isfinite(norms.l2) | ~np.isfinite(norms.max_abs) | tiny)
+    if not len(doubtful):
+        return norms
+    l2, nan, inf = norms.l2.copy(), np.zeros(len(norms.l2)), np.zeros(len(norms.l2))
+    for row in doubtful.tolist():
         entries = flat(gradients[row].detach())
-        norms.nan[row] = int(torch.isnan(entries).sum())
-        norms.inf[row] = int(torch.isinf(entries).sum())
+        nan[row] = int(torch.isnan(entries).sum())
+        inf[row] = int(torch.isinf(entries).sum())
         peak = norms.max_abs[row]
-        if np.isfinite(peak) and peak > 0:
-            norms.l2[row] = peak * float(torch.linalg.vector_norm(entries.double() / peak))
+        if np.isfinite(peak):
+            l2[row] = peak * float(torch.linalg.vector_norm(entries.double() / peak))
+    bad = bool(nan.any() or inf.any())
+    return Norms(l2, norms.max_abs, (nan, inf) if bad else None, float(combine(l2)), wide=True)
 
 
 def combine(l2: Floats) -> Floats:
@@ -122,7 +154,7 @@ def combine(l2: Floats) -> Floats:
     if len(l2) == 0:
         return np.zeros(l2.shape[1:])
     peak = l2.max(axis=0)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         ratio = l2 / np.where((peak > 0) & np.isfinite(peak), peak, 1)
         total: Floats = np.where(np.isfinite(peak), peak * np.sqrt((ratio**2).sum(axis=0)), peak)[()]
     return total
@@ -138,7 +170,7 @@ def merge_ranks(tables: Floats) -> Floats:
 
 def exact_norms(gradients: Sequence[Tensor]) -> Norms:
     """The plain twin of a look: a loop in float64, one gradient at a time."""
-    l2, peak, nan, inf = [], [], [], []
+    l2, peak, nan, inf = list[float](), list[float](), list[int](), list[int]()
     for gradient in gradients:
         values = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
         values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
@@ -148,4 +180,5 @@ def exact_norms(gradients: Sequence[Tensor]) -> Norms:
         peak.append(largest)
         nan.append(int(values.isnan().sum()))
         inf.append(int(values.isinf().sum()))
-    return Norms(*(np.array(column, dtype=np.float64) for column in (l2, peak, nan, inf)))
+    norms, largest_entries, nans, infs = (np.array(column, dtype=np.float64) for column in (l2, peak, nan, inf))
+    return Norms(norms, largest_entries, (nans, infs), float(combine(norms)))

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival, stack
+from gradsight.measure.arrival import Arrival
 from gradsight.measure.sample import Sample
 
 COLUMNS = 6
@@ -35,7 +35,7 @@ class UpdateLook:
             with torch.no_grad():
                 moments = _moments(torch.split(after.entries - before.entries, before.sizes))
                 moments += _moments(torch.split(before.entries, before.sizes))
-                self._arrivals.append((rows, after, Arrival(stack(moments))))
+                self._arrivals.append((rows, after, Arrival(torch.stack(moments))))
         for _, sample, _ in self._arrivals:
             sample.entries = sample.entries.new_empty(0)
         self._before = []

@@ -26,7 +26,6 @@ Frame = tuple[int, int, bytes]
 
 _HEAD = struct.Struct("<IIQB")
 _STEP = struct.Struct("<qdddddd?BqHI")
-_LARGEST_FLOAT32, _SMALLEST_FLOAT32 = 3e38, 1.2e-38
 _OPTIONAL = ("loss", "lr", "total_norm", "clip_coef", "scale")
 COLUMNS = ("l2", "max_abs", "nan", "inf", "update_ratio", "update_ratio_error")
 
@@ -87,18 +86,16 @@ def unpack_step(payload: bytes) -> tuple[Step, int, bytes]:
     return step, layout, payload[start + gradient_size + scalars_size :]
 
 
-def pack_statistics(rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]]) -> bytes:
+def pack_statistics(rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]], wide: bool = False) -> bytes:
     """Columns of statistics, each of the same length, for all parameters of the layout or only for some `rows` of it.
 
-    u8 mask of columns, u8 flags (1 doubles: some norm does not fit a float32; 2 rows), u32 how many, the rows as u32, columns.
+    u8 mask of columns, u8 flags (1 doubles, for norms that do not fit a float32; 2 rows), u32 how many, rows as u32, columns.
     """
     names = [name for name in COLUMNS if name in columns]
     mask = sum(1 << COLUMNS.index(name) for name in names)
-    l2 = columns["l2"]
-    double = bool((np.isfinite(l2) & (l2 > _LARGEST_FLOAT32)).any() or ((l2 > 0) & (l2 < _SMALLEST_FLOAT32)).any())
-    kind = np.dtype("<f8") if double else np.dtype("<f4")
-    size = len(l2)
-    parts = [struct.pack("<BBI", mask, double | (rows is not None) << 1, size)]
+    kind = np.dtype("<f8") if wide else np.dtype("<f4")
+    size = len(columns["l2"])
+    parts = [struct.pack("<BBI", mask, wide | (rows is not None) << 1, size)]
     if rows is not None:
         parts.append(np.asarray(rows, dtype="<u4").tobytes())
     parts += [columns[name].astype(kind).tobytes() for name in names]
