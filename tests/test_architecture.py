@@ -25,7 +25,7 @@ FRONT_DOOR = [
 
 GROUND = {"errors", "records"}
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {"watch", "assemble", "deliver", "distribution", "ending"}
+COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending"}
 TOP = {"train", "integrations", "cli", "__main__"}
 
 

@@ -19,6 +19,8 @@ from gradsight.capture.manual import ManualCapture
 from gradsight.capture.names import named_parameters
 from gradsight.capture.steps import OptimizerCapture, check_optimizers
 from gradsight.deliver import Delivery
+from gradsight.dump.dumper import GradientDumper
+from gradsight.dumping import Dumping
 from gradsight.ending import Ending
 from gradsight.errors import RunError, UsageError
 from gradsight.measure.arrival import Arrival
@@ -40,6 +42,7 @@ def watch(
     sinks: Iterable[Any] = (),
     stats: Schedule = Schedule(),
     histograms: Schedule = Schedule(step_interval=50),
+    dump: GradientDumper | None = None,
     start_step: int | None = None,
     sink_detail: Literal["parameters", "blocks"] | None = None,
 ) -> "Watch":
@@ -50,10 +53,11 @@ def watch(
     run_dir: where the record goes; None writes nothing to disk. A directory that holds a run is continued.
     sinks: "console", "wandb", "tensorboard", "trackio", or objects with a method log_scalar(name, value, step).
     stats: when norms are recorded. histograms: when histograms and update-to-weight ratios are.
+    dump: a GradientDumper; its due steps are dumped before clipping, and with dump_on those whose gradient is critical.
     start_step: the number of the first step. Recorded steps from there on are replaced. None: after the last recorded one.
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of parameters (500).
     """
-    return Watch(model, optimizer, run_dir, sinks, stats, histograms, start_step, sink_detail)
+    return Watch(model, optimizer, run_dir, sinks, stats, histograms, dump, start_step, sink_detail)
 
 
 class Watch:
@@ -67,6 +71,7 @@ class Watch:
         sinks: Iterable[Any],
         stats: Schedule,
         histogram_schedule: Schedule,
+        dump: GradientDumper | None,
         start_step: int | None,
         sink_detail: str | None,
     ) -> None:
@@ -82,7 +87,10 @@ class Watch:
         first_step = self._open_record(run_dir, sinks, start_step)
         self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems)
         tensors = [parameter.tensor for parameter in self._parameters]
-        self._assembler = Assembler(tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed)
+        self._dumping = Dumping(dump, model, len(optimizers) > 1, self._problems) if dump is not None else None
+        self._assembler = Assembler(
+            tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed, self._dumping
+        )
         self._capture: OptimizerCapture | ManualCapture
         if optimizers:
             self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
@@ -147,6 +155,9 @@ class Watch:
         self._closed = True
         self._capture.stop()
         self._ending.cancel()
+        if self._dumping is not None:
+            with self._survives("dumps"):
+                self._dumping.close()
         with self._survives("closing"):
             self._assembler.close(wait)
             if wait and self._group is not None:

@@ -117,6 +117,27 @@ class GradientDumper:
             self._say()
             return None
 
+    def stage(self, model: torch.nn.Module, step: int, facts: Facts) -> Job | None:
+        """Copy the gradients now; `commit` writes them, `discard` forgets them. For the composer: nothing is raised."""
+        try:
+            self._say()
+            ranks = self._join(step)
+            return self._look(model, step, facts, ranks) if ranks is not None else None
+        except Exception as error:
+            self._count(step, Fault("fault", f"{type(error).__name__}: {error}"))
+            self._say()
+            return None
+
+    def commit(self, job: Job, facts: Facts) -> None:
+        """Write what was staged, with the facts as they are known now."""
+        self._writer.put(replace(job, facts=facts))
+        self._say()
+
+    def discard(self, job: Job) -> None:
+        """Forget what was staged."""
+        if job.buffer is not None:
+            self._pool.give(job.buffer)
+
     def wait(self) -> None:
         """Return when every dump so far is complete, or given up."""
         self._writer.wait()
