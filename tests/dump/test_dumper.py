@@ -201,18 +201,20 @@ def test_synchronous(tmp_path: Path, model: nn.Module) -> None:
 
 
 def test_a_dumper_that_nobody_closes_finishes_at_exit(tmp_path: Path) -> None:
+    """Of both kinds, also where the interpreter no longer lets new threads work."""
     code = f"""
 import torch
 from gradsight import GradientDumper
 model = torch.nn.Linear(400, 400)
 model(torch.ones(1, 400)).sum().backward()
-dumper = GradientDumper({str(tmp_path)!r}, queue_size=3)
+dumpers = [GradientDumper({str(tmp_path)!r}, queue_size=3, save_first_n=n) for n in (None, 2)]
 for step in range(3):
-    dumper.dump(model, step)
+    for dumper in dumpers:
+        dumper.dump(model, step)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert steps(tmp_path) == [0, 1, 2]
+    assert steps(tmp_path) == [0, 0, 1, 1, 2, 2]
 
 
 def test_keep_last(tmp_path: Path, model: nn.Module) -> None:
@@ -376,19 +378,3 @@ def test_two_dumpers_share_a_run(tmp_path: Path, model: nn.Module) -> None:
     assert (other.written, other.problems) == (30, [])
     assert steps(tmp_path) == [28, 29, 29]
     assert sorted(path.name for path in (tmp_path / "gradient_dumper").iterdir()) == ["step28", "step29"]
-
-
-def test_a_sampled_dump_finishes_at_exit(tmp_path: Path) -> None:
-    """Also where the interpreter no longer lets a pool of threads work."""
-    code = f"""
-import torch
-from gradsight import GradientDumper
-model = torch.nn.Linear(9, 9)
-model(torch.ones(1, 9)).sum().backward()
-dumper = GradientDumper({str(tmp_path)!r}, save_first_n=2, queue_size=2)
-dumper.dump(model, 0)
-dumper.dump(model, 1)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert steps(tmp_path) == [0, 1]

@@ -56,6 +56,12 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
     said = [(tmp_path / f"nothing/said{rank}.txt").read_text() for rank in range(2)]
     assert said[0].startswith("gradient dump of step 0: no parameter has a gradient on any rank")
     assert said[1] == "", "one rank speaks for all"
+    for text in words(tmp_path / "troubles"):
+        assert text.startswith(
+            "1 0 2\nusage: the ranks dump different steps: 4, 5; call dump() on every rank at the same steps\n"
+        )
+        assert text.endswith("disk: rank 1: No space left on device")
+    assert [folder.name for folder in (tmp_path / "troubles/gradient_dumper").iterdir()] == ["step7"]
     for text in words(tmp_path / "not_synchronised"):
         assert text.startswith("1 0 0\nranks disagree: 2 gradients differ between ranks")
     for text in words(tmp_path / "skipping"):

@@ -232,8 +232,9 @@ class GradientDumper:
             else:
                 self._count(job.step, outcome.fault)
         except Exception as error:
-            self._broken = Fault("ranks", f"the ranks lost each other, there will be no further dumps: {error}")
-            self._count(job.step, self._broken)
+            if self._ranks.size > 1:
+                self._broken = Fault("ranks", f"the ranks lost each other, there will be no further dumps: {error}")
+            self._count(job.step, self._broken or Fault("fault", f"{type(error).__name__}: {error}"))
         finally:
             if job.buffer is not None:
                 self._pool.give(job.buffer)

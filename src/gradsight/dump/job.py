@@ -94,7 +94,7 @@ def _offer(job: Job) -> Offer | Fault:
     job.buffer.settle(job.facts.divisor)
     rows = tuple(full.checked(job.buffer, span) for span in job.buffer.spans)
     gradients = job.gradients
-    return Offer(rows, gradients.parameters, gradients.aliases, gradients.left_out, gradients.seen)
+    return Offer(job.step, rows, gradients.parameters, gradients.aliases, gradients.left_out, gradients.seen)
 
 
 def _prepare(job: Job, offers: Sequence[Offer | Fault], layout: Layout, limits: Limits, first: bool) -> Plan | Fault:

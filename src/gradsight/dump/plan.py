@@ -20,6 +20,7 @@ class Fault:
 class Offer:
     """What one rank holds: its staged pieces and its model's names."""
 
+    step: int
     rows: tuple[Row, ...]
     parameters: tuple[str, ...]
     aliases: Mapping[str, str]
@@ -47,6 +48,9 @@ def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
         if isinstance(offer, Fault):
             return offer if len(offers) == 1 else Fault(offer.key, f"rank {rank}: {offer.message}")
         held.append(offer)
+    if len({offer.step for offer in held}) > 1:
+        text = "the ranks dump different steps: " + ", ".join(str(offer.step) for offer in held)
+        return Fault("usage", f"{text}; call dump() on every rank at the same steps")
     if not any(offer.seen for offer in held):
         return Fault("no gradient", "no parameter has a gradient on any rank: dump after backward() and before zero_grad()")
     chosen, disagreeing = _choose(held)

@@ -69,4 +69,5 @@ def small(run: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"limited": limited, "small": small}[sys.argv[1]](Path(sys.argv[2]))
+    limited(Path(sys.argv[1]) / "limited")
+    small(Path(sys.argv[1]) / "small")

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsight import GradientDumper
-from gradsight.dump import ranks
+from gradsight.dump import files, ranks
 from gradsight.dump.names import clean_parameters
 from gradsight.errors import GradsightWarning
 
@@ -105,6 +105,28 @@ def not_synchronised(out: Path) -> None:
     report(run, dumper)
 
 
+def troubles(out: Path) -> None:
+    """Ranks at different steps, a disk that is full for one of them: no dump, and the next one finds them together."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(20, 20))
+    backward(model, 20)
+    run, second = out / "troubles", dist.get_rank() == 1
+    with GradientDumper(run) as dumper:
+        dumper.dump(model, 5 if second else 4)
+        dumper.wait()
+        write = files.write_all
+        files.write_all = no_space if second else write
+        dumper.dump(model, 6)
+        dumper.wait()
+        files.write_all = write
+        dumper.dump(model, 7)
+    report(run, dumper)
+
+
+def no_space(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
 def skipping(out: Path) -> None:
     """One rank's buffer is busy: then no rank dumps, and the next dump finds them together again."""
     torch.manual_seed(0)
@@ -154,6 +176,6 @@ if __name__ == "__main__":
     warnings.simplefilter("always", GradsightWarning)
     warnings.showwarning = lambda message, *_: SAID.append(str(message))
     dist.init_process_group("gloo")
-    for scenario in (ddp, fsdp, some_none, nothing, not_synchronised, skipping, one_rank_only):
+    for scenario in (ddp, fsdp, some_none, nothing, not_synchronised, troubles, skipping, one_rank_only):
         scenario(Path(sys.argv[1]))
     dist.destroy_process_group()
