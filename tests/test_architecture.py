@@ -11,7 +11,20 @@ import gradsight
 
 PACKAGE = Path(gradsight.__file__).parent
 
-FRONT_DOOR = ["GradsightError", "MetricsTracker", "Schedule", "log_gradient_distribution", "open_run", "watch"]
+FRONT_DOOR = [
+    "GradsightError",
+    "MemoryMonitor",
+    "MetricsTracker",
+    "Schedule",
+    "apply_checkpointing",
+    "log_gradient_distribution",
+    "measure_peak_memory",
+    "open_run",
+    "plan_checkpointing",
+    "predict_peak_memory",
+    "verify_checkpointing",
+    "watch",
+]
 
 GROUND = {"errors", "records"}
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
@@ -44,7 +57,11 @@ def imports() -> list[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{name} uses a relative import"
-                found += [(name, f"{node.module}.{alias.name}") for alias in node.names] if node.module == "gradsight" else [(name, node.module or "")]
+                found += (
+                    [(name, f"{node.module}.{alias.name}") for alias in node.names]
+                    if node.module == "gradsight"
+                    else [(name, node.module or "")]
+                )
             elif isinstance(node, ast.Import):
                 found += [(name, alias.name) for alias in node.names]
     return [(name, module) for name, module in found if module.split(".")[0] == "gradsight"]

@@ -9,10 +9,16 @@ from typing import Any
 
 _FRONT_DOOR = {
     "GradsightError": "errors",
+    "MemoryMonitor": "checkpointing.monitor",
     "MetricsTracker": "record.tracker",
     "Schedule": "records",
+    "apply_checkpointing": "checkpointing.apply",
     "log_gradient_distribution": "distribution",
+    "measure_peak_memory": "checkpointing.peak",
     "open_run": "record.reader",
+    "plan_checkpointing": "checkpointing.plan",
+    "predict_peak_memory": "checkpointing.predict",
+    "verify_checkpointing": "checkpointing.verify",
     "watch": "watch",
 }
 
