@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,6 +114,15 @@ def test_what_is_freed_inside_does_not_count_on() -> None:
         torch.zeros(900)
 
     assert measure_peak_memory(work).peak_bytes == 4000 + 4
+
+
+def test_tensors_made_from_python_and_numpy_count_from_when_they_are_made() -> None:
+    def work() -> None:
+        torch.zeros(1000)
+        torch.tensor([1.0] * 500).add_(1)
+        torch.from_numpy(np.zeros(500, dtype=np.float32)).add_(1)
+
+    assert measure_peak_memory(work).peak_bytes == 4000
 
 
 def test_views_and_in_place_cost_nothing() -> None:

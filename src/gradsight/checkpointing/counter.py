@@ -78,7 +78,8 @@ class StorageCounter(TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", self._watching_resizes()))
-        self._patches.enter_context(patch.object(torch, "get_rng_state", self._seeing_the_result(torch.get_rng_state)))
+        for name in ("get_rng_state", "from_numpy"):
+            self._patches.enter_context(patch.object(torch, name, self._seeing_the_result(getattr(torch, name))))
         super().__enter__()
         return self
 
@@ -99,7 +100,7 @@ class StorageCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         for given in tree_leaves((args, kwargs)):
             if isinstance(given, torch.Tensor):
-                self._see(given, before=True)
+                self._see(given, before=func is not torch.ops.aten.lift_fresh.default)  # torch.tensor(...) ends in one
         out = func(*args, **kwargs)
         self.operators.add(func.__name__)
         self.flops += flops_of(func, args, kwargs, out)
@@ -203,11 +204,11 @@ class StorageCounter(TorchDispatchMode):
 
         return resized
 
-    def _seeing_the_result(self, fn: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def _seeing_the_result(self, fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """A function that makes a tensor without an operator: a checkpointed block keeps the random state so."""
 
-        def seen() -> torch.Tensor:
-            result = fn()
+        def seen(*args: Any) -> torch.Tensor:
+            result = fn(*args)
             self._see(result, before=False)
             return result
 
