@@ -61,7 +61,8 @@ class StorageCounter(TorchDispatchMode):
         self.backward_starts: list[int] = []
         self.operators: set[str] = set()
         self.peak_moment = -1
-        self.clock = 0
+        self.levels: list[int] = []
+        """Bytes alive after each event, less those alive when counting began."""
         self._granule = granule
         self._open: dict[int, tuple[Allocation, weakref.ref[torch.UntypedStorage]]] = {}
         self._moved = 0
@@ -110,9 +111,9 @@ class StorageCounter(TorchDispatchMode):
         return out
 
     @property
-    def live(self) -> int:
-        """Bytes alive now, less those alive when counting began."""
-        return self._moved
+    def clock(self) -> int:
+        """The number of events so far; an event's moment is the clock before it."""
+        return len(self.levels)
 
     def peak(self) -> int:
         """The largest sum of sizes alive at one moment."""
@@ -155,7 +156,7 @@ class StorageCounter(TorchDispatchMode):
         self._moved += size
         if self._moved > self._peak_moved:
             self._peak_moved, self.peak_moment = self._moved, self.clock
-        self.clock += 1
+        self.levels.append(self._moved)
 
     def _phase(self) -> str:
         """What is going on; a backward pass that runs with gradients enabled is recomputing."""
