@@ -231,6 +231,20 @@ class CheckpointingReport:
         """Memory went down and nothing else changed."""
         return self.gradients_identical and self.optimized_bytes < self.baseline_bytes
 
+    @property
+    def remark(self) -> str:
+        """How the reduction compares with the usual 20 to 40 percent, and why it is not there."""
+        share, low, high = self.reduction, 0.2, 0.4
+        if low <= share <= high:
+            return f"Memory reduction ({share:.1%}) is within expected range (20-40%)"
+        if share <= 0:
+            return f"Memory was not reduced ({share:.1%}): activations are {self.ceiling:.1%} of the baseline's peak"
+        side, only = ("below", "only ") if share < low else ("above", "")
+        return (
+            f"Memory reduction ({share:.1%}) is {side} the usual range (20-40%): "
+            f"activations are {only}{self.ceiling:.1%} of the baseline's peak"
+        )
+
     def scalars(self) -> dict[str, float]:
         """The verification as numbers for a run's record."""
         return {

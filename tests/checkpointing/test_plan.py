@@ -104,9 +104,9 @@ def test_an_impossible_budget_names_the_smallest_peak(make_gpt: Callable[..., An
     assert smallest.policy in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["hf t5", "convolutions", "hf gpt2"])
+@pytest.mark.parametrize("name", ["hf t5", "convolutions"])
 def test_other_models(table: dict[str, Build], name: str) -> None:
-    known = rivals(table[name], 2)
+    known = rivals(table[name], 1)
     budget = (known[0][0] + known[1][0]) // 2
     plan = plan_checkpointing(table[name], budget)
     assert plan.predicted_bytes <= budget

@@ -102,7 +102,7 @@ class Search:
         return modes
 
     def _try_combinations(self, problem: Problem, modes: Sequence[Mode]) -> None:
-        """Choose on estimates, look at the truth, tighten until what was chosen fits; then let a simpler one compete."""
+        """Choose on estimates, look at the truth, tighten until the choice fits; then let a simpler one compete."""
         target = self._limit
         for _ in range(ATTEMPTS):
             choice = cheapest(problem, target)

@@ -16,6 +16,7 @@ app = App(
     name_transform=lambda name: name,
 )
 app.command("gradsight.cli.demo:demo", name="demo")
+app.command("gradsight.cli.memory:app", name="memory")
 app.command("gradsight.cli.report:report", name="report")
 
 
