@@ -52,6 +52,6 @@ def _guess(known: dict[int, int], memory: int, low: int) -> int:
     below = [size for size in sorted(known) if known[size] <= memory]
     points = (below[-1:] + above[:1]) if above and below else below[-2:]
     if len(points) < 2 or known[points[1]] == known[points[0]]:
-        return 2 * low
+        return 8 * low  # as long as something else than the batch makes the peak
     first, second = points
     return first + (memory - known[first]) * (second - first) // (known[second] - known[first])

@@ -41,16 +41,16 @@ class Differences:
     def first(self) -> str:
         """The first of them, in words."""
         if self.loss:
-            return "the loss"
+            return "the loss differs"
         if self.gradients:
-            return f"the gradient of {self.gradients[0]}" + _and_more(self.gradients, "gradients")
+            return f"the gradient of {self.gradients[0]} differs" + _and_more(self.gradients)
         if self.buffers:
-            return f"the buffer {self.buffers[0]}" + _and_more(self.buffers, "buffers")
-        return f"the state of {self.random[0]}"
+            return f"the buffer {self.buffers[0]} differs" + _and_more(self.buffers)
+        return f"the state of {self.random[0]} differs"
 
 
-def _and_more(names: tuple[str, ...], what: str) -> str:
-    return f" ({len(names)} {what} differ)" if len(names) > 1 else ""
+def _and_more(names: tuple[str, ...]) -> str:
+    return f", with {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def seed_everything() -> None:

@@ -26,6 +26,7 @@ app = App(
 )
 
 FAILED = 2
+SAME = "bit for bit the same (loss, gradients, buffers, RNG)"
 SHOWN = ("char", "GPT2-Small", "GPT2-Medium")
 
 Budget = Annotated[str, Parameter(help="What the step may take, for example 6GB or 512MiB.")]
@@ -115,10 +116,9 @@ def show_report(console: Console, report: CheckpointingReport) -> None:
         ("Memory reduction:", f"{gigabytes(saved)} ({report.reduction:.1%})"),
         ("Ceiling:", f"{report.ceiling:.1%} of the baseline's peak are activations"),
         ("Extra operations:", f"{report.extra_flops:.1%} of the plain step's"),
-        ("Loss, gradients, buffers,", ""),
-        ("  random states:", "bit for bit identical" if report.gradients_identical else "[red]NOT identical[/]"),
+        ("Gradients and state:", SAME if report.gradients_identical else "[red]NOT the same[/]"),
     ):
-        console.print(f"  {name:<26} {value}", highlight=False)
+        console.print(f"  {name:<24} {value}", highlight=False)
     console.print()
     show_verdict(console, report)
 
@@ -139,7 +139,7 @@ def show_verdict(console: Console, report: CheckpointingReport) -> None:
 
 def indented(console: Console, text: str) -> None:
     """Text that keeps its indent when it wraps."""
-    console.print(Padding(Text.from_markup(text), (0, 0, 0, 2)))
+    console.print(Padding(Text.from_markup(text), (0, 0, 0, 2), expand=False))
 
 
 @app.command
