@@ -284,6 +284,22 @@ def test_under_compile(make_gpt: Callable[..., Any], policy: str) -> None:
     torch._dynamo.reset()
 
 
+def test_a_compiled_model_is_compiled_again(make_gpt: Callable[..., Any]) -> None:
+    model, tokens, loss = make_gpt(depth=2)
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    loss(compiled, tokens).backward()
+    apply_checkpointing(compiled)
+    loss(compiled, tokens).backward()
+    torch._dynamo.reset()
+    assert ["tag_activation_checkpoint" in graph for graph in graphs] == [False, True]
+
+
 def test_through_compiled_and_parallel_wrappers(make_gpt: Callable[..., Any]) -> None:
     model = make_gpt()[0]
     handle = apply_checkpointing(torch.compile(model))

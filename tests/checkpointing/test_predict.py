@@ -117,6 +117,21 @@ def test_cuda_autocast_and_optimizer(make_gpt: Callable[..., Any]) -> None:
     assert predict_peak_memory(build, device="cuda").peak_bytes < 0.8 * plain.peak_bytes
 
 
+def put(model: nn.Module, how: str) -> nn.Module:
+    return {"cuda": model.cuda, "to": lambda: model.to("cuda:0"), "device": lambda: model.to(torch.device("cuda"))}[
+        how
+    ]()
+
+
+@pytest.mark.parametrize("how", ["cuda", "to", "device"])
+def test_models_built_on_cuda_need_no_gpu(how: str) -> None:
+    def build() -> tuple[Any, ...]:
+        model = put(nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.Linear(4, 4)), how)
+        return model, (torch.randn(2, 4).to("cuda") + torch.ones(4, device="cuda"),), lambda m, b: m(*b).sum()
+
+    assert predict_peak_memory(build, device="cuda").peak_bytes > 0
+
+
 def test_cuda_blocks_are_rounded() -> None:
     def build() -> tuple[Any, ...]:
         return nn.Linear(3, 1, bias=False), (torch.randn(1, 3),), lambda m, b: m(*b).sum()

@@ -22,7 +22,8 @@ def apply_checkpointing(
     """Let the model's blocks recompute their activations in backward instead of keeping them.
 
     Acts in training mode and where gradients are wanted, and nowhere else. Apply it before or after
-    DistributedDataParallel and fully_shard; before torch.compile. `remove()` on what is returned takes it off.
+    DistributedDataParallel, fully_shard and torch.compile (which then compiles again). `remove()` on what is returned
+    takes it off.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"apply_checkpointing takes a torch.nn.Module, got {type(model).__name__}")

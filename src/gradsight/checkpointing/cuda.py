@@ -4,6 +4,7 @@ Fake CUDA tensors are not used: on a build of torch without CUDA they abort the 
 tensors instead, with the operators replaced whose saved tensors differ.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 GRANULE = 512
 """CUDA's allocator rounds every block up to this many bytes."""
@@ -26,8 +29,9 @@ _autocast_init = torch.autocast.__init__
 
 @contextmanager
 def cuda_operators() -> Iterator[None]:
-    """Inside, dropout keeps a mask of one byte, attention is CUDA's, and autocast for CUDA acts."""
+    """Inside, dropout keeps a mask of one byte, attention is CUDA's, and what is put on CUDA stays on the CPU."""
     with ExitStack() as stack:
+        stack.enter_context(_StayOnCpu())
         for owner, name, stand_in in (
             (F, "dropout", dropout),
             (torch, "dropout", _torch_dropout),
@@ -87,3 +91,22 @@ def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any)
         if not args and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float16
     _autocast_init(self, device_type, *args, **kwargs)
+
+
+class _StayOnCpu(TorchFunctionMode):
+    """Whatever a build function or a model moves to CUDA or makes there is on the CPU instead, where it is fake."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args, kwargs = tree_map(_as_cpu, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def _as_cpu(value: Any) -> Any:
+    """A CUDA device, as an object or as text, replaced by the CPU."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, str):
+        return "cpu" if re.fullmatch(r"cuda(:\d+)?", value) else value
+    return value

@@ -26,7 +26,8 @@ def predict_peak_memory(
     """The peak of a training step, as every step but the first has it: with the optimizer's state in place.
 
     `optimizer=None` is forward and backward only. `device="cuda"` predicts what CUDA's operators keep, and its notes
-    say what cannot be known; build() makes the model on the CPU all the same.
+    say what cannot be known; no GPU is
+    needed, also where build() puts the model on CUDA.
     """
     if device not in DEVICES:
         raise UsageError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
