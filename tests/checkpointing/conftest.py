@@ -1,6 +1,6 @@
 """The table of models that every claim about memory is checked on. A new model is one line and inherits every test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -177,6 +177,15 @@ TABLE: dict[str, Build] = {
     "hf bert with a mask": hf_bert,
     "hf vit": hf_vit,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models gain nothing from threads, and tests run side by side."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=list(TABLE))

@@ -33,7 +33,7 @@ def step_of(built: tuple[Any, ...], policy: str | None = None) -> Callable[[], N
     return step
 
 
-@pytest.mark.parametrize("policy", [None, "full", "selective"])
+@pytest.mark.parametrize("policy", [None, "full"])
 def test_the_count_is_the_allocators(
     build: Callable[[], tuple[Any, ...]], policy: str | None, request: pytest.FixtureRequest
 ) -> None:

@@ -28,7 +28,9 @@ def test_honest_models_pass(build: Build) -> None:
 
 
 def test_work_and_memory_add_up(make_gpt: Callable[..., Any]) -> None:
-    full, selective, none = (verify_checkpointing(make_gpt, policy=p) for p in ("full", "selective", "none"))
+    full, selective, none = (
+        verify_checkpointing(make_gpt, policy=p, optimizer=None) for p in ("full", "selective", "none")
+    )
     assert 0.2 < full.extra_flops < 0.34
     assert selective.extra_flops == 0
     assert none.extra_flops == none.reduction == 0
