@@ -13,7 +13,7 @@ from torch import nn
 from gradsight import verify_checkpointing
 from gradsight.checkpointing.snapshot import compare, take
 from gradsight.errors import GradsightError, UsageError
-from gradsight.records import CheckpointingReport, MemoryUse
+from gradsight.records import CheckpointingPlan, CheckpointingReport, MemoryUse
 
 Build = Callable[[], tuple[Any, ...]]
 
@@ -48,7 +48,9 @@ def test_verification_leaves_randomness_alone(make_gpt: Callable[..., Any]) -> N
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-    verify_checkpointing(make_gpt)
+    verify_checkpointing(make_gpt, optimizer=None)
+    with pytest.raises(GradsightError, match="names block"):
+        verify_checkpointing(make_gpt, policy="first:9")
     assert (random.random(), np.random.rand(), torch.rand(1)) == expected
 
 
@@ -254,6 +256,14 @@ def test_a_generator_outside_the_module_is_found() -> None:
     report = verify_checkpointing(build)
     assert report.cause is not None
     assert report.cause.startswith("own generator: source is a torch.Generator")
+
+
+def test_a_plan_of_chosen_blocks_is_explained_too() -> None:
+    plan = CheckpointingPlan("full", ("1", "2"), 1, 0.0, 1, 1)
+    report = verify_checkpointing(faulty(NumpyMask), policy=plan)
+    assert report.policy == "full"
+    assert report.cause is not None
+    assert re.match(r"numpy randomness in [12]\.fault", report.cause)
 
 
 def test_every_bit_counts() -> None:

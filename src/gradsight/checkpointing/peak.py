@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """The peak of live tensor bytes of any piece of work, split by what the bytes were for."""
 
 from collections.abc import Callable
@@ -34,12 +35,10 @@ def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> Me
     if not callable(fn):
         raise UsageError(f"measure_peak_memory runs a function without arguments, got {type(fn).__name__}")
     counter = StorageCounter()
-    on_cuda = torch.cuda.is_available()
-    if on_cuda:
-        torch.cuda.synchronize()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     moved = _run(fn, counter, operators)
-    if on_cuda and any(entry.device == "cuda" for entry in counter.log):
+    if torch.cuda.is_available() and any(entry.device == "cuda" for entry in counter.log):
         return cuda_memory_use(counter, torch.cuda.max_memory_allocated())
     use = memory_use(counter)
     inside = None if moved is None else max(0, counter.at(-1) + moved - use.peak_bytes)

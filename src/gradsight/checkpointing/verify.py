@@ -22,8 +22,6 @@ from gradsight.checkpointing.workload import Build, Workload, backward, call_bui
 from gradsight.errors import GradsightError
 from gradsight.records import CheckpointingPlan, CheckpointingReport, MemoryUse
 
-Policy = str | CheckpointingPlan
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -34,13 +32,19 @@ class Outcome:
 
 
 def verify_checkpointing(
-    build: Build, *, policy: Policy = "full", optimizer: str | None = "adamw", blocks: Sequence[str] | None = None
+    build: Build,
+    *,
+    policy: str | CheckpointingPlan = "full",
+    optimizer: str | None = "adamw",
+    blocks: Sequence[str] | None = None,
 ) -> CheckpointingReport:
     """Run the same step plain and checkpointed, from the same seeds, and compare everything.
 
     build() is called once for each run and must make the same model and batch each time it is called with the same
     seeds.
     """
+    if isinstance(policy, CheckpointingPlan):
+        blocks, policy = blocks or policy.blocks, policy.policy
     with _randomness_restored():
         workload = _built(build, policy, blocks)
         refuse_what_does_not_fit(build, optimizer, workload.model)
@@ -53,27 +57,21 @@ def verify_checkpointing(
         except Exception as error:
             return _raised(build, policy, blocks, plain, error)
         differences = compare(plain.snapshot, other.snapshot)
-        report = CheckpointingReport(_text(policy), plain.use, other.use, gradients_identical=not differences)
+        report = CheckpointingReport(policy, plain.use, other.use, gradients_identical=not differences)
         return _explained(report, differences, build, blocks, optimizer, plain) if differences else report
 
 
-def _text(policy: Policy) -> str:
-    return policy.policy if isinstance(policy, CheckpointingPlan) else policy
-
-
-def _built(build: Build, policy: Policy, blocks: Sequence[str] | None) -> Workload:
+def _built(build: Build, policy: str, blocks: Sequence[str] | None) -> Workload:
     """The workload from fixed seeds; a policy that does not fit the model is refused before anything runs."""
     gc.collect()
     seed_everything()
     workload = call_build(build)
-    if isinstance(policy, CheckpointingPlan):
-        blocks = blocks or policy.blocks
     parse_policy(policy, len(find_blocks(workload.model, blocks)))
     return workload
 
 
 def _run(
-    workload: Workload, optimizer: str | None, policy: Policy | None = None, blocks: Sequence[str] | None = None
+    workload: Workload, optimizer: str | None, policy: str | None = None, blocks: Sequence[str] | None = None
 ) -> Outcome:
     """Measure forward and backward, take the snapshot, then measure the optimizer's step: copies never count."""
     if policy is not None:
@@ -129,13 +127,13 @@ def _explained(
 
 
 def _raised(
-    build: Build, policy: Policy, blocks: Sequence[str] | None, plain: Outcome, error: Exception
+    build: Build, policy: str, blocks: Sequence[str] | None, plain: Outcome, error: Exception
 ) -> CheckpointingReport:
     """A checkpointed step that raises where the plain one did not is a difference too; it saved nothing."""
     evidence = Evidence(_built(build, policy, blocks).model, Differences(False, (), (), ()), error=str(error))
     lines = str(error).strip().splitlines() or [""]
     return CheckpointingReport(
-        _text(policy),
+        policy,
         plain.use,
         plain.use,
         gradients_identical=False,
@@ -144,7 +142,7 @@ def _raised(
     )
 
 
-def _locate(build: Build, policy: Policy, blocks: Sequence[str] | None) -> str | None:
+def _locate(build: Build, policy: str, blocks: Sequence[str] | None) -> str | None:
     """Run the checkpointed step once more and find the module that is not the same the second time."""
     workload = _built(build, policy, blocks)
     apply_checkpointing(workload.model, policy, blocks=blocks)
@@ -158,8 +156,11 @@ def _locate(build: Build, policy: Policy, blocks: Sequence[str] | None) -> str |
 def _randomness_restored() -> Iterator[None]:
     """Leave every shared generator as it was."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=None if cuda else []):
-        yield
-    np.random.set_state(numpy_state)
-    random.setstate(python_state)
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    devices = list(range(torch.cuda.device_count())) if in_use else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
