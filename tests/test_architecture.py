@@ -14,12 +14,18 @@ PACKAGE = Path(gradsight.__file__).parent
 FRONT_DOOR = [
     "GradientDumper",
     "GradsightError",
+    "MemoryMonitor",
     "MetricsTracker",
     "Schedule",
+    "apply_checkpointing",
     "get_checkpoint_metadata",
     "load_keys",
     "log_gradient_distribution",
+    "measure_peak_memory",
     "open_run",
+    "plan_checkpointing",
+    "predict_peak_memory",
+    "verify_checkpointing",
     "watch",
 ]
 

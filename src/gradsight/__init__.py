@@ -10,12 +10,18 @@ from typing import Any
 _FRONT_DOOR = {
     "GradientDumper": "dump.dumper",
     "GradsightError": "errors",
+    "MemoryMonitor": "checkpointing.monitor",
     "MetricsTracker": "record.tracker",
     "Schedule": "records",
+    "apply_checkpointing": "checkpointing.apply",
     "get_checkpoint_metadata": "dump.reader",
     "load_keys": "dump.reader",
     "log_gradient_distribution": "distribution",
+    "measure_peak_memory": "checkpointing.peak",
     "open_run": "record.reader",
+    "plan_checkpointing": "checkpointing.plan",
+    "predict_peak_memory": "checkpointing.predict",
+    "verify_checkpointing": "checkpointing.verify",
     "watch": "watch",
 }
 

@@ -17,6 +17,7 @@ app = App(
 )
 app.command("gradsight.cli.demo:demo", name="demo")
 app.command("gradsight.cli.dump:app", name="dump")
+app.command("gradsight.cli.memory:app", name="memory")
 app.command("gradsight.cli.report:report", name="report")
 
 
