@@ -30,6 +30,8 @@ FRONT_DOOR = [
 ]
 
 GROUND = {"errors", "records"}
+SHARED = {"dist", "names"}
+"""What every stage may use: ranks, and the names of parameters."""
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
 COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending"}
 TOP = {"train", "integrations", "cli", "__main__"}
@@ -39,13 +41,13 @@ def may_import(importer: str, imported: str) -> bool:
     """Whether a module of one part may import another part."""
     if importer == imported or imported in GROUND:
         return importer not in GROUND or imported == "errors"
-    if importer in GROUND | {"dist"}:
+    if importer in GROUND | SHARED:
         return False
     if importer in STRANGERS:
-        return imported == "dist"
+        return imported in SHARED
     if importer in COMPOSERS:
-        return imported in STRANGERS | {"dist"} | COMPOSERS
-    return importer in TOP and imported in STRANGERS | {"dist"} | COMPOSERS | TOP - {"__main__"}
+        return imported in STRANGERS | SHARED | COMPOSERS
+    return importer in TOP and imported in STRANGERS | SHARED | COMPOSERS | TOP - {"__main__"}
 
 
 def part(module: str) -> str:

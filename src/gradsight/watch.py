@@ -16,7 +16,6 @@ from torch import nn
 from gradsight import dist
 from gradsight.assemble import Assembler, take_scalars
 from gradsight.capture.manual import ManualCapture
-from gradsight.capture.names import named_parameters
 from gradsight.capture.steps import OptimizerCapture, check_optimizers
 from gradsight.deliver import Delivery
 from gradsight.dump.dumper import GradientDumper
@@ -24,6 +23,7 @@ from gradsight.dumping import Dumping
 from gradsight.ending import Ending
 from gradsight.errors import RunError, UsageError
 from gradsight.measure.arrival import Arrival
+from gradsight.names import named_parameters
 from gradsight.record.feed import Feed
 from gradsight.record.problems import Problems
 from gradsight.record.sinks import open_sinks

@@ -12,9 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from gradsight import GradientDumper, get_checkpoint_metadata, load_keys
 from gradsight.dump.manifest import read
-from gradsight.dump.names import clean_parameters
 from gradsight.dump.reader import Slices
 from gradsight.dump.verify import verify
+from gradsight.names import named_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of torch's own reader
 
@@ -178,11 +178,11 @@ def test_tied_and_frozen_parameters(tmp_path: Path) -> None:
 def test_wrappers_leave_no_trace_in_names() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
     wrapped = torch.compile(nn.DataParallel(inner))
-    assert [name for name, _ in clean_parameters(wrapped)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [named.name for named in named_parameters(wrapped)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     inner._modules["itself"] = inner
-    assert len(clean_parameters(wrapped)) == 4, "a module that holds itself"
+    assert len(named_parameters(wrapped)) == 4, "a module that holds itself"
     own = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    assert [name for name, _ in clean_parameters(own)] == ["module.weight", "module.bias"]
+    assert [named.name for named in named_parameters(own)] == ["module.weight", "module.bias"]
 
 
 def test_a_compiled_and_checkpointed_model(tmp_path: Path) -> None:

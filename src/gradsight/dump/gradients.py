@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsight.dist import local_part, reduces_gradients
 from gradsight.dump.manifest import ITEM_BYTES
-from gradsight.dump.names import clean_parameters
 from gradsight.dump.ranks import Place, place_of, sharding
 from gradsight.errors import UsageError
+from gradsight.names import named_parameters
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -88,7 +88,7 @@ class Collector:
                 tensors.append(_cut(local_part(gradient), row) if self._first_n else local_part(gradient))
         return Gradients(tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen, tuple(capped))
 
-    def _row(self, found: "_Found", parameter: torch.nn.Parameter) -> Row | None:
+    def _row(self, found: "_Found", parameter: torch.Tensor) -> Row | None:
         """The row of this rank's piece, or None if it has none; looked up if the gradient is like the last one."""
         gradient = found.gradient
         likeness = (*found[2:], gradient.shape, gradient.dtype, gradient.layout, sharding(gradient))
@@ -98,7 +98,7 @@ class Collector:
             self._known[found.name] = known
         return known[1]
 
-    def _describe(self, found: "_Found", parameter: torch.nn.Parameter) -> Row | None:
+    def _describe(self, found: "_Found", parameter: torch.Tensor) -> Row | None:
         gradient = found.gradient
         place = place_of(gradient, found.turn)
         if problem := _refusal(gradient, parameter, place):
@@ -136,29 +136,25 @@ def _word(value: torch.dtype | torch.layout) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _distinct(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+def _distinct(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The parameters by name, and further names of tied ones."""
-    named: dict[str, torch.nn.Parameter] = {}
+    named: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, parameter in clean_parameters(model):
-        if id(parameter) in first:
-            if first[id(parameter)] != name:
-                aliases[name] = first[id(parameter)]
-        elif name in named:
-            raise UsageError(f"two parameters of the model have the name {name!r} without their wrappers; rename one")
-        else:
-            named[name], first[id(parameter)] = parameter, name
+    for found in named_parameters(model):
+        if found.name in named:
+            raise UsageError(f"two parameters of the model have the name {found.name!r} without their wrappers; rename one")
+        named[found.name] = found.tensor
+        aliases |= dict.fromkeys(found.names[1:], found.name)
     return named, aliases
 
 
-def _gradient(parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, str]:
+def _gradient(parameter: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     """A parameter's gradient; frameworks that accumulate in fp32 keep it in `main_grad`."""
     main = getattr(parameter, "main_grad", None)
     return (main, "main_grad") if main is not None else (parameter.grad, "grad")
 
 
-def _refusal(gradient: torch.Tensor, parameter: torch.nn.Parameter, place: Place) -> str | None:
+def _refusal(gradient: torch.Tensor, parameter: torch.Tensor, place: Place) -> str | None:
     """Why a gradient cannot be dumped, if so."""
     if _word(gradient.dtype) not in ITEM_BYTES:
         return f"its dtype {gradient.dtype} is not one of {', '.join(ITEM_BYTES)}"
@@ -169,7 +165,7 @@ def _refusal(gradient: torch.Tensor, parameter: torch.nn.Parameter, place: Place
     return None
 
 
-def _owners(named: Mapping[str, torch.nn.Parameter], world_size: int) -> dict[str, int]:
+def _owners(named: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Which rank writes which replicated gradient: consecutive parameters, about the same bytes for everyone."""
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in named.items()}
     total, before, owners = max(1, sum(sizes.values())), 0, {}

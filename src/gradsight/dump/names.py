@@ -1,41 +1,11 @@
-"""Names: the model's own names of its parameters, and file names that any of them can be given. No torch at import."""
+"""File names that parameters of any name can be given."""
 
 import hashlib
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-
-WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 LONGEST = 180
 """Bytes of a file name that come from the parameter's name; file systems allow 255 in all."""
-
-
-def clean_parameters(model: "torch.nn.Module") -> list[tuple[str, "torch.nn.Parameter"]]:
-    """Every parameter under the model's own dotted name, tied ones once for each of their names."""
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-    found: list[tuple[str, torch.nn.Parameter]] = []
-    inside: set[int] = set()
-
-    def walk(module: "torch.nn.Module", prefix: str) -> None:
-        if id(module) in inside:  # a module that holds itself
-            return
-        inside.add(id(module))
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.append((prefix + name, parameter))
-        wraps = isinstance(module, (DataParallel, DistributedDataParallel))
-        for name, child in module._modules.items():
-            if child is not None:
-                hidden = name in WRAPPERS or (wraps and name == "module")
-                walk(child, prefix if hidden else f"{prefix}{name}.")
-        inside.remove(id(module))
-
-    walk(model, "")
-    return found
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:

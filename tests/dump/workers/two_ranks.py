@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from gradsight import GradientDumper
 from gradsight.dump import files, ranks
-from gradsight.dump.names import clean_parameters
 from gradsight.errors import GradsightWarning
+from gradsight.names import named_parameters
 
 SAID: list[str] = []
 
@@ -30,7 +30,7 @@ def backward(model: nn.Module, width: int) -> None:
 
 def save(model: nn.Module, run: Path) -> None:
     """What every rank agrees the gradients are, from torch's own gathering."""
-    truth = {name: whole(parameter.grad) for name, parameter in clean_parameters(model) if parameter.grad is not None}
+    truth = {named.name: whole(named.tensor.grad) for named in named_parameters(model) if named.tensor.grad is not None}
     if dist.get_rank() == 0:
         torch.save(truth, run / "truth.pt")
 
