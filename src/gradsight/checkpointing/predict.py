@@ -44,7 +44,7 @@ def predict_peak_memory(
             if isinstance(error.__cause__, NEEDS_DATA):
                 raise refuse_data_dependence(error.__cause__) from error
             raise
-    notes = UNKNOWN if device == "cuda" else scratch_notes(counter, None)
+    notes = (*(UNKNOWN if device == "cuda" else ()), *scratch_notes(counter, None))
     return memory_use(counter, device=device, predicted=True, notes=notes)
 
 
