@@ -108,11 +108,6 @@ class CheckpointingHandle:
         return f"CheckpointingHandle({len(self.modes)} blocks)"
 
 
-def is_checkpointed(model: nn.Module) -> bool:
-    """Whether apply_checkpointing stands on the model now."""
-    return any(isinstance(m.__dict__.get("forward"), CheckpointedForward) for m in model.modules())
-
-
 def _refuse_second_checkpointing(model: nn.Module) -> None:
     """Two layers of checkpointing recompute twice, or break: refuse, and say how to take the first off."""
     for name, module in model.named_modules():

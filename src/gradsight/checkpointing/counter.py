@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsight.checkpointing.flops import flops_of
+from gradsight.checkpointing.workspace import workspace_of
 
 
 @dataclass(slots=True)
@@ -107,6 +108,8 @@ class StorageCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.operators.add(func.__name__)
         self.flops += flops_of(func, args, kwargs, out)
+        if workspace := workspace_of(func, args, out):
+            self._enter_log(workspace[0].untyped_storage(), before=False, size=workspace[1])
         for made in tree_leaves(out):
             if isinstance(made, torch.Tensor):
                 self._see(made, before=False)
@@ -135,10 +138,10 @@ class StorageCounter(TorchDispatchMode):
             if tensor.requires_grad and tensor.is_leaf:
                 self._handles.append(tensor.register_post_accumulate_grad_hook(lambda p: self._mark(p.grad, "gradients")))
 
-    def _enter_log(self, storage: torch.UntypedStorage, *, before: bool) -> None:
+    def _enter_log(self, storage: torch.UntypedStorage, *, before: bool, size: int | None = None) -> None:
         """Open an entry; what an operator was given without our having seen it made was there before."""
         phase = self._phase()
-        size = -(-storage.nbytes() // self._granule) * self._granule
+        size = -(-(storage.nbytes() if size is None else size) // self._granule) * self._granule
         entry = Allocation(size, -1 if before else self.clock, phase, storage.device.type)
         self.log.append(entry)
         key = storage._cdata

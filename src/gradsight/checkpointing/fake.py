@@ -66,8 +66,21 @@ def _initialisers_do_nothing() -> Iterator[None]:
         yield
 
 
-def refuse_data_dependence(error: Exception) -> GradsightError:
-    """The clear error for a model whose shapes or branches depend on values."""
+@contextmanager
+def data_dependence_refused() -> Iterator[None]:
+    """A model or a build function whose shapes or branches depend on values ends in a clear error."""
+    try:
+        yield
+    except NEEDS_DATA as error:
+        raise _refusal(error) from error
+    except GradsightError as error:
+        if isinstance(error.__cause__, NEEDS_DATA):
+            raise _refusal(error.__cause__) from error
+        raise
+
+
+def _refusal(error: Exception) -> GradsightError:
+    """What to do about it, and the line where it happened."""
     where = _line_of_the_user(error)
     return GradsightError(
         f"this model needs real data: {error.__class__.__name__} at {error}{where}. A prediction knows shapes, "

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 from gradsight.checkpointing.choose import Choice, Problem, cheapest, cost_of, lowest, peak_of
 from gradsight.checkpointing.cuda import GRANULE, cuda_operators
-from gradsight.checkpointing.fake import NEEDS_DATA, fake_tensors, refuse_data_dependence
+from gradsight.checkpointing.fake import data_dependence_refused, fake_tensors
 from gradsight.checkpointing.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.checkpointing.predict import DEVICES
 from gradsight.checkpointing.profile import Bench, Trial, problem_of
@@ -54,12 +54,10 @@ def plan_checkpointing(
         stack.enter_context(fake_tensors())
         if device == "cuda":
             stack.enter_context(cuda_operators())
-        try:
-            granule = GRANULE if device == "cuda" else 1
-            search = Search(Bench(call_build(build), optimizer, device, granule, blocks), limit, device)
-            return search.plan()
-        except NEEDS_DATA as error:
-            raise refuse_data_dependence(error) from error
+        stack.enter_context(data_dependence_refused())
+        granule = GRANULE if device == "cuda" else 1
+        bench = Bench(call_build(build), optimizer, device, granule, blocks)
+        return Search(bench, limit, device).plan()
 
 
 class Search:

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from gradsight.checkpointing.apply import apply_checkpointing
 from gradsight.checkpointing.counter import StorageCounter
 from gradsight.checkpointing.cuda import GRANULE, UNKNOWN, cuda_operators
-from gradsight.checkpointing.fake import NEEDS_DATA, fake_tensors, refuse_data_dependence
+from gradsight.checkpointing.fake import data_dependence_refused, fake_tensors
 from gradsight.checkpointing.peak import memory_use, scratch_notes
 from gradsight.checkpointing.workload import Build, backward, call_build, make_optimizer, warm_up
-from gradsight.errors import GradsightError, UsageError
+from gradsight.errors import UsageError
 from gradsight.records import CheckpointingPlan, MemoryUse
 
 DEVICES = ("cpu", "cuda")
@@ -26,8 +26,7 @@ def predict_peak_memory(
     """The peak of a training step, as every step but the first has it: with the optimizer's state in place.
 
     `optimizer=None` is forward and backward only. `device="cuda"` predicts what CUDA's operators keep, and its notes
-    say what cannot be known; no GPU is
-    needed, also where build() puts the model on CUDA.
+    say what cannot be known; no GPU is needed, also where build() puts the model on CUDA.
     """
     if device not in DEVICES:
         raise UsageError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
@@ -36,15 +35,9 @@ def predict_peak_memory(
         stack.enter_context(fake_tensors())
         if device == "cuda":
             stack.enter_context(cuda_operators())
-        try:
-            _step(build, policy, optimizer, device, blocks, counter)
-        except NEEDS_DATA as error:
-            raise refuse_data_dependence(error) from error
-        except GradsightError as error:
-            if isinstance(error.__cause__, NEEDS_DATA):
-                raise refuse_data_dependence(error.__cause__) from error
-            raise
-    notes = UNKNOWN if device == "cuda" else scratch_notes(counter, None)
+        stack.enter_context(data_dependence_refused())
+        _step(build, policy, optimizer, device, blocks, counter)
+    notes = (*(UNKNOWN if device == "cuda" else ()), *scratch_notes(counter, None))
     return memory_use(counter, device=device, predicted=True, notes=notes)
 
 
