@@ -11,7 +11,7 @@ import gradsight
 
 PACKAGE = Path(gradsight.__file__).parent
 
-FRONT_DOOR = ["GradsightError", "MetricsTracker", "Schedule", "log_gradient_distribution", "open_run", "watch"]
+FRONT_DOOR = ["GhostEngine", "GradsightError", "MetricsTracker", "Schedule", "log_gradient_distribution", "open_run", "watch"]
 
 GROUND = {"errors", "records"}
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}

@@ -1,0 +1,108 @@
+"""Proof that the scores of a run are right: the self-check, and what every first block must add up to."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.errors import GradsightError
+from gradsight.ghost.gradients import dot
+from gradsight.ghost.layout import LayoutMemory
+from gradsight.ghost.names import Parameters
+from gradsight.ghost.observation import Observation
+from gradsight.ghost.oracle import tolerance
+from gradsight.ghost.passes import ModelCall
+from gradsight.ghost.ranks import Ranks
+from gradsight.ghost.selfcheck import SelfCheck
+from gradsight.ghost.targets import Direction
+from gradsight.ghost.tracer import Tracer, paused
+
+
+class Proof:
+    """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
+
+    def __init__(self, root: nn.Module, ranks: Ranks, memory: LayoutMemory, enabled: bool, exact_grad: bool) -> None:
+        self._root, self._ranks, self._memory = root, ranks, memory
+        self._enabled, self._exact_grad = enabled, exact_grad
+        self._checked: set[bool] = set()
+        self._blocks = 0
+        self._base: list[Tensor] | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether the block at hand is the first that is proven."""
+        return self._enabled and self._blocks == 0
+
+    def start_block(self, parameters: Parameters, directions: Sequence[Direction]) -> None:
+        """Remember <D, .grad> before the first block."""
+        self._base = self._explained(parameters, directions) if self.first else None
+
+    def before_call(self, call: ModelCall, parameters: Parameters, tracer: Tracer) -> None:
+        """Ask the twin about the first batch, and about the first of more than one sample, before the pass itself."""
+        kind = call.batch > 1
+        if not self._enabled or kind in self._checked:
+            return
+        with paused(tracer):
+            SelfCheck(self._root, parameters, self._ranks, self._memory, self._exact_grad).run([call])
+        self._memory.prove()
+        self._checked |= {kind, False}
+
+    def end_block(
+        self, observation: Observation, table: Tensor, parameters: Parameters, directions: Sequence[Direction]
+    ) -> None:
+        """The first block's scores must add up to what backward added to .grad; uses that are new must be proven."""
+        if self._base is not None:
+            after = self._explained(parameters, directions) or []
+            scale = observation.scales[-1].to(table) if observation.scales else 1.0
+            for old, new, scores in zip(self._base, after, table * scale, strict=True):
+                refuse_unexplained(float(new - old), scores, parameters)
+        self._blocks += 1
+        if self._enabled and self._memory.unproven and observation.calls:
+            self._prove_new_uses(observation, parameters)
+
+    def _prove_new_uses(self, observation: Observation, parameters: Parameters) -> None:
+        """A use that was not met in the self-check: the first block adds up, so it is trusted; later ones are checked again."""
+        if self._blocks > 1:
+            new = sorted({name for key in self._memory.unproven for name in observation.tracer.keys.get(key, ())})
+            if self._ranks.sharded:
+                raise GradsightError(
+                    f"{', '.join(new[:3])} is used in a new way after the self-check; its scores are not proven"
+                )
+            assumed = self._memory.snapshot()
+            SelfCheck(self._root, parameters, self._ranks, self._memory, self._exact_grad).run(observation.calls[:1])
+            if self._memory.snapshot() != assumed:
+                self._memory.prove()
+                raise GradsightError(
+                    f"the layout of the samples at {', '.join(new[:3])} was mistaken in this block: its scores are discarded. "
+                    "It is known now, the next blocks will be right."
+                )
+        self._memory.prove()
+
+    def _explained(self, parameters: Parameters, directions: Sequence[Direction]) -> list[Tensor] | None:
+        """<D, .grad> by target as it stands; None where .grad is not simply what backward adds up."""
+        named = parameters.trainable
+        if self._ranks.size > 1 or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values()):
+            return None
+        zero = torch.zeros((), device=parameters.device)
+        found = [[dot(d[n], p.grad) for n, p in named.items() if n in d and p.grad is not None] for d in directions]
+        return [torch.stack([v.to(zero.device) for v in values]).sum() if values else zero for values in found]
+
+
+def refuse_unexplained(change: float, scores: Tensor, parameters: Parameters) -> None:
+    """An error if scores do not add up to the change of <D, .grad>: then some of the gradient belongs to no sample."""
+    limit = 10 * rounding(parameters)
+    if not abs(change - float(scores.sum())) <= limit * max(float(scores.abs().sum()), abs(change)) + 1e-30:
+        raise GradsightError(
+            f"the scores add up to {float(scores.sum()):.6g}, but <direction, gradient> changed by {change:.6g} in this "
+            "block: a part of "
+            "the gradient belongs to no sample (a regulariser in the loss, a parameter used where torch functions are "
+            "not seen). "
+            "Leave that part out of the observed loss; weight decay belongs in the optimizer."
+        )
+
+
+def rounding(parameters: Parameters) -> float:
+    """The relative difference that rounding may cause in this model, automatic mixed precision included."""
+    if torch.is_autocast_enabled(parameters.device.type):
+        return tolerance(torch.bfloat16)
+    return max(tolerance(p.dtype) for p in parameters.trainable.values())
