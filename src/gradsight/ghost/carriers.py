@@ -15,6 +15,18 @@ Tangents = tuple[tuple[int, Tensor], ...]
 """Pairs of a slot (a row of the table of scores) and the directional derivative that counts for it."""
 
 
+def keep(look_up: Callable[[str], Tangents]) -> Callable[[str], Tangents]:
+    """The function, asked once per name; an empty answer means that the direction is not known yet, and is not kept."""
+    kept: dict[str, Tangents] = {}
+
+    def once(name: str) -> Tangents:
+        if not kept.get(name):
+            kept[name] = look_up(name)
+        return kept[name]
+
+    return once
+
+
 class Carrier(Protocol):
     """The directional derivatives of one tensor."""
 
@@ -53,8 +65,8 @@ class Operation:
         return Output(self, index)
 
     def slots(self) -> dict[int, list[Tensor | None]]:
-        """The derivatives of every output by slot; computed once."""
-        if self._result is None:
+        """The derivatives of every output by slot; computed once the directions are known."""
+        if not self._result:
             self._result = push_forward(self._call, self._flat, self._carried)
         return self._result
 

@@ -63,13 +63,19 @@ class Concatenation:
                 f"{', '.join(sorted(loss.__name__ for loss in LOSSES))}), so the "
                 f"validation rows cannot be told from the training rows in the loss. {ADVICE}"
             )
-        for name, value in self.losses.items():
-            found, _ = gradients([value], None, self._parameters.trainable, sharded=False, keep_graph=True)
-            self._targets.set(name, found, value.detach())
+        named = self._parameters.trainable
+        found = {n: gradients([v], None, named, sharded=False, keep_graph=True)[0] for n, v in self.losses.items()}
+        for name, direction in found.items():
+            self._targets.set(name, direction, self.losses[name].detach())
         self.losses = {}
 
     def check_clean(self, table: Tensor) -> None:
-        """An error if validation rows took part in the gradient that the training loop asked for."""
+        """An error if the directions were not found, or if validation rows took part in the training gradient."""
+        if not self._targets.directions:
+            raise GradsightError(
+                "the backward pass was not seen, so the validation rows' gradient was not taken: with mode='concat' call "
+                "loss.backward() between prepare_forward_input() and prepare_gradients()"
+            )
         if bool((table[:, self.rows :] != 0).any()):
             raise GradsightError(
                 "validation rows took part in the training gradient: a part of the loss does not go through a loss "

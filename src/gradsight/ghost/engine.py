@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.bookkeeping import Books
-from gradsight.ghost.carriers import Tangents
+from gradsight.ghost.carriers import Tangents, keep
 from gradsight.ghost.concat import Concatenation, refuse_concat
 from gradsight.ghost.honesty import Diary, Honesty
 from gradsight.ghost.layout import LayoutMemory
@@ -26,7 +26,6 @@ from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.ranks import Ranks
 from gradsight.ghost.rules.registry import DECLINED
 from gradsight.ghost.scores import Scores, VerifyReport
-from gradsight.ghost.selfcheck import keep
 from gradsight.ghost.targets import LossFn, Staleness, Targets, check_targets
 from gradsight.ghost.tracer import Plan, Tracer
 from gradsight.ghost.verify import compare
@@ -196,6 +195,8 @@ class GhostEngine:
         self._concatenation = concatenation
         if concatenation is None:
             self._refresh()
+        else:
+            self._targets.directions.clear()
         look_up = keep(self._look_up)
         plan = Plan(
             look_up,
@@ -215,14 +216,22 @@ class GhostEngine:
         """Stop a block that failed; nothing is scored."""
         if self._open is not None:
             self._open.stop()
+            self._open.release()
             self._open = None
 
     def end(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
         """Finish a block: its scores, as shares of the gradient of the global batch."""
-        observation = self._open
-        self.abandon()
-        assert observation is not None
-        table = observation.scores()
+        observation, self._open = self._open, None
+        if observation is None:
+            raise UsageError("no observed block is open")
+        observation.stop()
+        try:
+            self._finish(observation, ids, domains)
+        finally:
+            observation.release()
+
+    def _finish(self, observation: Observation, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
+        table = observation.scores().clone()
         if self._concatenation is not None:
             self._concatenation.check_clean(table)
             table = table[:, : self._concatenation.rows]
@@ -289,19 +298,14 @@ class GhostEngine:
         if kind == self._direction:
             self.staleness += [Staleness(self._step, name, float(value)) for name, value in turned.items()]
         self._direction, self._refreshed_at = kind, self._step
-        self._books.diary.losses.append((self._step, [self._targets.losses[name] for name in self._targets.names]))
+        self._books.diary.add_losses(self._step, [self._targets.losses[name] for name in self._targets.names])
 
     def _look_up(self, name: str) -> Tangents:
-        """A parameter's part of every direction, with the slot that it counts for."""
+        """A parameter's part of every direction that is known, with the slot that it counts for."""
         found = []
         order = list(self._parameters.trainable) if self._per_parameter else [name]
         for k, target in enumerate(self._targets.names):
-            if target not in self._targets.directions:
-                raise GradsightError(
-                    "a backward pass began before the directions were known: with mode='concat' call loss.backward(), not "
-                    "torch.autograd.backward(loss)"
-                )
-            part = self._targets.directions[target].get(name)
+            part = self._targets.directions.get(target, {}).get(name)
             if part is not None:
                 found.append((k * len(order) + order.index(name), self._ranks.gather_shards(part)))
         return tuple(found)

@@ -1,13 +1,17 @@
 """How well the scores foretell what training does to the targets."""
 
-import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from gradsight.ghost.ranks import Ranks
+
+UNSETTLED = 128
+"""How many steps may wait on the device before they are read, all at once."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,18 @@ class Honesty:
 
 @dataclass
 class StepSum:
-    """What one optimizer step is predicted to do, to first order."""
+    """The sums of a step's scores by target, and what the optimizer did with its gradient."""
 
     step: int
-    sums: Tensor
+    sums: Tensor | list[float]
     lr: float | None
-    clip_coef: Tensor | None = None
+    clip_coef: Tensor | float | None = None
+
+    @property
+    def factor(self) -> float:
+        """lr * clip_coef; what is not known counts as 1."""
+        coef = 1.0 if self.clip_coef is None else float(self.clip_coef)
+        return (1.0 if self.lr is None else self.lr) * (coef if coef == coef else 1.0)
 
 
 class Diary:
@@ -44,34 +54,43 @@ class Diary:
     def __init__(self, targets: tuple[str, ...], length: int = 4096) -> None:
         self.targets = targets
         self.steps: deque[StepSum] = deque(maxlen=length)
-        self.losses: deque[tuple[int, list[Tensor]]] = deque(maxlen=length)
+        self._losses: deque[tuple[int, Sequence[Tensor] | list[float]]] = deque(maxlen=length)
+        self._waiting = 0
 
     def add_scores(self, step: int, sums: Tensor, lr: float | None) -> None:
         """Add a block's scores to its step."""
         if self.steps and self.steps[-1].step == step:
-            self.steps[-1].sums = self.steps[-1].sums + sums
+            before = self.steps[-1].sums
+            self.steps[-1].sums = sums + (before if isinstance(before, Tensor) else sums.new_tensor(before))
             self.steps[-1].lr = lr
-        else:
-            self.steps.append(StepSum(step, sums, lr))
+            return
+        self._waiting += 1
+        if self._waiting > UNSETTLED:
+            self._settle()
+        self.steps.append(StepSum(step, sums, lr))
+
+    def add_losses(self, step: int, losses: Sequence[Tensor]) -> None:
+        """Every target's loss at the start of a step."""
+        self._losses.append((step, losses))
 
     def honesty(self, ranks: Ranks) -> dict[str, Honesty]:
-        """Pairs for every target; steps without a known learning rate count with 1."""
-        if not self.steps:
-            return {name: Honesty(name, ()) for name in self.targets}
-        sums = ranks.sum(torch.stack([s.sums for s in self.steps])).cpu()
-        factors = [(1.0 if s.lr is None else s.lr) * _known(s.clip_coef) for s in self.steps]
-        changes = -sums.double() * torch.tensor(factors, dtype=torch.float64).unsqueeze(1)
+        """Pairs for every target; to be called on all processes alike."""
+        self._settle()
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}
-        measured = list(self.losses)
-        for (start, old), (end, new) in itertools.pairwise(measured):
-            between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
-            if not between:
-                continue
-            for k, name in enumerate(self.targets):
-                found[name].append((float(changes[between, k].sum()), float(new[k] - old[k])))
+        if self.steps:
+            sums = ranks.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
+            changes = -sums * torch.tensor([s.factor for s in self.steps], dtype=torch.float64).unsqueeze(1)
+            for (start, old), (end, new) in pairwise(self._losses):
+                between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
+                for k, name in enumerate(self.targets if between else ()):
+                    found[name].append((float(changes[between, k].sum()), float(new[k]) - float(old[k])))
         return {name: Honesty(name, tuple(pairs)) for name, pairs in found.items()}
 
-
-def _known(coef: Tensor | None) -> float:
-    value = 1.0 if coef is None else float(coef)
-    return value if value == value else 1.0
+    def _settle(self) -> None:
+        """Read what waits on the device."""
+        self._waiting = 0
+        for entry in self.steps:
+            if isinstance(entry.sums, Tensor):
+                entry.sums = entry.sums.tolist()
+                entry.clip_coef = None if entry.clip_coef is None else float(entry.clip_coef)
+        self._losses = deque(((step, [float(x) for x in losses]) for step, losses in self._losses), self._losses.maxlen)

@@ -36,6 +36,7 @@ class Observation:
         self._root, self._parameters, self._slots = root, parameters, slots
         self._size, self._batch_dim, self._before_call = size, batch_dim, before_call
         self._stack = ExitStack()
+        self._hook: Any = None
         self._busy = False
 
     def start(self) -> None:
@@ -62,6 +63,14 @@ class Observation:
         """Leave everything as it was found."""
         self._stack.close()
 
+    def release(self) -> None:
+        """Let go of every tensor of the pass."""
+        self.calls.clear()
+        self.outputs.clear()
+        if self._hook is not None:
+            self._hook.remove()
+        self.tracer.release()
+
     def scores(self) -> Tensor:
         """The table [slots, B] of this pass: loss scale divided out, not yet the share of the global batch."""
         if not self.tracer.bound:
@@ -84,7 +93,7 @@ class Observation:
         probe = torch.zeros(
             self._slots, batch, device=self._parameters.device, dtype=self._parameters.score_dtype, requires_grad=True
         )
-        probe.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
+        self._hook = probe.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
         self.tracer.probe = probe
 
     def _count(self, probe: Tensor) -> None:
@@ -108,7 +117,7 @@ class Observation:
                     "Use one observe() block per backward pass, or pass sample_ids."
                 )
             self.calls.append(call)
-            self.tracer.mark_constant(x for i, x in enumerate(call.flat) if isinstance(x, Tensor) and i not in call.layouts)
+            self.tracer.mark_call(call)
         finally:
             self._busy = False
 

@@ -37,7 +37,8 @@ def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:
             "Pass that optimizer, or precondition=None."
         )
     step, beta2 = state["step"], group["betas"][1]
-    corrected = 1 - beta2 ** (step if isinstance(step, Tensor) else float(step))
-    root = (second / (corrected.to(second.device) if isinstance(corrected, Tensor) else corrected)).sqrt()
+    if isinstance(step, Tensor):
+        step = step.to(second.device, torch.float64) if second.device.type != "cpu" else float(step)
+    root = (second / (1 - beta2**step)).sqrt()
     scale: Tensor = (root + group["eps"]).reciprocal()
     return scale

@@ -1,6 +1,7 @@
 """Proof that the scores of a run are right: the self-check, and what every first block must add up to."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,9 @@ class Proof:
         return self._enabled and self._blocks == 0
 
     def start_block(self, parameters: Parameters, directions: Sequence[Direction]) -> None:
-        """Remember <D, .grad> before the first block."""
-        self._base = self._explained(parameters, directions) if self.first else None
+        """Remember <D, .grad> before the first block; where D is not known yet, .grad must be empty."""
+        fresh = all(p.grad is None for p in parameters.trainable.values())
+        self._base = self._explained(parameters, directions) if self.first and (directions or fresh) else None
 
     def before_call(self, call: ModelCall, parameters: Parameters, tracer: Tracer) -> None:
         """Ask the twin about the first batch, and about the first of more than one sample, before the pass itself."""
@@ -54,7 +56,7 @@ class Proof:
         if self._base is not None:
             after = self._explained(parameters, directions) or []
             scale = observation.scales[-1].to(table) if observation.scales else 1.0
-            for old, new, scores in zip(self._base, after, table * scale, strict=True):
+            for old, new, scores in zip_longest(self._base, after, table * scale, fillvalue=0.0):
                 refuse_unexplained(float(new - old), scores, parameters)
         self._blocks += 1
         if self._enabled and self._memory.unproven and observation.calls:

@@ -1,6 +1,6 @@
 """The engine against its twin, on the user's own model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.errors import GradsightError
+from gradsight.ghost.carriers import keep
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.layout import Key, LayoutMemory
 from gradsight.ghost.names import Parameters
@@ -185,10 +186,11 @@ class SelfCheck:
         tracer = Tracer(plan, self._parameters.name, probe)
         tracer.mark_constant(self._root.buffers())
         for call in calls:
-            tracer.mark_constant(x for i, x in enumerate(call.flat) if isinstance(x, Tensor) and i not in call.layouts)
+            tracer.mark_call(call)
         with tracing(tracer, self._root):
             outputs = self._forward(calls)
             found, scores = gradients(outputs, cotangents, self._parameters.trainable, self._ranks.sharded, probe)
+        tracer.release()
         table = torch.zeros_like(probe) if scores is None else scores
         summed = table.detach().sum(1)
         if self._ranks.sharded:
@@ -214,18 +216,6 @@ def spread(batch: int) -> list[int]:
     [0, 1, 2]
     """
     return list(range(batch)) if batch <= MOST_ROWS else [i * batch // MOST_ROWS for i in range(MOST_ROWS)]
-
-
-def keep(function: Callable[[str], tuple[tuple[int, Tensor], ...]]) -> Callable[[str], tuple[tuple[int, Tensor], ...]]:
-    """The function, asked once per name."""
-    kept: dict[str, tuple[tuple[int, Tensor], ...]] = {}
-
-    def look_up(name: str) -> tuple[tuple[int, Tensor], ...]:
-        if name not in kept:
-            kept[name] = function(name)
-        return kept[name]
-
-    return look_up
 
 
 def refusal(comparison: Comparison, wrong: set[str]) -> str:

@@ -1,12 +1,15 @@
 """The directional derivative of any operation."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -106,6 +109,8 @@ def tangents_of(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor])
     if call.name in STRUCTURAL and set(tangents) == {0}:
         with torch.no_grad():
             return [y if isinstance(y, Tensor) else None for y in call.run([tangents[0], *flat[1:]])]
+    if call.func is F.embedding and set(tangents) == {1}:
+        return [_embedding(call, flat, tangents[1])]
     try:
         return _forward_mode(call, flat, tangents)
     except (NotImplementedError, RuntimeError) as error:
@@ -118,7 +123,27 @@ def tangents_of(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor])
             ) from error
 
 
+def _embedding(call: Call, flat: Sequence[Any], direction: Tensor) -> Tensor:
+    """D[index], zero at padding_idx: the row there gets no gradient, though it has a value."""
+    args, kwargs = tree_unflatten(list(flat), call.spec)
+    index, padding = args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")
+    with torch.no_grad():
+        along = F.embedding(index, direction)
+        if padding is not None:
+            along.masked_fill_((index == padding % direction.shape[0]).unsqueeze(-1), 0.0)
+    return along
+
+
+@cache
+def _load_forward_mode() -> None:
+    """torch compiles some formulas when forward mode is first used, and warns about its own way of doing so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forward_ad._maybe_load_decompositions()
+
+
 def _forward_mode(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:
+    _load_forward_mode()
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
     with torch.no_grad(), differentiable_kernels(), forward_ad.dual_level():
         for i, tangent in tangents.items():

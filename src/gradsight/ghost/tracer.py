@@ -22,10 +22,12 @@ from gradsight.errors import GradsightError
 from gradsight.ghost.carriers import Carrier, Fixed, Operation, Source, Tangents, origins_of, push_forward
 from gradsight.ghost.fallback import Score, attach, attach_derivative
 from gradsight.ghost.layout import Key, Layout, LayoutMemory
+from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.rules import DECLINED, RULES, descend
 from gradsight.ghost.tangent import Call, autocast_dtype, generator_state, name_of
 
 LookUp = Callable[[str], Tangents]
+BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 @dataclass
@@ -92,10 +94,26 @@ class Tracer(TorchFunctionMode):
         """Whether this thread's operations are being seen: not so in backward passes, where checkpointed code runs again."""
         return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
+    def release(self) -> None:
+        """Let go of every tensor: the graph of a pass holds its tracer, and must not be held by it."""
+        self._probe = None
+        self._carried.clear()
+        self._constant.clear()
+        self._sources.clear()
+
     def mark_constant(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that hold no samples."""
         for tensor in tensors:
             self._constant[id(tensor)] = weakref.ref(tensor)
+
+    def mark_call(self, call: ModelCall) -> None:
+        """The arguments of a call of the model: those with samples in them are batch data, wherever they were made."""
+        for position, x in enumerate(call.flat):
+            if isinstance(x, Tensor):
+                if position in call.layouts:
+                    self._constant.pop(id(x), None)
+                else:
+                    self.mark_constant([x])
 
     def carrier(self, x: Any) -> Carrier | None:
         """What a tensor carries: its own direction if it is a trainable parameter, a derived one, or nothing."""
@@ -121,8 +139,10 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if func is Tensor.backward and self.plan.on_backward is not None:
-            self.plan.on_backward(args[0])
+        if func in BACKWARD:
+            if func is not torch.autograd.grad and self.plan.on_backward is not None:
+                self.plan.on_backward(args[0] if isinstance(args[0], Tensor) else args[0][0])
+            return func(*args, **kwargs)
         if self.plan.on_call is not None:
             replaced = self.plan.on_call(func, args, kwargs)
             if replaced is not DECLINED:

@@ -156,6 +156,7 @@ def compare(
         finally:
             watched.stop()
         twin = LossTwin(root, parameters, targets.directions, lambda: loss_fn(model, batch)).scores(watched.calls)
+        watched.release()
     found = torch.zeros_like(probe) if table is None else table.detach()
     sums = found.view(len(targets.names), -1, found.shape[1]).sum(1).double().cpu()
     engine = dict(zip(targets.names, sums, strict=True))
