@@ -90,7 +90,7 @@ def test_concat_refuses_a_loss_that_it_cannot_split() -> None:
     engine.attach_train_batch(*batch, 0, 0)
     x, y = engine.prepare_forward_input(*batch)
     by_hand = -model(x).log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean()
-    with pytest.raises(GradsightError, match="found no loss function of torch in the pass .* Use mode='two_pass'"):
+    with pytest.raises(GradsightError, match=r"found no loss function of torch in the pass .* Use mode='two_pass'"):
         by_hand.backward()
     engine.abandon()
     engine = GhostEngine(model, loss_fn, val, mode="concat")
@@ -111,7 +111,7 @@ def test_protocol_out_of_order() -> None:
     engine.attach_train_batch(*batch, 0, 0)
     with pytest.raises(GradsightError, match=r"expected one sample id per row: 4 rows, got 2"):
         GhostEngine(model, loss_fn, pair(3, 2)).attach_train_batch(*batch, 0, [1, 2])
-    x, y = engine.prepare_forward_input(*batch)
+    engine.prepare_forward_input(*batch)
     with pytest.raises(GradsightError, match=r"aggregate_and_log\(\) was called out of order: prepare_gradients\(\) is due"):
         engine.aggregate_and_log()
     protocol_step(engine, batch)  # and training goes on

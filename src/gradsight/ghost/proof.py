@@ -56,8 +56,9 @@ class Proof:
         if self._base is not None:
             after = self._explained(parameters, directions) or []
             scale = observation.scales[-1].to(table) if observation.scales else 1.0
-            for old, new, scores in zip_longest(self._base, after, table * scale, fillvalue=0.0):
-                refuse_unexplained(float(new - old), scores, parameters)
+            changes = [float(new - old) for old, new in zip_longest(self._base, after, fillvalue=0.0)]
+            for change, scores in zip(changes, table * scale, strict=True):
+                refuse_unexplained(change, scores, parameters)
         self._blocks += 1
         if self._enabled and self._memory.unproven and observation.calls:
             self._prove_new_uses(observation, parameters)

@@ -139,7 +139,7 @@ def _load_forward_mode() -> None:
     """torch compiles some formulas when forward mode is first used, and warns about its own way of doing so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        forward_ad._maybe_load_decompositions()
+        forward_ad._maybe_load_decompositions()  # type: ignore[no-untyped-call]
 
 
 def _forward_mode(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:

@@ -8,13 +8,12 @@ they do.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -255,11 +254,10 @@ class Tracer(TorchFunctionMode):
 @contextmanager
 def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
     """Operations are seen in here, also when activation checkpointing runs modules again in a backward pass."""
-    modules = {id(module) for module in root.modules()}
     entered: list[nn.Module] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        if id(module) in modules and not tracer.active:
+        if not tracer.active:
             entered.append(module)
             tracer.__enter__()  # type: ignore[no-untyped-call]
 
@@ -268,13 +266,12 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
             entered.pop()
             tracer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
-    try:
-        with tracer:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for module in root.modules():
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        stack.enter_context(tracer)
+        yield
 
 
 @contextmanager

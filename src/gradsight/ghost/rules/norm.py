@@ -60,6 +60,17 @@ def group_norm(use: "Use") -> Any:
     return _scaled(use, x, layout, weight, bias, lambda t: F.group_norm(t, groups, None, None, eps), None)
 
 
+@rule(F.batch_norm)
+def fixed_batch_norm(use: "Use") -> Any:
+    """BatchNorm in evaluation mode: y = n(x) w + b with statistics that are not the batch's."""
+    x, mean, var = use.argument(0, "input"), use.argument(1, "running_mean"), use.argument(2, "running_var")
+    weight, bias, eps = use.argument(3, "weight"), use.argument(4, "bias"), use.argument(7, "eps", 1e-5)
+    layout = use.layout(x.shape[:1])
+    if use.argument(5, "training", False) or use.carrier(x) is not None or layout is None:
+        return DECLINED
+    return _scaled(use, x, layout, weight, bias, lambda t: F.batch_norm(t, mean, var, None, None, False, 0.0, eps), None)
+
+
 def _scaled(
     use: "Use",
     x: Tensor,
