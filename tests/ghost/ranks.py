@@ -48,7 +48,14 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     val = pair(4, 2)
     engine = GhostEngine(
-        model, loss_fn, local_rows(val, rank), optimizer=optimizer, exact_grad=exact_grad, run_dir=run_dir, precondition="adam"
+        model,
+        loss_fn,
+        local_rows(val, rank),
+        optimizer=optimizer,
+        exact_grad=exact_grad,
+        route=None if exact_grad else "materialise",
+        run_dir=run_dir,
+        precondition="adam",
     )
     for number in range(3):
         batch = pair(2 * ROWS, 10 + number)

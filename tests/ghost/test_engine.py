@@ -41,7 +41,9 @@ def test_several_targets_at_once() -> None:
 @pytest.mark.parametrize("exact_grad", [False, True])
 def test_by_parameter(exact_grad: bool) -> None:
     model, batch, val = small(), pair(4, 1), pair(3, 2)
-    engine = GhostEngine(model, loss_fn, val, per_parameter=True, exact_grad=exact_grad)
+    engine = GhostEngine(
+        model, loss_fn, val, per_parameter=True, exact_grad=exact_grad, route=None if exact_grad else "materialise"
+    )
     step(engine, batch)
     direction = direction_of(model, val)
     for name in direction:
@@ -141,7 +143,14 @@ def test_fifty_steps_of_adamw(exact_grad: bool) -> None:
     for model in (plain, observed):
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         if model is observed:
-            engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, exact_grad=exact_grad)
+            engine = GhostEngine(
+                model,
+                loss_fn,
+                pair(3, 2),
+                optimizer=optimizer,
+                exact_grad=exact_grad,
+                route=None if exact_grad else "materialise",
+            )
         torch.manual_seed(7)
         for number in range(50):
             batch = pair(4, number)

@@ -24,7 +24,7 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
     plain_loss.backward()
     plain = gradient(model)
     model.zero_grad()
-    engine = GhostEngine(model, loss_fn, val, exact_grad=exact_grad)
+    engine = GhostEngine(model, loss_fn, val, exact_grad=exact_grad, route=None if exact_grad else "materialise")
     if inside:
         with engine.observe():
             with torch.autocast("cpu", torch.bfloat16):
@@ -48,7 +48,7 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
 def test_bf16_weights(name: str) -> None:
     case = build(name, torch.bfloat16)
     case.model.eval()
-    engine, _ = observe(case)
+    engine, _ = observe(case, route="materialise")
     assert engine.scores.total.dtype == torch.float32
     reference = build(name)
     for p, q in zip(reference.model.parameters(), case.model.parameters(), strict=True):
@@ -86,7 +86,7 @@ def test_checkpointed_blocks_give_the_same_gradient_and_scores() -> None:
                 inner = block.forward
                 block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
         torch.manual_seed(3)
-        engine = GhostEngine(model, loss_fn, val)
+        engine = GhostEngine(model, loss_fn, val, route="materialise")
         with engine.observe():
             loss_fn(model, batch).backward()
         found.append((engine.scores.total, gradient(model)))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from launch import torchrun
 
 SCRIPT = Path(__file__).with_name("ranks.py")

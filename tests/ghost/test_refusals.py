@@ -114,9 +114,12 @@ def test_nan_in_the_direction() -> None:
 
 def test_a_loss_that_is_no_scalar() -> None:
     engine = GhostEngine(small(), lambda m, b: m(b[0]), pair(3, 2))
-    with pytest.raises(
-        GradsightError, match=r"must return a scalar mean loss, on target 'validation' it returned a tensor of shape"
-    ), engine.observe():
+    with (
+        pytest.raises(
+            GradsightError, match=r"must return a scalar mean loss, on target 'validation' it returned a tensor of shape"
+        ),
+        engine.observe(),
+    ):
         pass
 
 

@@ -40,13 +40,13 @@ def plain_scores(case: Case) -> Tensor:
     return torch.stack([sum((d * g).sum() for d, g in zip(direction, grads(row), strict=True)) for row in rows]) / len(rows)
 
 
-@pytest.mark.parametrize("exact_grad", [False, True])
+@pytest.mark.parametrize("options", [{"route": "materialise"}, {"exact_grad": True}], ids=["fast", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_equal_the_twins(name: str, dtype: torch.dtype, exact_grad: bool) -> None:
+def test_scores_equal_the_twins(name: str, dtype: torch.dtype, options: dict[str, object]) -> None:
     case = build(name, dtype)
     case.model.train()
-    engine, _ = observe(case, exact_grad=exact_grad)
+    engine, _ = observe(case, **options)
     report = engine.verify(case.batch)
     assert report.max_relative_error <= TOLERANCE[dtype], report
     assert report.passed
@@ -74,14 +74,15 @@ def test_gradient_is_plain_trainings(name: str, exact_grad: bool) -> None:
     plain = gradient(case.model)
     case.model.zero_grad()
     torch.manual_seed(5)
-    engine, _ = observe(case, exact_grad=exact_grad)
+    engine, _ = observe(case, exact_grad=exact_grad, route=None if exact_grad else "materialise")
     observed = gradient(case.model)
     assert observed.keys() == plain.keys()
+    noise = 1e-8 * max(float(grad.norm()) for grad in plain.values())  # key biases have no gradient but rounding
     for parameter, grad in plain.items():
         if exact_grad:
             assert torch.equal(observed[parameter], grad), parameter
         else:
-            assert (observed[parameter] - grad).norm() <= 1e-6 * grad.norm() + 1e-12, parameter
+            assert (observed[parameter] - grad).norm() <= 1e-6 * grad.norm() + noise, parameter
     direction = engine._targets.directions["validation"]
     whole = sum((direction[n].double() * observed[n].double()).sum() for n in observed if n in direction)
     assert abs(engine.scores.total.sum() - whole) <= 1e-4 * engine.scores.total.abs().sum()

@@ -14,6 +14,7 @@ from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.bookkeeping import Books
 from gradsight.ghost.carriers import Tangents, keep
 from gradsight.ghost.concat import Concatenation, refuse_concat
+from gradsight.ghost.gram import Factor
 from gradsight.ghost.honesty import Diary, Honesty
 from gradsight.ghost.layout import LayoutMemory
 from gradsight.ghost.ledger import Ledger
@@ -27,7 +28,7 @@ from gradsight.ghost.ranks import Ranks
 from gradsight.ghost.rules.registry import DECLINED
 from gradsight.ghost.scores import Scores, VerifyReport
 from gradsight.ghost.targets import LossFn, Staleness, Targets, check_targets
-from gradsight.ghost.tracer import Plan, Tracer
+from gradsight.ghost.tracer import Options, Plan, Tracer
 from gradsight.ghost.verify import compare
 
 ONLY_TARGET = "validation"
@@ -77,9 +78,9 @@ class GhostEngine:
         self._targets = Targets(model, self.root, loss_fn, self._batches, self._ranks)
         self._optimizer, self._precondition, self._refresh_every = optimizer, precondition, refresh_every
         self._per_parameter, self._batch_dim = per_parameter, batch_dim
-        self._exact_grad, self._route = exact_grad, route
+        self._options = Options(exact_grad, route)
         self._memory = LayoutMemory(batch_dim or 0)
-        self._proof = Proof(self.root, self._ranks, self._memory, self_check, exact_grad)
+        self._proof = Proof(self.root, self._ranks, self._memory, self_check, self._options)
         names = tuple(self._parameters.all) if per_parameter else None
         ledger = Ledger(self._targets.names, names, frozenset(self._parameters.trainable), precondition)
         directory = None if run_dir is None else Path(run_dir) / "grad_dotprods"
@@ -142,7 +143,7 @@ class GhostEngine:
             self._targets.refresh(self._parameters)
 
         def watch(before_call: Callable[[ModelCall], None]) -> Observation:
-            plan = Plan(keep(self._look_up), self._memory, exact_grad=self._exact_grad, route=self._route)
+            plan = Plan(keep(self._look_up), self._memory, self._options, factors=self._factors)
             return self._observation(plan, None, before_call)
 
         return compare(self.model, self.root, self.loss_fn, batch, self._targets, self._parameters, watch)
@@ -201,8 +202,8 @@ class GhostEngine:
         plan = Plan(
             look_up,
             self._memory,
-            exact_grad=self._exact_grad,
-            route=self._route,
+            self._options,
+            factors=self._factors,
             on_source=look_up if self._ranks.sharded else None,
             on_backward=self._before_backward,
             on_call=_refuse_only if concatenation is None else concatenation.on_call,
@@ -310,6 +311,10 @@ class GhostEngine:
                 found.append((k * len(order) + order.index(name), self._ranks.gather_shards(part)))
         return tuple(found)
 
+    def _factors(self, name: str) -> list[list[Factor]] | None:
+        """The factors of a parameter's part of each direction, in the order of slots."""
+        return None if self._per_parameter else self._targets.factors.look_up(self._targets.names, name)
+
     def _keep(self, table: Tensor, ids: list[int | str], domains: list[str | None]) -> None:
         """The block's scores from its table [targets, parameters or 1, B]."""
         names, totals = self._targets.names, table.sum(1)
@@ -363,5 +368,5 @@ def _check_options(
         )
     if precondition == "adam" and mode == "concat":
         raise UsageError("precondition='adam' needs mode='two_pass'")
-    if route not in {None, "materialise", "project"}:
-        raise UsageError(f"route must be None, 'materialise' or 'project', got {route!r}")
+    if route not in {None, "materialise", "project", "gram"}:
+        raise UsageError(f"route must be None, 'materialise', 'project' or 'gram', got {route!r}")

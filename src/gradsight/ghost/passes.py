@@ -29,6 +29,11 @@ def aside(root: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
+def is_compiled(root: nn.Module) -> bool:
+    """Whether the model or a part of it is compiled."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in root.modules())
+
+
 @contextmanager
 def eager() -> Iterator[None]:
     """Compiled code runs uncompiled in here, so that its operations can be seen."""

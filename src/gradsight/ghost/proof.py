@@ -16,15 +16,15 @@ from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.ranks import Ranks
 from gradsight.ghost.selfcheck import SelfCheck
 from gradsight.ghost.targets import Direction
-from gradsight.ghost.tracer import Tracer, paused
+from gradsight.ghost.tracer import Options, Tracer, paused
 
 
 class Proof:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
-    def __init__(self, root: nn.Module, ranks: Ranks, memory: LayoutMemory, enabled: bool, exact_grad: bool) -> None:
+    def __init__(self, root: nn.Module, ranks: Ranks, memory: LayoutMemory, enabled: bool, options: Options) -> None:
         self._root, self._ranks, self._memory = root, ranks, memory
-        self._enabled, self._exact_grad = enabled, exact_grad
+        self._enabled, self._options = enabled, options
         self._checked: set[bool] = set()
         self._blocks = 0
         self._base: list[Tensor] | None = None
@@ -45,7 +45,7 @@ class Proof:
         if not self._enabled or kind in self._checked:
             return
         with paused(tracer):
-            SelfCheck(self._root, parameters, self._ranks, self._memory, self._exact_grad).run([call])
+            SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run([call])
         self._memory.prove()
         self._checked |= {kind, False}
 
@@ -72,7 +72,7 @@ class Proof:
                     f"{', '.join(new[:3])} is used in a new way after the self-check; its scores are not proven"
                 )
             assumed = self._memory.snapshot()
-            SelfCheck(self._root, parameters, self._ranks, self._memory, self._exact_grad).run(observation.calls[:1])
+            SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run(observation.calls[:1])
             if self._memory.snapshot() != assumed:
                 self._memory.prove()
                 raise GradsightError(

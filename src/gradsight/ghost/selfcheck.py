@@ -16,7 +16,7 @@ from gradsight.ghost.oracle import TwinError, collecting, rowed, tolerance, twin
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
 from gradsight.ghost.ranks import Ranks, is_sharded, local
 from gradsight.ghost.targets import Direction
-from gradsight.ghost.tracer import Plan, Tracer, tracing
+from gradsight.ghost.tracer import Options, Plan, Tracer, tracing
 
 MOST_ROWS = 64
 """How many samples of a batch the twin looks at; of larger ones, evenly spread."""
@@ -76,9 +76,9 @@ def _like(parameter: Any, values: Tensor) -> Tensor:
 class SelfCheck:
     """Scores a batch with random output gradients along a random direction, with the engine and with the twin."""
 
-    def __init__(self, root: nn.Module, parameters: Parameters, ranks: Ranks, memory: LayoutMemory, exact_grad: bool) -> None:
+    def __init__(self, root: nn.Module, parameters: Parameters, ranks: Ranks, memory: LayoutMemory, options: Options) -> None:
         self._root, self._parameters, self._ranks = root, parameters, ranks
-        self._memory, self._exact_grad = memory, exact_grad
+        self._memory, self._options = memory, options
         self._direction = random_direction(parameters)
         self._slots = {name: slot for slot, name in enumerate(parameters.trainable)}
         self._whole: dict[str, Tensor] = {}
@@ -182,7 +182,7 @@ class SelfCheck:
         )
         look_up = keep(lambda name: ((self._slots[name], self._ranks.gather_shards(self._direction[name])),))
         on_source = look_up if self._ranks.sharded else None
-        plan = Plan(look_up, self._memory, exact_grad=self._exact_grad, on_source=on_source)
+        plan = Plan(look_up, self._memory, self._options, on_source=on_source)
         tracer = Tracer(plan, self._parameters.name, probe)
         tracer.mark_constant(self._root.buffers())
         for call in calls:

@@ -1,6 +1,7 @@
 """The validation targets and their gradients, the directions that samples are scored along."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch.utils._pytree import tree_flatten
 
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import dot, gradients
+from gradsight.ghost.gram import FactorBook, FactorRecorder
 from gradsight.ghost.names import Parameters
-from gradsight.ghost.passes import aside
+from gradsight.ghost.passes import aside, eager, is_compiled
 from gradsight.ghost.ranks import Ranks, local, without_reduction
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -59,13 +61,14 @@ class Targets:
         self.names = tuple(batches)
         self.directions: dict[str, Direction] = {}
         self.losses: dict[str, Tensor] = {}
+        self.factors = FactorBook()
         self._model, self._root, self._loss_fn, self._batches, self._ranks = model, root, loss_fn, batches, ranks
 
     def refresh(self, parameters: Parameters, scales: Direction | None = None, compare: bool = False) -> dict[str, Tensor]:
         """Compute every target's direction anew; with `compare` returns the cosine with the old one, where there was one."""
         turned: dict[str, Tensor] = {}
         for name, batch in self._batches.items():
-            new, self.losses[name] = self._gradient(name, batch, parameters)
+            new, self.losses[name] = self._gradient(name, batch, parameters, keep_factors=scales is None)
             for parameter, scale in (scales or {}).items():
                 if parameter in new:
                     new[parameter] = new[parameter] * scale
@@ -80,14 +83,20 @@ class Targets:
         """Take a direction that was found elsewhere."""
         self._refuse_nonfinite(name, direction)
         self.directions[name] = direction
+        self.factors.take(name, {}, direction)
         self.losses[name] = loss
 
-    def _gradient(self, name: str, batch: Any, parameters: Parameters) -> tuple[Direction, Tensor]:
+    def _gradient(self, name: str, batch: Any, parameters: Parameters, keep_factors: bool) -> tuple[Direction, Tensor]:
         """The gradient of the target's mean loss, averaged over all processes."""
-        with aside(self._root), without_reduction(self._model):
+        recorder = FactorRecorder(parameters.name) if keep_factors and self._can_record() else None
+        with aside(self._root), without_reduction(self._model), ExitStack() as stack:
+            if recorder is not None:
+                stack.enter_context(eager())
+                stack.enter_context(recorder)
             loss = self._loss_fn(self._model, batch)
             check_loss(loss, f"on target {name!r}")
             found, _ = gradients([loss], None, parameters.trainable, self._ranks.sharded)
+        self.factors.take(name, {} if recorder is None else recorder.found, found)
         if not self._ranks.sharded:
             found = (
                 {n: found.get(n, torch.zeros_like(p)) for n, p in parameters.trainable.items()}
@@ -98,6 +107,10 @@ class Targets:
         value = loss.detach().clone()
         self._ranks.mean([value])
         return found, value
+
+    def _can_record(self) -> bool:
+        """Whether the target's activations make up its direction, and its operations can be seen."""
+        return self._ranks.size == 1 and not is_compiled(self._model)
 
     def _refuse_nonfinite(self, name: str, direction: Direction) -> None:
         """An error naming the parameters whose part of a direction is not finite; one look at all of them."""

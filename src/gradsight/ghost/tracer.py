@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from gradsight.errors import GradsightError
 from gradsight.ghost.carriers import Carrier, Fixed, Operation, Source, Tangents, origins_of, push_forward
 from gradsight.ghost.fallback import Score, attach, attach_derivative
+from gradsight.ghost.gram import Factor
 from gradsight.ghost.layout import Key, Layout, LayoutMemory
 from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.rules import DECLINED, RULES, descend
@@ -29,6 +31,16 @@ LookUp = Callable[[str], Tangents]
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
+@dataclass(frozen=True)
+class Options:
+    """How operations are scored."""
+
+    exact_grad: bool = False
+    """Whether the gradient must be the plain operation's own, bit for bit."""
+    route: str | None = None
+    """A route to take everywhere, for comparisons; None: by the cost rule."""
+
+
 @dataclass
 class Plan:
     """What a pass is traced for."""
@@ -36,9 +48,9 @@ class Plan:
     look_up: LookUp
     """From a parameter's name to its part of every direction."""
     memory: LayoutMemory
-    exact_grad: bool = False
-    route: str | None = None
-    """A route to take everywhere, for comparisons; None: by the cost rule."""
+    options: Options
+    factors: Callable[[str], list[list[Factor]] | None] | None = None
+    """From a parameter's name to the factors of its part of each direction, where they are kept."""
     on_source: Callable[[str], object] | None = None
     """Called when a parameter is met for the first time in a pass."""
     on_backward: Callable[[Tensor], None] | None = None
@@ -307,12 +319,12 @@ class Use:
     @property
     def exact_grad(self) -> bool:
         """Whether the gradient must be the plain operation's own, bit for bit."""
-        return self.tracer.plan.exact_grad
+        return self.tracer.plan.options.exact_grad
 
     @property
     def route(self) -> str | None:
         """The route to take, where the cost rule is not to decide."""
-        return self.tracer.plan.route
+        return self.tracer.plan.options.route
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument given by position or by name."""
@@ -321,6 +333,13 @@ class Use:
     def carrier(self, x: Any) -> Carrier | None:
         """What a tensor carries, if anything."""
         return self.tracer.carrier(x)
+
+    def factors(self, weight: Tensor) -> list[list[Factor]] | None:
+        """The factors of a weight's part of each direction, for the Gram route; None where they are not kept."""
+        carrier, look_up = self.carrier(weight), self.tracer.plan.factors
+        if look_up is None or not isinstance(carrier, Source) or self.func is not F.linear:
+            return None
+        return look_up(carrier.origins[0])
 
     def layout(self, shape: torch.Size) -> Layout | None:
         """Where the samples are in the tensor that the rule splits."""

@@ -32,7 +32,8 @@ def convolution(use: "Use") -> Any:
         return DECLINED
     carriers = use.carrier(weight), use.carrier(bias)
     settings = _settings(use, weight.dim() - 2)
-    if use.exact_grad or use.route == "project" or settings is None or not weight.requires_grad or _is_short(x, use.batch):
+    short = use.route == "project" or (use.route is None and _is_short(x, use.batch))
+    if use.exact_grad or short or settings is None or not weight.requires_grad:
         return project(use, x, layout, carriers)
     mixed = autocast_dtype(x.device.type)
     split: Any = SplitConvolution.apply(x, weight, bias, use.probe, layout, carriers, settings, mixed)  # type: ignore[no-untyped-call]

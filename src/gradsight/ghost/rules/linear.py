@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier, Tangents
 from gradsight.ghost.fallback import row_dots, score_table
+from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.routes import choose
 from gradsight.ghost.rules.registry import DECLINED, rule
@@ -44,13 +45,42 @@ def split_product(use: "Use", x: Tensor, weight: Tensor, bias: Tensor | None, tr
     if layout is None:
         return DECLINED
     carriers = use.carrier(weight), use.carrier(bias)
-    entries = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    route = use.route or choose(entries // use.batch, max(1, use.probe.shape[0]))
-    if use.exact_grad or route == "project" or not weight.requires_grad:
+    route, factors = pick_route(use, x, weight)
+    if route == "gram" and factors is not None:
+        return gram(use, x, layout, factors, carriers[1])
+    if route == "project" or not weight.requires_grad:
         return project(use, x, layout, carriers, transposed)
     dtype = autocast_dtype(x.device.type)
     split: Any = SplitProduct.apply(x, weight, bias, use.probe, layout, carriers, transposed, dtype)  # type: ignore[no-untyped-call]
     return split
+
+
+def pick_route(use: "Use", x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
+    """The route of the cost rule, or the one that was asked for; materialise is out where the gradient must be exact."""
+    factors = use.factors(weight)
+    positions = None if factors is None else max(sum(a.shape[0] for a, _ in uses) for uses in factors)
+    length = x.numel() // max(1, x.shape[-1]) // use.batch
+    directions = max(1, use.probe.shape[0])
+    route = choose(length, weight.shape[0], weight.shape[1], directions, positions)
+    if use.route is not None and (use.route != "gram" or factors is not None):
+        route = use.route
+    return ("project" if use.exact_grad and route == "materialise" else route), factors
+
+
+def gram(use: "Use", x: Tensor, layout: Layout, factors: list[list[Factor]], bias_carrier: Carrier | None) -> Tensor:
+    """The plain operation; score_i = the sum over i's positions of (A A_v^T) * (B B_v^T), and the bias's part."""
+    batch = use.batch
+
+    def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        pairs = []
+        for slot, uses in enumerate(factors):
+            dots = gram_dots(saved[0], grad, uses)
+            pairs.append((slot, layout.rows(dots, batch).reshape(batch, -1).sum(1)))
+        if bias_carrier:
+            pairs += bias_dots(bias_sums(grad, layout, batch), bias_carrier.tangents())
+        return pairs
+
+    return use.attach(use.plain(), score, [x])
 
 
 def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | None, Carrier | None], transposed: bool) -> Tensor:
@@ -104,7 +134,9 @@ class SplitProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.rest = layout, carriers, transposed, probe.detach()
         with torch.autocast(x.device.type, enabled=False):
-            return torch.addmm(bias, x, weight) if transposed and bias is not None else F.linear(x, weight, bias)
+            if not transposed:
+                return F.linear(x, weight, bias)
+            return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
