@@ -158,11 +158,11 @@ class Tracer(TorchFunctionMode):
             replaced = self.plan.on_call(func, args, kwargs)
             if replaced is not DECLINED:
                 return replaced
+        if not torch.is_grad_enabled() or not any(self.carrier(x) for x in _tensors_of(args, kwargs)):
+            return self._plain(func, args, kwargs)
         flat, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [(i, x) for i, x in enumerate(flat) if isinstance(x, Tensor)]
         carried = {i: c for i, x in tensors if (c := self.carrier(x)) is not None}
-        if not carried or not torch.is_grad_enabled():
-            return self._plain(func, args, kwargs, tensors)
         inner = descend(func)
         if inner is not None:
             return self._inside(inner, args, kwargs)
@@ -181,15 +181,9 @@ class Tracer(TorchFunctionMode):
         finally:
             self._preferred = outside
 
-    def _plain(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[tuple[int, Tensor]],
-    ) -> Any:
+    def _plain(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and all(self._is_constant(x) for _, x in tensors):
+        if isinstance(out, Tensor) and all(self._is_constant(x) for x in _tensors_of(args, kwargs)):
             self._constant[id(out)] = weakref.ref(out)
         return out
 
@@ -352,6 +346,15 @@ class Use:
     def attach(self, y: Tensor, score: Score, saved: Sequence[Tensor] = ()) -> Tensor:
         """y, scored by a function of its gradient and the saved tensors."""
         return attach(y, self.probe, score, saved)
+
+
+def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a torch function, which are at most in lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (x for x in value if isinstance(x, Tensor))
 
 
 def changes_in_place(func: Callable[..., Any]) -> bool:
