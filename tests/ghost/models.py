@@ -291,8 +291,9 @@ def oddities() -> Case:
 class Experts(nn.Module):
     """Tokens are gathered across samples, sent to experts, and scattered back."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool) -> None:
         super().__init__()
+        self.in_place = in_place
         self.inputs = nn.Linear(5, 6)
         self.router = nn.Linear(6, 3)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
@@ -306,12 +307,19 @@ class Experts(nn.Module):
         out = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
             (where,) = torch.where(chosen == i)
-            out = out.index_add(0, where, weights[where, i, None] * expert(flat[where]))
+            if self.in_place:
+                out.index_add_(0, where, weights[where, i, None] * expert(flat[where]))
+            else:
+                out = out.index_add(0, where, weights[where, i, None] * expert(flat[where]))
         return self.head(out.view_as(x).mean(1))
 
 
 def experts() -> Case:
-    return classifier(Experts(), lambda rows, seed: floats(rows, 7, 5, seed=seed))
+    return classifier(Experts(in_place=False), lambda rows, seed: floats(rows, 7, 5, seed=seed))
+
+
+def experts_in_place() -> Case:
+    return classifier(Experts(in_place=True), lambda rows, seed: floats(rows, 8, 5, seed=seed))
 
 
 class LossOnly(nn.Module):
@@ -360,7 +368,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     build.__name__: build
     for build in (
         gpt2, llama, qwen2, t5, bert, albert, vit, lora, convnet, convolutions, lstm, lstm_time_first, transformer,
-        transformer_time_first, mlp, oddities, experts, loss_only, checkpointed,
+        transformer_time_first, mlp, oddities, experts, experts_in_place, loss_only, checkpointed,
     )
 }  # fmt: skip
 

@@ -32,6 +32,8 @@ class Carrier(Protocol):
 
     origins: tuple[str, ...]
     """The parameters it comes from."""
+    rows: bool
+    """Whether the tensor itself holds rows of samples: one that was changed in place with a parameter's help."""
 
     def tangents(self) -> Tangents:
         """Pairs of slot and directional derivative."""
@@ -43,6 +45,7 @@ class Source:
 
     def __init__(self, name: str, look_up: Callable[[str], Tangents]) -> None:
         self.origins: tuple[str, ...] = (name,)
+        self.rows = False
         self._look_up = look_up
 
     def tangents(self) -> Tangents:
@@ -55,6 +58,7 @@ class Operation:
 
     def __init__(self, call: Call, flat: Sequence[Any], carried: Mapping[int, Carrier]) -> None:
         self.origins = origins_of(carried)
+        self.rows = any(carrier.rows for carrier in carried.values())
         self._call = call
         self._flat = list(flat)
         self._carried = carried
@@ -76,6 +80,7 @@ class Output:
 
     def __init__(self, operation: Operation, index: int) -> None:
         self.origins = operation.origins
+        self.rows = operation.rows
         self._operation = operation
         self._index = index
 
@@ -90,6 +95,7 @@ class Fixed:
 
     def __init__(self, origins: tuple[str, ...], pairs: Tangents) -> None:
         self.origins = origins
+        self.rows = True
         self._pairs = pairs
 
     def tangents(self) -> Tangents:

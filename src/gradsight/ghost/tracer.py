@@ -210,7 +210,7 @@ class Tracer(TorchFunctionMode):
         scored = [j for j, y in enumerate(outputs) if _differentiable(y)]
         if not scored:
             return out
-        if all(i in carried or self._is_constant(x) for i, x in tensors):
+        if all(self._is_constant(x) or (i in carried and not carried[i].rows) for i, x in tensors):
             return self._carry_on(call, flat, carried, outputs, scored, out)
         origins = origins_of(carried)
         found = {j: self.layout((call.name, str(j), *origins), outputs[j].shape, origins) for j in scored}
