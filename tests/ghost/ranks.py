@@ -42,6 +42,10 @@ def whole(grad: Tensor) -> Tensor:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
+def local(grad: Tensor) -> Tensor:
+    return grad.to_local() if hasattr(grad, "to_local") else grad
+
+
 def check(kind: str, run_dir: str, exact_grad: bool) -> None:
     rank, plain = dist.get_rank(), reference()
     model = wrapped(kind, copy.deepcopy(plain))
@@ -86,6 +90,12 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
             assert relative_error(grad, parameter.grad) < 1e-12, name
             inner += float((direction[name] * grad).sum())
         assert abs(float(total) - inner) < 1e-9 * abs(inner) + 1e-12
+        if exact_grad:
+            observed = [p.grad.clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            loss_fn(model, mine).backward()
+            for before, p in zip(observed, model.parameters(), strict=True):
+                assert torch.equal(local(before), local(p.grad))
         optimizer.step()
         optimizer.zero_grad()
     honesty = engine.honesty()["validation"]

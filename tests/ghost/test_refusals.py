@@ -244,3 +244,58 @@ def test_a_model_without_tensors() -> None:
         engine.observe(),
     ):
         model(2).mean().backward()
+
+
+class TrainingOnly(nn.Module):
+    """Another layer in training than in evaluation, with the samples where shapes do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = self.first(x.transpose(0, 1)).transpose(0, 1)
+        return self.second(x).mean(1)
+
+
+def test_a_use_that_only_training_has() -> None:
+    torch.manual_seed(0)
+    model = TrainingOnly().double()
+    batch = torch.randn(4, 4, 5, dtype=torch.float64), torch.arange(4) % 2
+    engine = GhostEngine(model, cross_entropy, batch)
+    with (
+        pytest.raises(
+            GradsightError, match=r"where the samples are at first\.bias, first\.weight cannot be told from this block"
+        ),
+        engine.observe(),
+    ):
+        cross_entropy(model, batch).backward()
+
+
+def test_a_model_that_is_not_called_itself() -> None:
+    model = small()
+    engine = GhostEngine(model, loss_fn, pair(3, 2))
+    ids, labels = pair(4, 1)
+    with (
+        pytest.raises(GradsightError, match="the model was not called through its forward"),
+        engine.observe(sample_ids=range(4)),
+    ):
+        F.cross_entropy(model.head(model.embed(ids)).flatten(0, 1), labels.flatten()).backward()
+
+
+def test_lengths_that_equal_the_batch_size_later() -> None:
+    """Layouts are learnt from the first batch, so a later batch as long as it is large does not mislead."""
+    torch.manual_seed(0)
+    model = nn.LSTM(5, 3).double()
+
+    def last(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x)[0].square().mean()
+
+    engine = GhostEngine(model, last, torch.randn(6, 2, 5, dtype=torch.float64), batch_dim=1)
+    with pytest.warns(UserWarning, match="no fast rule for lstm"), engine.observe():
+        last(model, torch.randn(7, 4, 5, dtype=torch.float64)).backward()
+    square = torch.randn(4, 4, 5, dtype=torch.float64)
+    with engine.observe():
+        last(model, square).backward()
+    assert engine.verify(square).max_relative_error < 1e-9

@@ -109,6 +109,10 @@ class LayoutMemory:
         """What is assumed now."""
         return {key: list(ways) for key, ways in self._known.items()}
 
+    def ambiguous(self) -> set[Key]:
+        """The unproven uses whose shapes allow more than one layout."""
+        return {key for key in self.unproven if key not in self._seen or len(candidates(*self._seen[key])) > 2}
+
     def prove(self) -> None:
         """Take every layout found so far for proven."""
         self.unproven.clear()

@@ -60,24 +60,28 @@ class Proof:
             for change, scores in zip(changes, table * scale, strict=True):
                 refuse_unexplained(change, scores, parameters)
         self._blocks += 1
-        if self._enabled and self._memory.unproven and observation.calls:
+        if self._enabled and not observation.calls:
+            raise GradsightError(
+                "the model was not called through its forward, so the self-check had nothing to run. Call the model itself, or "
+                "pass self_check=False if the scores were verified in another way."
+            )
+        if self._enabled and self._memory.unproven:
             self._prove_new_uses(observation, parameters)
 
     def _prove_new_uses(self, observation: Observation, parameters: Parameters) -> None:
-        """A use that was not met in the self-check: the first block adds up, so it is trusted; later ones are checked again."""
-        if self._blocks > 1:
-            new = sorted({name for key in self._memory.unproven for name in observation.tracer.keys.get(key, ())})
-            if self._ranks.sharded:
-                raise GradsightError(
-                    f"{', '.join(new[:3])} is used in a new way after the self-check; its scores are not proven"
-                )
+        """Uses that the self-check did not meet: trusted where the shapes leave no choice, else the twin is asked again."""
+        unsure = self._memory.ambiguous()
+        new = ", ".join(sorted({name for key in unsure for name in observation.tracer.keys.get(key, ())})[:3])
+        if unsure and self._ranks.sharded:
+            raise GradsightError(f"{new} is used in a new way after the self-check: its scores are not proven")
+        if unsure:
             assumed = self._memory.snapshot()
-            SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run(observation.calls[:1])
-            if self._memory.snapshot() != assumed:
-                self._memory.prove()
+            met = SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run(observation.calls[:1])
+            self._memory.prove()
+            if self._memory.snapshot() != assumed or unsure - met:
                 raise GradsightError(
-                    f"the layout of the samples at {', '.join(new[:3])} was mistaken in this block: its scores are discarded. "
-                    "It is known now, the next blocks will be right."
+                    f"where the samples are at {new} cannot be told from this block's shapes: its scores are discarded. Pass "
+                    "batch_dim to GhostEngine, or begin with a batch whose size differs from its other dimensions."
                 )
         self._memory.prove()
 

@@ -37,6 +37,7 @@ class Ranks:
         for parameter in sharded:
             self._check_mesh(parameter)
         self.rank = dist.get_rank() if self.size > 1 else 0
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._group = dist.new_group(backend=None) if self.size > 1 else None
 
     def _check_mesh(self, parameter: Any) -> None:
@@ -51,10 +52,12 @@ class Ranks:
             )
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place."""
-        if self._group is not None:
-            dist.all_reduce(tensor, group=self._group)
-        return tensor
+        """The sum over all processes."""
+        if self._group is None:
+            return tensor
+        total = tensor.to(self.device, copy=True)
+        dist.all_reduce(total, group=self._group)
+        return total.to(tensor.device)
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its mean over all processes, in one message per type and device."""
@@ -88,6 +91,12 @@ class Ranks:
         values = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self._group)
         return values
+
+    def close(self) -> None:
+        """Give our group back."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group, self.size = None, 1
 
     def largest(self, number: int, device: torch.device) -> int:
         """The largest of all processes' numbers."""

@@ -83,8 +83,8 @@ class SelfCheck:
         self._slots = {name: slot for slot, name in enumerate(parameters.trainable)}
         self._whole: dict[str, Tensor] = {}
 
-    def run(self, calls: Sequence[ModelCall]) -> None:
-        """Find layouts under which the engine agrees with the twin on every parameter, or refuse."""
+    def run(self, calls: Sequence[ModelCall]) -> set[Key]:
+        """Find layouts under which the engine agrees with the twin on every parameter, or refuse; returns the uses met."""
         with aside(self._root), eager():
             outputs, cotangents = self._outputs(calls)
             rows = spread(calls[0].batch)
@@ -94,7 +94,7 @@ class SelfCheck:
                 comparison, keys = self._compare(calls, cotangents, twin, rows)
                 wrong = self._wrong(comparison)
                 if not wrong:
-                    return
+                    return set(keys)
                 if not self._assume_otherwise(wrong, keys):
                     break
         raise GradsightError(refusal(comparison, wrong))
@@ -194,7 +194,7 @@ class SelfCheck:
         table = torch.zeros_like(probe) if scores is None else scores
         summed = table.detach().sum(1)
         if self._ranks.sharded:
-            self._ranks.sum(summed)
+            summed = self._ranks.sum(summed)
         mine = dict(zip(self._slots, table.detach()[:, list(rows)], strict=True))
         return Comparison(mine, twin, dict(zip(self._slots, summed, strict=True)), self._dots(found)), tracer.keys
 

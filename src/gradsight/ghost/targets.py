@@ -62,6 +62,7 @@ class Targets:
         self.directions: dict[str, Direction] = {}
         self.losses: dict[str, Tensor] = {}
         self.factors = FactorBook()
+        self._unread: list[tuple[str, dict[str, Tensor], Any]] = []
         self._model, self._root, self._loss_fn, self._batches, self._ranks = model, root, loss_fn, batches, ranks
 
     def refresh(self, parameters: Parameters, scales: Direction | None = None, compare: bool = False) -> dict[str, Tensor]:
@@ -103,9 +104,8 @@ class Targets:
                 if self._ranks.size > 1
                 else found
             )
-            self._ranks.mean(list(found.values()))
         value = loss.detach().clone()
-        self._ranks.mean([value])
+        self._ranks.mean([value] if self._ranks.sharded else [value, *found.values()])
         return found, value
 
     def _can_record(self) -> bool:
@@ -113,17 +113,32 @@ class Targets:
         return self._ranks.size == 1 and not is_compiled(self._model)
 
     def _refuse_nonfinite(self, name: str, direction: Direction) -> None:
-        """An error naming the parameters whose part of a direction is not finite; one look at all of them."""
+        """An error for a direction that is not finite. On a GPU it comes one refresh later, so that nothing waits for it."""
         if not direction:
             raise GradsightError(f"the loss of target {name!r} depends on no trainable parameter: it gives no direction")
-        parts = {n: local(d).abs().amax() for n, d in direction.items() if local(d).numel()}
-        worst = self._ranks.sum(torch.stack([p.float().to(next(iter(parts.values())).device) for p in parts.values()]).sum())
-        if not torch.isfinite(worst):
-            bad = [n for n, p in parts.items() if not torch.isfinite(p)]
+        for past in self._unread:
+            past[2].synchronize()
+            self._refuse_norms(*past[:2])
+        self._unread = []
+        parts = {n: local(d) for n, d in direction.items() if local(d).numel()}
+        norms = torch.stack([norm.float().to(self._ranks.device) for norm in torch._foreach_norm(list(parts.values()))])
+        if self._ranks.sharded:
+            norms = self._ranks.sum(norms)
+        named = dict(zip(parts, norms.unbind(), strict=True))
+        if norms.device.type != "cuda":
+            self._refuse_norms(name, named)
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host = norms.to("cpu", non_blocking=True)
+        event.record()
+        self._unread.append((name, dict(zip(parts, host.unbind(), strict=True)), event))
+
+    def _refuse_norms(self, name: str, norms: Mapping[str, Tensor]) -> None:
+        bad = [parameter for parameter, norm in norms.items() if not torch.isfinite(norm)]
+        if bad:
             raise GradsightError(
-                f"the gradient of target {name!r} holds NaN or Inf (in {', '.join(bad[:3]) or 'another process'}), so "
-                "no sample can "
-                "be scored along it. Look at the target's loss; training itself can go on without observe()."
+                f"the gradient of target {name!r} holds NaN or Inf (in {', '.join(bad[:3])}), so no sample can be scored "
+                "along it. Look at the target's loss; training itself can go on without observe()."
             )
 
 
@@ -143,5 +158,5 @@ def cosine(a: Direction, b: Direction, ranks: Ranks) -> Tensor:
     aa, bb = [dot(x, x) for x, _ in pairs if x is not None], [dot(y, y) for _, y in pairs if y is not None]
     sums = torch.stack([torch.stack(part).sum() if part else torch.zeros(()) for part in (ab, aa, bb)])
     if ranks.sharded:
-        ranks.sum(sums)
+        sums = ranks.sum(sums)
     return sums[0] / (sums[1] * sums[2]).sqrt()
