@@ -15,7 +15,7 @@ from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.tangent import autocast_dtype, precision
 
 if TYPE_CHECKING:
-    from gradsight.ghost.tracer import Use
+    from gradsight.ghost.use import Use
 
 MATERIALISE_FROM = 64
 """Output positions per sample from which the sample-by-sample weight gradient is the cheaper one."""

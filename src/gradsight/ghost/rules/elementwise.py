@@ -10,7 +10,7 @@ from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.registry import DECLINED, rule
 
 if TYPE_CHECKING:
-    from gradsight.ghost.tracer import Use
+    from gradsight.ghost.use import Use
 
 
 @rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)

@@ -11,7 +11,7 @@ from gradsight.ghost.fallback import row_dots
 from gradsight.ghost.rules.registry import DECLINED, rule
 
 if TYPE_CHECKING:
-    from gradsight.ghost.tracer import Use
+    from gradsight.ghost.use import Use
 
 
 @rule(F.embedding)

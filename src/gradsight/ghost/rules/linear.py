@@ -16,7 +16,7 @@ from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.tangent import autocast_dtype
 
 if TYPE_CHECKING:
-    from gradsight.ghost.tracer import Use
+    from gradsight.ghost.use import Use
 
 
 @rule(F.linear)

@@ -12,7 +12,7 @@ from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.tangent import autocast_dtype, precision
 
 if TYPE_CHECKING:
-    from gradsight.ghost.tracer import Use
+    from gradsight.ghost.use import Use
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)

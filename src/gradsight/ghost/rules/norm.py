@@ -13,7 +13,7 @@ from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.registry import DECLINED, rule
 
 if TYPE_CHECKING:
-    from gradsight.ghost.tracer import Use
+    from gradsight.ghost.use import Use
 
 Normalise = Callable[[Tensor], Tensor]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradsight.ghost.tracer import Use
+    from gradsight.ghost.use import Use
 
 DECLINED: Any = type("Declined", (), {"__repr__": lambda self: "DECLINED"})()
 """What a rule returns for a call that it does not know."""
