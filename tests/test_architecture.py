@@ -12,6 +12,7 @@ import gradsight
 PACKAGE = Path(gradsight.__file__).parent
 
 FRONT_DOOR = [
+    "GhostEngine",
     "GradientDumper",
     "GradsightError",
     "MemoryMonitor",

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _FRONT_DOOR = {
+    "GhostEngine": "ghost.engine",
     "GradientDumper": "dump.dumper",
     "GradsightError": "errors",
     "MemoryMonitor": "checkpointing.monitor",

@@ -15,9 +15,7 @@ def workspace_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[torch.Tens
 
     The library alone knows the size, so the layer is run once on zeros of the same shapes; a second time it is known.
     """
-    if getattr(func, "_overloadpacket", None) is not torch.ops.aten.mkldnn_rnn_layer or not isinstance(
-        out[3], FakeTensor
-    ):
+    if getattr(func, "_overloadpacket", None) is not torch.ops.aten.mkldnn_rnn_layer or not isinstance(out[3], FakeTensor):
         return None
     key = str(tree_map(lambda value: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value, args))
     if key not in _known:
