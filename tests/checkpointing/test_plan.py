@@ -44,11 +44,11 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
 def test_many_blocks_take_no_time() -> None:
     options = [Option(100, 110, 30, 0), Option(60, 110, 80, 2), Option(40, 110, 90, 5), Option(7, 110, 120, 9)]
     problem = Problem(1000, 0, 50, [options] * 200)
-    start = time.perf_counter()
+    start = time.process_time()
     chosen = cheapest(problem, 9000)
     assert chosen is not None
     assert peak_of(problem, chosen) <= 9000
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def rivals(build: Build, count: int) -> list[tuple[int, int]]:
