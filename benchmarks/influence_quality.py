@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--per-domain", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="few steps: shows that everything runs")
     options = parser.parse_args()
-    steps = 40 if options.quick else options.steps
+    steps = 12 if options.quick else options.steps
     data = corpus(40 if options.quick else options.per_domain, 0.1, seed=0)
     held_out = corpus(8, 0.0, seed=1)
     own = torch.tensor([domain == OWN for domain in held_out.domains]).nonzero().flatten()
