@@ -11,6 +11,7 @@ _FRONT_DOOR = {
     "GradsightError": "errors",
     "MetricsTracker": "record.tracker",
     "Schedule": "records",
+    "check_gradient_health": "health",
     "log_gradient_distribution": "distribution",
     "open_run": "record.reader",
     "watch": "watch",

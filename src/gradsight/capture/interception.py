@@ -34,6 +34,7 @@ class Observer(Protocol):
 
 
 _observers: list[Observer] = []
+_before: list[Callable[[Any], None]] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
 _depth = 0
 _lock = threading.Lock()
@@ -54,6 +55,15 @@ def forget(observer: Observer) -> None:
             _observers.remove(observer)
             if not _observers:
                 _restore()
+
+
+def before_backward(callback: Callable[[Any], None], wanted: bool = True) -> None:
+    """Call this with the tensors of every outermost backward pass before it runs, or stop doing so."""
+    with _lock:
+        if wanted:
+            _before.append(callback)
+        elif callback in _before:
+            _before.remove(callback)
 
 
 def inside_backward() -> bool:
@@ -91,6 +101,9 @@ def _restore() -> None:
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _depth
+    if _depth == 0:
+        for callback in tuple(_before):
+            callback(args[0] if args else kwargs.get("tensors"))
     with _lock:
         _depth += 1
     try:
