@@ -268,6 +268,25 @@ def test_however_a_process_ends_its_steps_are_there(ending: str, code: int, tmp_
     assert [step.step for step in open_run(tmp_path).steps()] == list(range(5))
 
 
+@pytest.mark.parametrize("attempt", range(4))
+def test_sigterm_in_the_middle_of_anything(attempt: int, tmp_path: Path) -> None:
+    """Whatever lock is held at that moment, the run is closed and the process ends as asked."""
+    script = (
+        SCRIPT.format(ending="")
+        .replace("range(5)", "range(10**9)")
+        .replace("optimizer.step()", "optimizer.step(); print(step, flush=True)")
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        printed = [process.stdout.readline() for _ in range(20 + 7 * attempt)]
+        process.send_signal(signal.SIGTERM)
+        last = int((printed + process.stdout.read().split())[-1])
+        assert process.wait(30) == -signal.SIGTERM
+    steps = [step.step for step in open_run(tmp_path).steps()]
+    assert steps == list(range(len(steps)))
+    assert len(steps) >= last
+
+
 def test_a_sigterm_handler_of_the_users_is_called(tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGTERM, lambda *_: (print('mine'), sys.exit(5)))\n"
     ending = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"

@@ -37,7 +37,7 @@ _observers: list[Observer] = []
 _before: list[Callable[[Any], None]] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
 _depth = 0
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal may close a watch while this is held
 
 
 def observe(observer: Observer) -> None:

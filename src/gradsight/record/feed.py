@@ -25,7 +25,7 @@ class Feed:
         self._sinks = sinks
         self._problems = problems
         self._queue: list[Entry] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may close a watch while this is held
         self._worker = Worker("gradsight-sinks", self._drain, _PERIOD)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -15,7 +15,7 @@ class Problems:
 
     def __init__(self) -> None:
         self._found: dict[str, Problem] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may close a watch while this is held
         self.step = -1
         """The step under way, for the record."""
         self.on_new: Callable[[Problem], None] | None = None

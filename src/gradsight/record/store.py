@@ -5,6 +5,7 @@ frames into the tables several times a second and empties the tail. Whoever open
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,8 @@ from gradsight.records import Finding, Histogram, Problem, Step
 
 TAIL = "run.sqlite-tail"
 _PERIOD = 0.25
+_PATIENCE = 10.0
+"""Seconds the thread gets to finish; whoever closes the run then does the rest."""
 _BACKLOG = 2**28
 """Bytes kept for a disk that does not take them, before the newest are dropped."""
 
@@ -57,11 +60,11 @@ class Store:
             os.close(self._tail)
             raise
         self._number = schema.last_frame(self._connection)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may close a watch while one of these is held
         self._pending: list[frames.Frame] = []
         self._pending_bytes = 0
         self._layout_of: tuple[Sequence[str], int] | None = None
-        self._database = threading.Lock()
+        self._database = threading.RLock()
         self._worker = Worker("gradsight-store", self._drain, _PERIOD)
 
     # For the training thread.
@@ -120,7 +123,8 @@ class Store:
             if self.users > 0 or _open.get(self.path) is not self:
                 return
             del _open[self.path]
-        self._worker.stop()
+        self._worker.stop(_PATIENCE)
+        self._drain()
         with self._database:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
@@ -146,7 +150,7 @@ class Store:
             self._pending.append(frame)
             self._pending_bytes += len(payload)
             try:
-                os.write(self._tail, frames.pack(*frame))
+                _append(self._tail, frames.pack(*frame))
             except OSError as error:
                 self._problems.report("store-tail", f"{self.path / TAIL} cannot be written: {error}")
 
@@ -170,6 +174,14 @@ class Store:
             with self._lock, contextlib.suppress(OSError):
                 if not self._pending:
                     os.ftruncate(self._tail, 0)
+
+
+def _append(tail: int, data: bytes) -> None:
+    """Append whole or not at all: a frame cut off by a full disk would hide those after it."""
+    written = os.write(tail, data)
+    if written < len(data):
+        os.ftruncate(tail, os.fstat(tail).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def recover(connection: sqlite3.Connection, tail: int) -> None:
