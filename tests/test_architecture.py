@@ -11,7 +11,15 @@ import gradsight
 
 PACKAGE = Path(gradsight.__file__).parent
 
-FRONT_DOOR = ["GradsightError", "MetricsTracker", "Schedule", "check_gradient_health", "log_gradient_distribution", "open_run", "watch"]
+FRONT_DOOR = [
+    "GradsightError",
+    "MetricsTracker",
+    "Schedule",
+    "check_gradient_health",
+    "log_gradient_distribution",
+    "open_run",
+    "watch",
+]
 
 GROUND = {"errors", "records", "verdict"}
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}

@@ -180,4 +180,3 @@ def _report(judge: Judge, steps: int) -> HealthReport:
         nan, inf = (int((counts != 0).sum()) for counts in now.counts)
     counts = (nan, inf, zero, size)
     return make_report(now.step.step, now.total, counts, judge.findings(), judge.abstentions(), steps)
-

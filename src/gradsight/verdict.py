@@ -74,7 +74,7 @@ def make_report(
 
 def markdown_sections(report: HealthReport) -> list[list[str]]:
     """The lines of each section, in order."""
-    sections = [["## Gradient Health Report", "", f"**{headline(report)}**"], _summary(report), _issues(report)]
+    sections = [["## Gradient Health Report"], _summary(report), _issues(report)]
     sections += [_recommendations(report), _code(report), _abstained(report)]
     return [section for section in sections if section]
 

@@ -53,8 +53,8 @@ def watch(
     run_dir: where the record goes; None writes nothing to disk. A directory that holds a run is continued.
     sinks: "console", "wandb", "tensorboard", "trackio", or objects with a method log_scalar(name, value, step).
     stats: when norms are recorded. histograms: when histograms and update-to-weight ratios are.
-    health: True judges every step; {code: settings}, or a TOML file of such, tunes a check, {code: False} silences it; False judges
-      nothing. Findings are in the record and in `Watch.report()`.
+    health: True judges every step; {code: settings}, or a TOML file of such, tunes a check, {code: False} silences it; False
+      judges nothing. Findings are in the record and in `Watch.report()`.
     start_step: the number of the first step. Recorded steps from there on are replaced. None: after the last recorded one.
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of parameters (500).
     """

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from gradsight.capture import interception
 
-_LOOKED_AT, _OUT_OF = 12, 500
-"""Batches compared with the one before: so many, out of so many forward passes."""
+_BATCHES = 12
+"""Batches compared with the one before; then the model is left alone."""
 _ENTRIES = 256
 _TENSORS = 4
 
@@ -36,15 +36,15 @@ class Vitals:
         interception.before_backward(self._before_backward)
         for clearing in self._clearing:
             clearing.start()
-        self._handle = self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        if getattr(self._model, "_compiled_call_impl", None) is None:  # hooks inside a compiled call would break its graph
+            self._handle = self._model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
 
     def stop(self) -> None:
         """Leave everything as it was found."""
         interception.before_backward(self._before_backward, wanted=False)
         for clearing in self._clearing:
             clearing.stop()
-        if self._handle is not None:
-            self._handle.remove()
+        self._leave_model()
 
     @property
     def uncleared(self) -> bool | None:
@@ -69,24 +69,47 @@ class Vitals:
         for clearing in self._clearing:
             clearing.before_backward()
 
-    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
-            return
+    def on_forward(self, values: Sequence[Any]) -> None:
+        """The model is called with these arguments, in training. After a few batches enough has been seen."""
         self.half = _autocast_to_float16()
-        self._batches.see((*args, *kwargs.values()))
+        self._batches.see(values)
+        if self._batches.count >= _BATCHES:
+            self._leave_model()
+
+    def _leave_model(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+class _ForwardHook:
+    """Tells vitals of a forward pass. A copy of the model, or one that was saved and loaded, has a hook that does nothing."""
+
+    def __init__(self, vitals: Vitals | None = None) -> None:
+        self._vitals = vitals
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._vitals is not None and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._vitals.on_forward((*args, *kwargs.values()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardHook":
+        return _ForwardHook()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _ForwardHook, ()
 
 
 class Clearing:
     """Whether an optimizer's gradients are cleared between its steps, told by its smallest one.
 
-    Clearing puts another tensor (or None) in the place of `.grad`, or changes it in place, which raises its version. If it is the
-    same at the beginning of the next backward pass as it was at the end of the step, nobody has touched it.
+    Clearing puts another tensor (or None) in the place of `.grad`, or changes it in place, which raises its version. If it is
+    the same at the beginning of the next backward pass as it was at the end of the step, nobody has touched it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._parameter: Tensor | None = None
-        self._left: tuple[Tensor, int] | None = None  # the gradient as the last step left it
+        self._left: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as the last step left it
         self._cleared = True
         self._handle: Any = None
         self.uncleared: bool | None = None
@@ -108,7 +131,7 @@ class Clearing:
         gradient, version = self._left
         self._left = None
         now = self._parameter.grad
-        self._cleared = now is not gradient or now._version != version or not bool((now != 0).any())
+        self._cleared = now is None or now is not gradient() or now._version != version or not bool((now != 0).any())
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if interception.inside_backward():
@@ -121,25 +144,25 @@ class Clearing:
             candidates = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.numel()]
             self._parameter = min(candidates, key=lambda p: p.numel(), default=None)
         gradient = self._parameter.grad if self._parameter is not None else None
-        self._left = (gradient, gradient._version) if gradient is not None and gradient.layout is torch.strided else None
+        self._left = (
+            (weakref.ref(gradient), gradient._version) if gradient is not None and gradient.layout is torch.strided else None
+        )
         if gradient is None:
             self._cleared = True
 
 
 class Batches:
-    """Compares each batch with the one before, for a few forward passes out of many."""
+    """Compares each batch with the one before."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
         self._before: list[Tensor] = []
         self._objects: list[Callable[[], Tensor | None]] = []
         self.alike: int | None = None
 
     def see(self, values: Sequence[Any]) -> None:
         """A batch comes by."""
-        self._count += 1
-        if (self._count - 1) % _OUT_OF >= _LOOKED_AT:
-            return
+        self.count += 1
         tensors = list(_tensors(values))[:_TENSORS]
         if not tensors:
             return
@@ -150,7 +173,9 @@ class Batches:
         alike = (
             not same_objects
             and len(samples) == len(self._before)
-            and all(one.shape == other.shape and torch.equal(one, other) for one, other in zip(samples, self._before, strict=True))
+            and all(
+                one.shape == other.shape and torch.equal(one, other) for one, other in zip(samples, self._before, strict=True)
+            )
             and any(sample.numel() > 1 and bool((sample != sample[0]).any()) for sample in samples)
         )
         self.alike = (self.alike or 0) + 1 if alike else 0

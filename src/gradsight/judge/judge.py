@@ -48,9 +48,7 @@ class Judge:
         self._on_finding = on_finding
         running = [_Running(check, values, int(values.get("patience", 1))) for check, values in chosen(settings)]
         self._running = running
-        self._by_when = {
-            when: [each for each in running if each.check.when == when] for when in ("step", "stretch", "look")
-        }
+        self._by_when = {when: [each for each in running if each.check.when == when] for when in ("step", "stretch", "look")}
 
     def observe(self, observed: Observed, patient: bool = True) -> None:
         """Judge one step. Without patience, one look must do."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradsight.errors import UsageError
-from gradsight.judge.window import Window
 
 When = Literal["step", "stretch", "look"]
 """Every step; every ten steps, for what is read from history; or whenever a closer look was taken."""

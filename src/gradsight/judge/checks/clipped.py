@@ -14,7 +14,10 @@ from gradsight.judge.window import Window
     "warning",
     when="stretch",
     needs=("norms", "clipping"),
-    recommendation="The limit lies far below the usual norm, so it sets the length of every step: raise max_norm to the usual norm, and lower the learning rate if that is unstable.",
+    recommendation=(
+        "The limit lies far below the usual norm, so it sets the length of every step: raise max_norm to the usual"
+        " norm, and lower the learning rate if that is unstable."
+    ),
     fix="""
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.5 * usual_norm)
 """,
@@ -22,7 +25,8 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.5 * usual_norm)
 def clipped(window: Window, *, share: float = 0.95, coefficient: float = 0.05, steps: int = 100) -> Iterator[Fact]:
     """Clipping cuts nearly every step down to a small part.
 
-    Why: then it is no guard but a second, hidden learning rate. Mild clipping on every step is an ordinary recipe, and left alone.
+    Why: then it is no guard but a second, hidden learning rate. Mild clipping on every step is an ordinary recipe,
+    and left alone.
     """
     recent = np.array(window.clips)[-steps:]
     if len(recent) < steps or (recent < 1).mean() < share or np.median(recent) >= coefficient:

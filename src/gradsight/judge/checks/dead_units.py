@@ -14,7 +14,10 @@ from gradsight.judge.window import Window
     "warning",
     when="look",
     needs=("closer",),
-    recommendation="Units that never get a gradient do not come back by themselves: use LeakyReLU or GELU, lower the learning rate, initialise biases at zero.",
+    recommendation=(
+        "Units that never get a gradient do not come back by themselves: use LeakyReLU or GELU, lower the learning"
+        " rate, initialise biases at zero."
+    ),
     fix="""
 # units that cannot die
 nn.LeakyReLU(0.01)    # instead of nn.ReLU()
@@ -30,7 +33,8 @@ model.apply(init_weights)
 def dead_units(window: Window, *, share: float = 0.5, looks: int = 4) -> Iterator[Fact]:
     """Most units of a layer get no gradient at any look.
 
-    Why: a unit whose row of the weight has a zero gradient for every sample is dead, and its capacity lost. A few dead units are
+    Why: a unit whose row of the weight has a zero gradient for every sample is dead, and its capacity lost. A few
+    dead units are
     ordinary, and so are lookup tables whose rows are not in the batch.
     """
     if window.looks_taken < looks:

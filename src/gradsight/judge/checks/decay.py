@@ -14,7 +14,9 @@ from gradsight.judge.window import Window
     "warning",
     when="stretch",
     needs=("norms", "loss"),
-    recommendation="Training stalls although the loss is not solved: check the learning rate, saturating activations, and dead units.",
+    recommendation=(
+        "Training stalls although the loss is not solved: check the learning rate, saturating activations, and dead units."
+    ),
     fix="""
 # is the learning rate still alive?
 print([group["lr"] for group in optimizer.param_groups])

@@ -13,7 +13,10 @@ from gradsight.judge.window import Window
     "gradient changes with depth",
     "warning",
     when="stretch",
-    recommendation="The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead of sigmoid and tanh, add skip connections or normalisation, initialise for the activation.",
+    recommendation=(
+        "The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead of sigmoid and tanh, add "
+        "skip connections or normalisation, initialise for the activation."
+    ),
     fix="""
 # is something frozen?
 for name, parameter in model.named_parameters():
@@ -34,7 +37,8 @@ x = x + self.layer(self.norm(x))
 def depth(window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: int = 2) -> Iterator[Fact]:
     """The gradients of the first and the last layers differ by orders of magnitude.
 
-    Why: with one learning rate, one end of the model stands still or the other end is torn apart. Compared are the medians of the
+    Why: with one learning rate, one end of the model stands still or the other end is torn apart. Compared are the
+    medians of the
     first and the last quarter of the blocks, over their matrices: biases and lookup tables have sizes of their own.
     """
     if window.now.counts is not None or len(window.blocks) < blocks:

@@ -10,7 +10,10 @@ from gradsight.judge.window import Window
     "GS102",
     "exploding gradient",
     "critical",
-    recommendation="Clip the gradient at once and lower the learning rate; then look for missing normalisation or too large an initialisation.",
+    recommendation=(
+        "Clip the gradient at once and lower the learning rate; then look for missing normalisation or too large "
+        "an initialisation."
+    ),
     fix="""
 # after loss.backward(), before optimizer.step()
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

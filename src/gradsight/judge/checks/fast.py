@@ -14,16 +14,21 @@ from gradsight.judge.window import Window
     "warning",
     when="look",
     needs=("closer",),
-    recommendation="A step changes weights by a large part of their own size: lower the learning rate tenfold, or warm it up.",
+    recommendation=(
+        "A step changes weights by a large part of their own size: lower the learning rate tenfold, or warm it up."
+    ),
     fix="""
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=500)
 """,
 )
-def fast(window: Window, *, ratio: float = 0.5, critical: float = 10.0, share: float = 0.5, patience: int = 2) -> Iterator[Fact]:
+def fast(
+    window: Window, *, ratio: float = 0.5, critical: float = 10.0, share: float = 0.5, patience: int = 2
+) -> Iterator[Fact]:
     """Single steps change most weights by a large part of their size.
 
-    Why: what was learned, or initialised, is overwritten. Judged are matrices that did not start from zero: biases and the second
+    Why: what was learned, or initialised, is overwritten. Judged are matrices that did not start from zero: biases
+    and the second
     half of a low-rank adapter grow from nothing, and may.
     """
     matrices = [row for row in window.subject.matrices if not window.started_at_zero[row]]

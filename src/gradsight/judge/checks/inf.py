@@ -11,7 +11,10 @@ from gradsight.judge.window import Window
     "GS104",
     "infinite gradient",
     "critical",
-    recommendation="Something overflowed: clip, lower the learning rate, keep exponentials and half precision in range; with float16 use a GradScaler.",
+    recommendation=(
+        "Something overflowed: clip, lower the learning rate, keep exponentials and half precision in range; with "
+        "float16 use a GradScaler."
+    ),
     fix="""
 # exponentials in range
 loss = F.cross_entropy(logits, targets)          # not log(softmax(...)) or exp(...) by hand

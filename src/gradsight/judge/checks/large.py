@@ -10,7 +10,9 @@ from gradsight.judge.window import Window
     "GS101",
     "large gradient",
     "warning",
-    recommendation="Clip the gradient to a norm of 1, and check that inputs and targets are normalised and the loss is a mean.",
+    recommendation=(
+        "Clip the gradient to a norm of 1, and check that inputs and targets are normalised and the loss is a mean."
+    ),
     fix="""
 # after loss.backward(), before optimizer.step()
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

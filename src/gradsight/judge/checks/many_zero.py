@@ -12,7 +12,10 @@ from gradsight.judge.window import Window
     "GS107",
     "many zero gradients",
     "warning",
-    recommendation="More than half of the parameters get a gradient of exactly zero: check the initialisation (all zero?), use LeakyReLU or GELU, look for branches that do not reach the loss.",
+    recommendation=(
+        "More than half of the parameters get a gradient of exactly zero: check the initialisation (all zero?), "
+        "use LeakyReLU or GELU, look for branches that do not reach the loss."
+    ),
     fix="""
 # units that cannot die
 nn.LeakyReLU(0.01)    # instead of nn.ReLU()

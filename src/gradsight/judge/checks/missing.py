@@ -13,7 +13,10 @@ from gradsight.judge.window import Window
     "missing from the optimizer",
     "warning",
     needs=("norms", "optimizer"),
-    recommendation="These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also saves their part of backward.",
+    recommendation=(
+        "These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also "
+        "saves their part of backward."
+    ),
     fix="""
 optimizer = torch.optim.AdamW(model.parameters(), lr=...)    # all of them, after the model is complete
 

@@ -10,7 +10,10 @@ from gradsight.judge.window import Flags, Window
     "GS103",
     "NaN gradient",
     "critical",
-    recommendation="Look at the loss and the batch of this step first (log of 0, division by 0, a NaN in the data or the labels), then lower the learning rate.",
+    recommendation=(
+        "Look at the loss and the batch of this step first (log of 0, division by 0, a NaN in the data or the "
+        "labels), then lower the learning rate."
+    ),
     fix="""
 # a loss that cannot make a NaN
 loss = F.cross_entropy(logits, targets, label_smoothing=0.1)

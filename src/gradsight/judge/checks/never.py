@@ -14,7 +14,10 @@ from gradsight.judge.window import Window
     "warning",
     when="stretch",
     needs=("norms", "optimizer"),
-    recommendation="The optimizer has these parameters, but the loss never reaches them: look for detach(), no_grad(), .data, a branch that is not used, or take them out.",
+    recommendation=(
+        "The optimizer has these parameters, but the loss never reaches them: look for detach(), no_grad(), .data,"
+        " a branch that is not used, or take them out."
+    ),
     fix="""
 for name, parameter in model.named_parameters():
     if parameter.requires_grad and parameter.grad is None:

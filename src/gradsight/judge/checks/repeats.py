@@ -10,7 +10,10 @@ from gradsight.judge.window import Window
     "GS501",
     "the same gradient again",
     "warning",
-    recommendation="Neither the batch nor the weights change: check that the loader advances, that backward() runs on the new loss, and that the learning rate is not zero.",
+    recommendation=(
+        "Neither the batch nor the weights change: check that the loader advances, that backward() runs on the new"
+        " loss, and that the learning rate is not zero."
+    ),
     fix="""
 for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time
     optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """GS202: a steady rise."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,7 +14,10 @@ from gradsight.judge.window import Window
     "rising gradient",
     "warning",
     when="stretch",
-    recommendation="The gradient builds up to an explosion: clip before it comes, lower the learning rate, look for a loss that rises with it.",
+    recommendation=(
+        "The gradient builds up to an explosion: clip before it comes, lower the learning rate, look for a loss "
+        "that rises with it."
+    ),
     fix="""
 # after loss.backward(), before optimizer.step()
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
@@ -31,7 +35,7 @@ def rise(window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: 
     if len(totals) < stretch:
         return
     quarters = [float(np.median(part)) for part in np.array_split(totals[-4 * stretch :], 4)]
-    steady = all(later > 1.3 * earlier for earlier, later in zip(quarters, quarters[1:], strict=False))
+    steady = all(later > 1.3 * earlier for earlier, later in pairwise(quarters))
     if steady and quarters[3] > max(least, factor * quarters[0]) and window.converging is not True:
         text = " → ".join(f"{value:.3g}" for value in quarters)
-        yield Fact(f"median norm by quarter of the last {len(totals[-4 * stretch:])} steps: {text}", window.largest())
+        yield Fact(f"median norm by quarter of the last {len(totals[-4 * stretch :])} steps: {text}", window.largest())

@@ -11,7 +11,10 @@ from gradsight.judge.window import Window
     "loss scale collapses",
     "critical",
     needs=("scale",),
-    recommendation="Every step overflows, so the GradScaler halves its scale and leaves the step out: find what is infinite (see the layers), use bfloat16, or lower the learning rate.",
+    recommendation=(
+        "Every step overflows, so the GradScaler halves its scale and leaves the step out: find what is infinite "
+        "(see the layers), use bfloat16, or lower the learning rate."
+    ),
     fix="""
 with torch.autocast(device, dtype=torch.bfloat16):    # no scaler needed
     loss = model(x)

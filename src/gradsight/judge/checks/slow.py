@@ -14,7 +14,10 @@ from gradsight.judge.window import Window
     "warning",
     when="look",
     needs=("closer",),
-    recommendation="Steps change the weights by less than rounding does: raise the learning rate, or look for a gradient that is divided away.",
+    recommendation=(
+        "Steps change the weights by less than rounding does: raise the learning rate, or look for a gradient that"
+        " is divided away."
+    ),
     fix="""
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 """,
@@ -22,7 +25,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 def slow(window: Window, *, ratio: float = 1e-7, patience: int = 4) -> Iterator[Fact]:
     """Steps hardly change any weight.
 
-    Why: training runs and nothing is learned. A step of a warm-up or at the end of a decay may be small; several looks in a row, no.
+    Why: training runs and nothing is learned. A step of a warm-up or at the end of a decay may be small; several
+    looks in a row, no.
     """
     ratios = window.closers[-1].update_ratio[window.subject.matrices]
     known = ratios[~np.isnan(ratios)]

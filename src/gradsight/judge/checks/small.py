@@ -10,7 +10,10 @@ from gradsight.judge.window import Window
     "GS105",
     "small gradient",
     "warning",
-    recommendation="Check the architecture (saturating activations, missing skip connections or normalisation) and the initialisation; look for frozen parameters.",
+    recommendation=(
+        "Check the architecture (saturating activations, missing skip connections or normalisation) and the "
+        "initialisation; look for frozen parameters."
+    ),
     fix="""
 # is something frozen?
 for name, parameter in model.named_parameters():

@@ -12,7 +12,9 @@ from gradsight.judge.window import Window
     "GS201",
     "gradient spike",
     "warning",
-    recommendation="Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: one such step can undo many.",
+    recommendation=(
+        "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: one such step can undo many."
+    ),
     fix="""
 # after loss.backward(), before optimizer.step()
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
@@ -30,8 +32,10 @@ def spike(
 ) -> Iterator[Fact]:
     """The gradient jumped far above what is usual for this run.
 
-    Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A parameter of its own counts only
-    where it makes up a good share of the usual gradient: noise around zero may jump as it likes. So may a gradient that is next to nothing.
+    Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A parameter of its
+    own counts only
+    where it makes up a good share of the usual gradient: noise around zero may jump as it likes. So may a gradient
+    that is next to nothing.
     """
     now = window.now
     excess = window.baseline.excess(window.l2, now.total) if now.counts is None and now.total > least else None

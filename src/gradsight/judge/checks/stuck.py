@@ -11,7 +11,11 @@ from gradsight.judge.window import Window
     "the same batch again",
     "warning",
     needs=("batches",),
-    recommendation="Every step is given the same batch, made anew: check that the loader advances (next(iter(loader)) starts over) and that its random state is not reset. If this is full-batch training on purpose, silence it with health={'GS502': False}.",
+    recommendation=(
+        "Every step is given the same batch, made anew: check that the loader advances (next(iter(loader)) starts "
+        "over) and that its random state is not reset. If this is full-batch training on purpose, silence it with "
+        "health={'GS502': False}."
+    ),
     fix="""
 for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time
     ...
@@ -20,7 +24,8 @@ for inputs, targets in loader:    # not next(iter(loader)): that is the first ba
 def stuck(window: Window, *, batches: int = 8) -> Iterator[Fact]:
     """The model is given the same batch again and again.
 
-    Why: the loss falls nicely and nothing general is learned. A script that holds one batch and passes it itself does so on purpose
+    Why: the loss falls nicely and nothing general is learned. A script that holds one batch and passes it itself does
+    so on purpose
     and is left alone: only equal batches in new tensors count.
     """
     alike = window.now.alike

@@ -11,7 +11,10 @@ from gradsight.judge.window import Window
     "twice in the optimizer",
     "warning",
     needs=("optimizer",),
-    recommendation="These parameters are updated more than once per step, with a learning rate that is in effect higher: give each to one optimizer, once.",
+    recommendation=(
+        "These parameters are updated more than once per step, with a learning rate that is in effect higher: give"
+        " each to one optimizer, once."
+    ),
     fix="""
 parameters = list({id(p): p for group in (encoder, head) for p in group.parameters()}.values())
 optimizer = torch.optim.AdamW(parameters, lr=...)

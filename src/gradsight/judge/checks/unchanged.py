@@ -14,7 +14,10 @@ from gradsight.judge.window import Window
     "warning",
     when="look",
     needs=("closer", "optimizer"),
-    recommendation="They have a gradient and an optimizer, but their values stay the same: check the learning rate of their group, a copy that the optimizer holds instead, or bf16 weights that round small updates away.",
+    recommendation=(
+        "They have a gradient and an optimizer, but their values stay the same: check the learning rate of their "
+        "group, a copy that the optimizer holds instead, or bf16 weights that round small updates away."
+    ),
     fix="""
 for number, group in enumerate(optimizer.param_groups):
     print(number, group["lr"], sum(p.numel() for p in group["params"]))

@@ -14,7 +14,10 @@ from gradsight.judge.window import Window
     "warning",
     when="look",
     needs=("closer",),
-    recommendation="Small gradients are rounded to zero in float16: scale the loss with a GradScaler, or use bfloat16, which has the range of float32.",
+    recommendation=(
+        "Small gradients are rounded to zero in float16: scale the loss with a GradScaler, or use bfloat16, which "
+        "has the range of float32."
+    ),
     fix="""
 scaler = torch.amp.GradScaler()
 scaler.scale(loss).backward()

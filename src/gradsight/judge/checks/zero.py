@@ -11,7 +11,10 @@ from gradsight.judge.window import Window
     "zero gradient",
     "critical",
     needs=(),
-    recommendation="Nothing is learned: check that backward() runs on the loss of this model, that its parameters are not all frozen, and that no detach(), no_grad() or dead ReLU cuts it off.",
+    recommendation=(
+        "Nothing is learned: check that backward() runs on the loss of this model, that its parameters are not all"
+        " frozen, and that no detach(), no_grad() or dead ReLU cuts it off."
+    ),
     fix="""
 for name, parameter in model.named_parameters():
     if not parameter.requires_grad:
