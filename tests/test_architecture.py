@@ -23,7 +23,7 @@ FRONT_DOOR = [
 
 GROUND = {"errors", "records", "verdict"}
 STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {"watch", "assemble", "deliver", "distribution", "ending", "health"}
+COMPOSERS = {"watch", "assemble", "deliver", "distribution", "ending", "health", "attach"}
 TOP = {"train", "integrations", "cli", "__main__"}
 
 

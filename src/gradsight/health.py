@@ -98,6 +98,8 @@ class Health:
         whole = [row for row in subject.matrices if not dist.is_sharded(parameters[row].tensor)]
         self.units = UnitLife([row for row in whole if subject.trainable[row]])
         self.vitals = Vitals(model, self._optimizers)
+        self.elsewhere: list[Optimizer] = []
+        """Optimizers that may hold some of these parameters, but are watched elsewhere."""
         self.listeners: list[Any] = []
         """Called with every finding when it is made."""
 
@@ -121,7 +123,7 @@ class Health:
         everything = len(measured.rows) == len(self._parameters)
         loss = measured.loss if measured.loss is not None else step.loss
         if self._optimizers and self._judge.window.steps_seen % 50 == 0:
-            self._judge.window.subject.memberships = _memberships(self._parameters, self._optimizers)
+            self._judge.window.subject.memberships = _memberships(self._parameters, [*self._optimizers, *self.elsewhere])
         observed = Observed(step, None if everything else measured.rows, loss=loss, uncleared=notes.uncleared)
         observed.alike, observed.half = notes.alike, notes.half
         if norms is not None:

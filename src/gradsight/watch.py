@@ -145,6 +145,11 @@ class Watch:
         """The number of the step under way."""
         return self._assembler.step
 
+    def know(self, optimizer: Any) -> None:
+        """An optimizer that holds some of these parameters, but is watched elsewhere: what it holds is not missing."""
+        if self._health is not None:
+            self._health.elsewhere += check_optimizers(optimizer)
+
     def report(self) -> HealthReport:
         """The Gradient Health Report of the run so far; under ranks, rank 0 has it."""
         if self._health is None:

@@ -15,6 +15,7 @@ app = App(
     result_action="return_value",
     name_transform=lambda name: name,
 )
+app.command("gradsight.cli.check:check", name="check")
 app.command("gradsight.cli.demo:demo", name="demo")
 app.command("gradsight.cli.report:report", name="report")
 
@@ -22,7 +23,7 @@ app.command("gradsight.cli.report:report", name="report")
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; whatever goes wrong is one clear message, never a traceback of ours."""
     try:
-        code = app(sys.argv[1:] if tokens is None else tokens, exit_on_error=False)
+        code = app(_prepared(sys.argv[1:] if tokens is None else tokens), exit_on_error=False)
     except (CycloptsError, UsageError) as error:
         if isinstance(error, UsageError):
             print(f"gradsight: {error}", file=sys.stderr)
@@ -31,3 +32,12 @@ def main(tokens: Sequence[str] | None = None) -> int:
         print(f"gradsight: {error}", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
+
+
+def _prepared(tokens: Sequence[str]) -> Sequence[str]:
+    """The command line, with the arguments of a checked script set apart from ours."""
+    if not tokens or tokens[0] != "check":
+        return tokens
+    from gradsight.cli.check import split_tokens
+
+    return split_tokens(tokens)

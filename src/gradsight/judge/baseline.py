@@ -1,8 +1,8 @@
 """What is usual for every parameter: median and spread of the logarithm of its gradient's norm over the last steps.
 
 The spread is the median distance from the median (MAD), scaled so that it is the standard deviation where values are normal.
-One wild value moves neither. What is not finite never enters, and during an incident nothing does: an incident must not become the
-norm that it is measured against. One that lasts is a new level, and the baseline starts again.
+One wild value moves neither. What is not finite never enters, and during an incident nothing does: an incident must not
+become the norm that it is measured against. One that lasts is a new level, and the baseline starts again.
 """
 
 import numpy as np
