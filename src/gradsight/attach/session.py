@@ -37,7 +37,7 @@ class Session:
         self._known: list[dict[str, Any]] = []
         self._made: dict[int, int] = {}
         interception.observe(self)
-        interception.before_backward(self._before_backward)
+        interception.around_backward(self._before_backward, lambda: None)
         register_optimizer_step_post_hook(self._stepped)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:

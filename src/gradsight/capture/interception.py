@@ -34,7 +34,7 @@ class Observer(Protocol):
 
 
 _observers: list[Observer] = []
-_before: list[Callable[[Any], None]] = []
+_around: list[tuple[Callable[[Any], None], Callable[[], None]]] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
 _depth = 0
 _lock = threading.RLock()  # a signal may close a watch while this is held
@@ -57,13 +57,13 @@ def forget(observer: Observer) -> None:
                 _restore()
 
 
-def before_backward(callback: Callable[[Any], None], wanted: bool = True) -> None:
-    """Call this with the tensors of every outermost backward pass before it runs, or stop doing so."""
+def around_backward(before: Callable[[Any], None], after: Callable[[], None], wanted: bool = True) -> None:
+    """Call `before` with the tensors of every outermost backward pass and `after` when it has returned, or stop doing so."""
     with _lock:
         if wanted:
-            _before.append(callback)
-        elif callback in _before:
-            _before.remove(callback)
+            _around.append((before, after))
+        elif (before, after) in _around:
+            _around.remove((before, after))
 
 
 def inside_backward() -> bool:
@@ -102,8 +102,8 @@ def _restore() -> None:
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _depth
     if _depth == 0:
-        for callback in tuple(_before):
-            callback(args[0] if args else kwargs.get("tensors"))
+        for before, _ in tuple(_around):
+            before(args[0] if args else kwargs.get("tensors"))
     with _lock:
         _depth += 1
     try:
@@ -112,6 +112,8 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _lock:
             _depth -= 1
     if _depth == 0:
+        for _, after in tuple(_around):
+            after()
         for observer in tuple(_observers):
             observer.after_backward()
     return result

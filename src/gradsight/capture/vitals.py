@@ -33,7 +33,7 @@ class Vitals:
 
     def start(self) -> None:
         """Begin to watch."""
-        interception.before_backward(self._before_backward)
+        interception.around_backward(self._before_backward, self._after_backward)
         for clearing in self._clearing:
             clearing.start()
         if getattr(self._model, "_compiled_call_impl", None) is None:  # hooks inside a compiled call would break its graph
@@ -41,7 +41,7 @@ class Vitals:
 
     def stop(self) -> None:
         """Leave everything as it was found."""
-        interception.before_backward(self._before_backward, wanted=False)
+        interception.around_backward(self._before_backward, self._after_backward, wanted=False)
         for clearing in self._clearing:
             clearing.stop()
         self._leave_model()
@@ -68,6 +68,10 @@ class Vitals:
             self._loss = roots[0].detach()
         for clearing in self._clearing:
             clearing.before_backward()
+
+    def _after_backward(self) -> None:
+        for clearing in self._clearing:
+            clearing.after_backward()
 
     def on_forward(self, values: Sequence[Any]) -> None:
         """The model is called with these arguments, in training. After a few batches enough has been seen."""
@@ -103,14 +107,15 @@ class Clearing:
     """Whether an optimizer's gradients are cleared between its steps, told by its smallest one.
 
     Clearing puts another tensor (or None) in the place of `.grad`, or changes it in place, which raises its version. If it is
-    the same at the beginning of the next backward pass as it was at the end of the step, nobody has touched it.
+    the same at the beginning of every backward pass as when we last looked, nobody has touched it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._parameter: Tensor | None = None
-        self._left: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as the last step left it
-        self._cleared = True
+        self._left: tuple[weakref.ref[Tensor], int] | None = None  # the gradient when we last looked
+        self._cleared = False
+        self._passes = 0
         self._handle: Any = None
         self.uncleared: bool | None = None
 
@@ -122,33 +127,36 @@ class Clearing:
         """Stop watching."""
         if self._handle is not None:
             self._handle.remove()
-        self._left = None
+        self._parameter = None
 
     def before_backward(self) -> None:
         """A backward pass is about to add to the gradients."""
-        if self._left is None or self._parameter is None:
+        if self._parameter is None or self._cleared:
             return
-        gradient, version = self._left
-        self._left = None
         now = self._parameter.grad
-        self._cleared = now is None or now is not gradient() or now._version != version or not bool((now != 0).any())
+        touched = now is None or self._left is None or now is not self._left[0]() or now._version != self._left[1]
+        self._cleared = touched or (self._passes == 0 and now is not None and not bool((now != 0).any()))
+
+    def after_backward(self) -> None:
+        """A backward pass may have added to them."""
+        self._passes += 1
+        self._look()
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if interception.inside_backward():
             return
-        if self._left is None and self._parameter is not None:
+        if self._parameter is not None and self._passes:
             self.uncleared = not self._cleared
-        elif self._left is not None:
-            self._cleared = True  # a step without a backward pass in between says nothing
         if self._parameter is None or self._parameter.grad is None:
             candidates = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.numel()]
-            self._parameter = min(candidates, key=lambda p: p.numel(), default=None)
+            dense = [p for p in candidates if p.grad.layout is torch.strided]
+            self._parameter = min(dense, key=lambda p: p.numel(), default=None)
+        self._cleared, self._passes = False, 0
+        self._look()
+
+    def _look(self) -> None:
         gradient = self._parameter.grad if self._parameter is not None else None
-        self._left = (
-            (weakref.ref(gradient), gradient._version) if gradient is not None and gradient.layout is torch.strided else None
-        )
-        if gradient is None:
-            self._cleared = True
+        self._left = (weakref.ref(gradient), gradient._version) if gradient is not None else None
 
 
 class Batches:

@@ -149,11 +149,13 @@ def _run(command: list[str], folder: Path, steps: int | None, health: Path | Non
     }
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script; the report still comes
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the script by itself; the report still comes
+    asked = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     try:
         return child.wait()
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, asked)
 
 
 def _show(outcome: Outcome, as_json: bool, run_dir: Path | None) -> None:

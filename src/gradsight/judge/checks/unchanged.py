@@ -32,10 +32,11 @@ def unchanged(window: Window, *, looks: int = 3) -> Iterator[Fact]:
 
     Why: frozen by mistake: a learning rate of zero, or updates lost in rounding, look like training and are none.
     """
-    lr = window.now.step.lr
-    if len(window.closers) < looks or window.looks_taken < looks + 1 or lr == 0 or window.now.step.skipped:
+    if len(window.closers) < looks or window.looks_taken < looks + 1 or window.now.step.skipped:
         return
     recent = list(window.closers)[-looks:]
+    if window.now.step.lr == 0 and not any((look.update_ratio > 0).any() for look in recent):
+        return  # a learning rate of zero for everything: a warm-up's first step, or the end of a decay
     still = np.all([look.update_ratio == 0 for look in recent], axis=0) & (window.l2 > 0)
     held = np.array(window.subject.memberships or [0] * len(still)) > 0
     rows = np.flatnonzero(still & held)
