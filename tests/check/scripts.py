@@ -48,7 +48,8 @@ from torch.nn import functional as F
 
 def main():
     torch.manual_seed(0)
-    maker, critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    maker = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     first = torch.optim.Adam(maker.parameters(), lr=1e-3)
     second = torch.optim.Adam(critic.parameters(), lr=1e-3)
     for step in range(30):

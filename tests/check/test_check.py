@@ -102,7 +102,6 @@ def test_ranks(launcher: list[str], tmp_path: Path) -> None:
         ("if step == 15: raise RuntimeError('out of luck')", 1, 3, "The script failed with exit code 1"),
         ("if step == 15: __import__('sys').exit(7)", 7, 3, "The script failed with exit code 7"),
         ("if step == 15: __import__('os').kill(__import__('os').getpid(), 9)", -9, 3, "was killed by signal 9"),
-        ("loss.backward(gradient=torch.tensor(float('nan'))) if 0 else classifier[0].weight.grad", 0, 0, "healthy"),
         (
             "if step == 15: classifier[0].weight.data.fill_(float('nan'))\n        if step == 19: raise SystemExit(5)",
             5,
@@ -110,7 +109,7 @@ def test_ranks(launcher: list[str], tmp_path: Path) -> None:
             "GS103",
         ),
     ],
-    ids=["raises", "sys.exit", "kill -9", "goes on", "NaN, then exit"],
+    ids=["raises", "sys.exit", "kill -9", "NaN, then exit"],
 )
 def test_a_script_that_dies_is_still_reported(extra: str, code: int, expected: int, text: str, tmp_path: Path) -> None:
     done = check("--run_dir", tmp_path / "run", write(tmp_path, scripts.PLAIN, extra))

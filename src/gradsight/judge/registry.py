@@ -66,7 +66,6 @@ MISSING = {
     "clearing": "no optimizer was watched from one step to the next",
     "batches": "the model was not called with tensors while training",
     "closer": "no closer look was taken",
-    "ranks": "gradients before reduction were not seen: one process, or no DistributedDataParallel",
 }
 """Why a check has to abstain, by the signal it lacks."""
 

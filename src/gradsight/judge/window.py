@@ -74,8 +74,6 @@ class Observed:
     """How many batches in a row were the same; None where no batch was seen."""
     half: bool | None = None
     """Whether the forward pass ran under float16 autocast."""
-    outlying: tuple[int, float] | None = None
-    """Under data parallelism the rank whose own gradient stands out, and by what factor."""
 
 
 @dataclass(slots=True)
