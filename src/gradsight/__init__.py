@@ -8,12 +8,22 @@ from importlib import import_module
 from typing import Any
 
 _FRONT_DOOR = {
+    "GhostEngine": "ghost.engine",
+    "GradientDumper": "dump.dumper",
     "GradsightError": "errors",
+    "MemoryMonitor": "checkpointing.monitor",
     "MetricsTracker": "record.tracker",
     "Schedule": "records",
+    "apply_checkpointing": "checkpointing.apply",
     "check_gradient_health": "health",
+    "get_checkpoint_metadata": "dump.reader",
+    "load_keys": "dump.reader",
     "log_gradient_distribution": "distribution",
+    "measure_peak_memory": "checkpointing.peak",
     "open_run": "record.reader",
+    "plan_checkpointing": "checkpointing.plan",
+    "predict_peak_memory": "checkpointing.predict",
+    "verify_checkpointing": "checkpointing.verify",
     "watch": "watch",
 }
 

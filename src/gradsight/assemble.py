@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +119,16 @@ class _Draft:
         return all(used.look.ready() for used in self.used)
 
 
+class Companion(Protocol):
+    """One who needs the gradients themselves, at the same moments."""
+
+    def look(self, step: int, scaler: torch.amp.GradScaler | None, critical: bool) -> None:
+        """The gradients are true now. `critical`: some are known not to be finite."""
+
+    def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
+        """The step is made, and `gradient` says what its gradients were."""
+
+
 class Assembler:
     """Listens to capture. Delivers every step once, in order, as soon as its numbers are there."""
 
@@ -130,13 +141,14 @@ class Assembler:
         group: dist.OwnGroup | None,
         deliver: Callable[[Measured], None],
         on_failure: Callable[[Exception], None],
+        companion: "Companion | None" = None,
     ) -> None:
         self._parameters = parameters
         self._closer: Callable[[int], bool] = lambda step: False
         self._units: UnitLife | None = None
         self._notes: Callable[[], Noted] = Noted
         self._stats, self._histograms = stats, histograms
-        self._deliver, self._on_failure = deliver, on_failure
+        self._deliver, self._on_failure, self._companion = deliver, on_failure, companion
         self._group = group if dist.are_spread(parameters) else None
         self._left_out = [not dist.counts_here(parameter) for parameter in parameters] if self._group else []
         self._measures = self._group is not None or dist.rank() == 0
@@ -156,9 +168,15 @@ class Assembler:
     def look(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
         """Measure these gradients now."""
         self._looked = True
+        look = self._measure(rows, scaler)
+        if self._companion is not None:
+            self._companion.look(self.step, scaler, look is not None and look.read is not None and look.read.counts is not None)
+
+    def _measure(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> Look | None:
+        """A look at these gradients, if anything is due."""
         wants_histograms = self._looks_closer()
         if not self._measures or not (self._stats.due(self.step) or wants_histograms):
-            return
+            return None
         gradients = [self._gradient(row) for row in rows]
         look = Look(list(rows), NormsLook(gradients), None, _scale_of(scaler))
         if look.ready():
@@ -169,6 +187,7 @@ class Assembler:
                 self._units.look(self.step, rows, gradients)
         for row in rows:
             self._looks[row] = look
+        return look
 
     def before_update(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
         """See what the optimizer is about to use, and keep what it is about to change."""
@@ -209,6 +228,8 @@ class Assembler:
             draft.loss = Arrival(draft.notes.loss.reshape(1).clone())
         self._looked = False
         self._sequence = _sequence_number()
+        if self._companion is not None:
+            self._companion.end_step(draft.step, gradient, lambda: _clip_coefficient(draft.used))
         self._queue.append(draft)
         while self._queue and (len(self._queue) > _LAG or self._queue[0].ready()):
             self._read(self._queue.popleft())

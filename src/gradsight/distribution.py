@@ -6,10 +6,10 @@ import numpy as np
 from torch import nn
 
 from gradsight import dist
-from gradsight.capture.names import named_parameters
 from gradsight.errors import UsageError
 from gradsight.measure.histogram import HistogramLook, histograms, share_within_a_tenth
 from gradsight.measure.norms import NormsLook, look_closer, merge_ranks
+from gradsight.names import named_parameters
 
 
 def log_gradient_distribution(model: nn.Module, tracker: Any, step: int, log_histogram: bool = False) -> dict[str, float]:

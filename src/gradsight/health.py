@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from gradsight import dist
 from gradsight.assemble import Measured, Noted
-from gradsight.capture.names import Named, named_parameters
 from gradsight.capture.steps import check_optimizers, unwrapped
 from gradsight.capture.vitals import Vitals
 from gradsight.errors import UsageError
@@ -19,6 +18,7 @@ from gradsight.measure.histogram import COLUMNS
 from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, summed_up
 from gradsight.measure.units import UnitLife
 from gradsight.measure.update import update_ratios
+from gradsight.names import Named, named_parameters
 from gradsight.record.store import Store
 from gradsight.records import Step
 from gradsight.verdict import HealthReport, make_report
@@ -100,8 +100,6 @@ class Health:
         self.vitals = Vitals(model, self._optimizers)
         self.elsewhere: list[Optimizer] = []
         """Optimizers that may hold some of these parameters, but are watched elsewhere."""
-        self.listeners: list[Any] = []
-        """Called with every finding when it is made."""
 
     def begin(self, first_step: int, store: Store | None) -> None:
         """The number of the first step, and where findings are kept."""
@@ -147,8 +145,6 @@ class Health:
     def _on_finding(self, finding: Any) -> None:
         if self._store is not None:
             self._store.add_finding(finding)
-        for listener in self.listeners:
-            listener(finding)
 
     def _closer(self, measured: Measured) -> Closer:
         """Shares and ratios of a closer look, spread over all parameters."""

@@ -16,13 +16,15 @@ from torch import nn
 from gradsight import dist
 from gradsight.assemble import Assembler, take_scalars
 from gradsight.capture.manual import ManualCapture
-from gradsight.capture.names import named_parameters
 from gradsight.capture.steps import OptimizerCapture, check_optimizers
 from gradsight.deliver import Delivery
+from gradsight.dump.dumper import GradientDumper
+from gradsight.dumping import Dumping
 from gradsight.ending import Ending
 from gradsight.errors import RunError, UsageError
 from gradsight.health import Health
 from gradsight.measure.arrival import Arrival
+from gradsight.names import named_parameters
 from gradsight.record.feed import Feed
 from gradsight.record.problems import Problems
 from gradsight.record.sinks import open_sinks
@@ -43,6 +45,7 @@ def watch(
     stats: Schedule = Schedule(),
     histograms: Schedule = Schedule(step_interval=50),
     health: bool | Mapping[str, Any] | str | os.PathLike[str] = True,
+    dump: GradientDumper | None = None,
     start_step: int | None = None,
     sink_detail: Literal["parameters", "blocks"] | None = None,
 ) -> "Watch":
@@ -55,10 +58,11 @@ def watch(
     stats: when norms are recorded. histograms: when histograms and update-to-weight ratios are.
     health: True judges every step; {code: settings}, or a TOML file of such, tunes a check, {code: False} silences it; False
       judges nothing. Findings are in the record and in `Watch.report()`.
+    dump: a GradientDumper; its due steps are dumped before clipping, and with dump_on those whose gradient is critical.
     start_step: the number of the first step. Recorded steps from there on are replaced. None: after the last recorded one.
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of parameters (500).
     """
-    return Watch(model, optimizer, run_dir, sinks, stats, histograms, health, start_step, sink_detail)
+    return Watch(model, optimizer, run_dir, sinks, stats, histograms, health, dump, start_step, sink_detail)
 
 
 class Watch:
@@ -73,6 +77,7 @@ class Watch:
         stats: Schedule,
         histogram_schedule: Schedule,
         health: bool | Mapping[str, Any] | str | os.PathLike[str],
+        dump: GradientDumper | None,
         start_step: int | None,
         sink_detail: str | None,
     ) -> None:
@@ -90,7 +95,10 @@ class Watch:
         judge = self._health
         self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems, judge)
         tensors = [parameter.tensor for parameter in self._parameters]
-        self._assembler = Assembler(tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed)
+        self._dumping = Dumping(dump, model, len(optimizers) > 1, self._problems) if dump is not None else None
+        self._assembler = Assembler(
+            tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed, self._dumping
+        )
         if judge is not None:
             judge.begin(first_step, self._store)
             self._assembler.serve(judge.looks_closer, judge.units, judge.notes)
@@ -176,6 +184,9 @@ class Watch:
         if self._health is not None:
             self._health.vitals.stop()
         self._ending.cancel()
+        if self._dumping is not None:
+            with self._survives("dumps"):
+                self._dumping.close()
         with self._survives("closing"):
             self._assembler.close(wait)
             if wait and self._group is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_imported_by_name
 from torch.utils.checkpoint import checkpoint
 
-from gradsight.capture.names import named_parameters
+from gradsight.names import named_parameters
 
 STEPS = 20
 Batch = tuple[Tensor, Tensor]

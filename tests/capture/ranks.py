@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsight
-from gradsight.capture.names import named_parameters
+from gradsight.names import named_parameters
 
 STEPS, MICRO_BATCHES, ROWS = 8, 3, 4
 

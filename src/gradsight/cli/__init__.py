@@ -9,21 +9,22 @@ from gradsight.errors import GradsightError, UsageError
 
 WRONG_USAGE = 64
 
-app = App(
-    name="gradsight",
-    help="What the gradients of a PyTorch training run are doing, which samples push the model where, and what backward costs.",
-    result_action="return_value",
-    name_transform=lambda name: name,
-)
-app.command("gradsight.cli.check:check", name="check")
-app.command("gradsight.cli.demo:demo", name="demo")
-app.command("gradsight.cli.report:report", name="report")
+_HELP = "What the gradients of a PyTorch training run are doing, which samples push the model where, and what backward costs."
+_COMMANDS = {
+    "check": ("check:check", "Run an unmodified training script and judge its gradients."),
+    "demo": ("demo:demo", "One minute, no arguments: train a small GPT under Gradsight and write a report."),
+    "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
+    "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
+    "report": ("report:report", "Write the report of a run and print its verdict."),
+}
+"""Where each command lives, and its line in the list of commands: to show that list, no command is loaded."""
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; whatever goes wrong is one clear message, never a traceback of ours."""
+    tokens = list(sys.argv[1:] if tokens is None else tokens)
     try:
-        code = app(_prepared(sys.argv[1:] if tokens is None else tokens), exit_on_error=False)
+        code = _app(listing=not tokens or tokens[0].startswith("-"))(_prepared(tokens), exit_on_error=False)
     except (CycloptsError, UsageError) as error:
         if isinstance(error, UsageError):
             print(f"gradsight: {error}", file=sys.stderr)
@@ -32,6 +33,14 @@ def main(tokens: Sequence[str] | None = None) -> int:
         print(f"gradsight: {error}", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
+
+
+def _app(listing: bool) -> App:
+    """The commands; a command that is called speaks for itself, so its line stands only in the list of all."""
+    app = App(name="gradsight", help=_HELP, result_action="return_value", name_transform=lambda name: name)
+    for name, (place, line) in _COMMANDS.items():
+        app.command(f"gradsight.cli.{place}", name=name, **({"help": line} if listing else {}))
+    return app
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:

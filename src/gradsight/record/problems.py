@@ -32,6 +32,11 @@ class Problems:
                 with contextlib.suppress(Exception):
                     self.on_new(problem)
 
+    def add(self, problem: Problem) -> None:
+        """One that was said and counted elsewhere."""
+        with self._lock:
+            self._found[problem.key] = problem
+
     def all(self) -> list[Problem]:
         """Every problem with its count."""
         with self._lock:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from gradsight.capture.names import clean_name, named_parameters
+from gradsight.names import clean_name, named_parameters
 
 
 class Net(nn.Module):

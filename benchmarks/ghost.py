@@ -1,0 +1,281 @@
+"""What the scores of the ghost engine cost: training steps with and without them, in turn, in the same process.
+
+The reference is plain training on the same tokens: the training rows and the validation rows in one batch. Every arm takes its
+turn in each round and its best time counts; the A/A ratio (plain training against itself) says how far to trust the rest.
+Memory is the exact peak of live tensor bytes above what was there before the step.
+
+    python benchmarks/ghost.py [--rounds 12] [--threads 2] [--clock cpu] [--only scores] [--quick]
+"""
+
+import argparse
+import math
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from gradsight import GhostEngine
+from gradsight.ghost.routes import choose
+
+Step = Callable[[], object]
+Pair = tuple[Tensor, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """A language model with learned positions; the head is tied unless that is in a comparison's way."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, blocks: int, tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, max(1, width // 64)) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, 0.0, 0.02)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return self.head(self.norm(self.blocks(self.embed(ids) + self.positions(positions))))
+
+
+def token_loss(model: nn.Module, batch: Pair) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def class_loss(model: nn.Module, batch: Pair) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class PeakBytes(TorchDispatchMode):
+    """The peak of the bytes of all storages that operations make while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, identity: int, size: int) -> None:
+        self._seen.discard(identity)
+        self.now -= size
+
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+clock = time.perf_counter
+
+
+def race(arms: dict[str, Step], rounds: int) -> dict[str, float]:
+    """The best time of every arm, all taking turns."""
+    best = dict.fromkeys(arms, math.inf)
+    for step in arms.values():
+        step()
+    for _ in range(rounds):
+        for name, step in arms.items():
+            start = clock()
+            step()
+            best[name] = min(best[name], clock() - start)
+    return best
+
+
+def peak(step: Step) -> int:
+    """The most bytes that a step holds at once, gradients included."""
+    step()
+    with PeakBytes() as counter:
+        step()
+    return counter.peak
+
+
+def plain(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair) -> Step:
+    def step() -> None:
+        model.zero_grad()
+        loss_fn(model, batch).backward()
+
+    return step
+
+
+def observed(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair, val: Pair, **options: Any) -> Step:
+    engine = GhostEngine(model, loss_fn, val, self_check=False, **options)
+
+    def step() -> None:
+        model.zero_grad()
+        with engine.observe():
+            loss_fn(model, batch).backward()
+
+    return step
+
+
+def by_vmap(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair) -> Step:
+    """Every sample's whole gradient, by torch.func."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        def call(ids: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (ids,))
+
+        return loss_fn(call, (x[None], y[None]))
+
+    return lambda: torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, *batch)
+
+
+def by_opacus(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair) -> Step:
+    """Every sample's whole gradient, by Opacus."""
+    from opacus import GradSampleModule
+
+    wrapped = GradSampleModule(model)
+
+    def step() -> None:
+        for parameter in wrapped.parameters():
+            parameter.grad = parameter.grad_sample = None
+        loss_fn(wrapped, batch).backward()
+
+    return step
+
+
+def tokens(rows: int, length: int, vocabulary: int) -> Pair:
+    both = torch.randint(0, vocabulary, (2, rows, length))
+    return both[0], both[1]
+
+
+def split(batch: Pair, rows: int) -> tuple[Pair, Pair]:
+    return (batch[0][:rows], batch[1][:rows]), (batch[0][rows:], batch[1][rows:])
+
+
+def language_model(rounds: int, size: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"])
+    everything = tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"])
+    batch, val = split(everything, size["rows"])
+    count = sum(p.numel() for p in model.parameters())
+    print(f"GPT, {count / 1e6:.1f}M parameters, " + ", ".join(f"{k} {v}" for k, v in size.items()))
+    arms = {
+        "plain, training and validation rows": plain(model, token_loss, everything),
+        "plain again (A/A)": plain(model, token_loss, everything),
+        "scores": observed(model, token_loss, batch, val),
+        "scores, exact_grad=True": observed(model, token_loss, batch, val, exact_grad=True),
+        "scores, two targets": observed(model, token_loss, batch, None, targets={"a": val, "b": val}),
+        "plain, training rows alone": plain(model, token_loss, batch),
+        "scores, direction reused": observed(model, token_loss, batch, val, refresh_every=10**9),
+    }
+    best = race(arms, rounds)
+    reference = best["plain, training and validation rows"]
+    for name, seconds in best.items():
+        print(f"  {name:42s} {seconds * 1e3:9.1f} ms  {seconds / reference:6.3f}x")
+    average = (best["scores"] + 7 * best["scores, direction reused"]) / 8
+    alone = best["plain, training rows alone"]
+    print(f"  {'refresh_every=8, against training rows alone':42s} {average * 1e3:9.1f} ms  {average / alone:6.3f}x")
+    gradient = sum(p.numel() * p.element_size() for p in model.parameters())
+    held = {name: peak(arms[name]) for name in ("plain, training rows alone", "scores", "scores, exact_grad=True")}
+    base = held["plain, training rows alone"]
+    for name, size_ in held.items():
+        extra = f"  (+{(size_ - base) / gradient:5.2f} gradients)" if name != "plain, training rows alone" else ""
+        print(f"  memory: {name:34s} {size_ / 1e6:9.1f} MB{extra}")
+
+
+def peers(rounds: int, size: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"], tied=False)
+    batch, val = split(tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"]), size["rows"])
+    print("\nper-sample gradients instead of scores, the same training rows (head not tied, for Opacus)")
+    own = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"], tied=False)
+    arms = {
+        "plain": plain(model, token_loss, batch),
+        "scores, direction reused": observed(model, token_loss, batch, val, refresh_every=10**9),
+        "vmap(grad)": by_vmap(model, token_loss, batch),
+        "Opacus": by_opacus(own, token_loss, batch),
+    }
+    best = race(arms, max(2, rounds // 3))
+    for name, seconds in best.items():
+        memory = peak(arms[name]) / 1e6
+        print(f"  {name:42s} {seconds * 1e3:9.1f} ms  {seconds / best['plain']:6.3f}x  {memory:9.1f} MB")
+
+
+def routes(rounds: int, quick: bool) -> None:
+    print("\nroutes: the step without the target's pass, against plain training on the training rows")
+    width = 128 if quick else 512
+    for length in (1, 16, 64, 256):
+        torch.manual_seed(0)
+        rows, val_rows = (64, 4) if length == 1 else (8, 1)
+        if length == 1:
+            model: nn.Module = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())])
+            everything = torch.randn(rows + val_rows, width), torch.randint(0, width, (rows + val_rows,))
+            loss_fn: Callable[..., Tensor] = class_loss
+        else:
+            model, loss_fn = GPT(256, length, width, 2, tied=False), token_loss
+            everything = tokens(rows + val_rows, length, 256)
+        batch, val = split(everything, rows)
+        options: list[str | None] = ["materialise", "project", "gram", None]
+        arms = {f"{r}": observed(model, loss_fn, batch, val, refresh_every=10**9, route=r) for r in options}
+        best = race({"plain": plain(model, loss_fn, batch), **arms}, rounds)
+        target = val_rows * length
+        small = target * 2 * width < width * width
+        pick = choose(length, width, width, 1, target if small else None)
+        times = "  ".join(f"{r} {best[r] / best['plain']:.2f}x" for r in ("materialise", "project", "gram"))
+        fastest = min(("materialise", "project", "gram"), key=lambda r: best[r])
+        note = "" if small else " (gram not kept: the target is too large, that arm falls to the rule)"
+        print(f"  T={length:3d}  {times}  | the rule: {best['None'] / best['plain']:.2f}x, {pick}; fastest: {fastest}{note}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quick", action="store_true", help="a small model and few rounds: shows that everything runs")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
+    parser.add_argument("--only", choices=["scores", "peers", "routes"])
+    options = parser.parse_args()
+    global clock
+    clock = CLOCKS[options.clock]
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    size = {"rows": 8, "validation": 2, "length": 256, "width": 384, "blocks": 4, "vocabulary": 1024}
+    if options.quick:
+        size = {"rows": 4, "validation": 1, "length": 64, "width": 64, "blocks": 2, "vocabulary": 256}
+    rounds = 2 if options.quick else options.rounds
+    if options.only in {None, "scores"}:
+        language_model(rounds, size)
+    if options.only in {None, "peers"}:
+        peers(rounds, size)
+    if options.only in {None, "routes"}:
+        routes(rounds, options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The cheapest way to stay under a limit of memory, block by block. Numbers only: no torch, no model.
+
+Blocks run forward in order and backward in reverse. While block i runs forward, everything that blocks 0..i-1 hold is
+alive; while it runs backward, everything that blocks 0..i hold is. So a choice is walked from the first block on with
+what is held so far as its only state, and of two partial choices the one that holds no more and costs no more is
+enough.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BUCKETS = 2048
+"""How finely held bytes are told apart; in one bucket only the cheapest partial choice is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One block in one mode, in bytes and operations."""
+
+    held: int
+    """What it adds to the bytes alive from its forward to its backward."""
+    forward: int
+    """The highest rise while it runs forward."""
+    backward: int
+    """The highest level in its backward, above the start and everything held by it and the blocks before it."""
+    cost: int
+    """Operations that are run a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A model's blocks and what surrounds them."""
+
+    start: int
+    """Bytes alive when the first block starts."""
+    around: int
+    """The peak of whatever does not depend on the blocks: before the first, and the optimizer."""
+    head: int
+    """The highest rise between the last block's forward and its backward."""
+    blocks: Sequence[Sequence[Option]]
+
+
+Choice = tuple[int, ...]
+
+
+def peak_of(problem: Problem, choice: Choice) -> int:
+    """The peak of a choice of one option for each block.
+
+    >>> keep, redo = Option(held=10, forward=12, backward=3, cost=0), Option(held=1, forward=12, backward=13, cost=5)
+    >>> problem = Problem(start=100, around=0, head=4, blocks=[[keep, redo]] * 2)
+    >>> peak_of(problem, (0, 0)), peak_of(problem, (1, 0)), peak_of(problem, (1, 1))
+    (124, 115, 115)
+    """
+    held, peak = problem.start, problem.around
+    for options, number in zip(problem.blocks, choice, strict=True):
+        option = options[number]
+        peak = max(peak, held + option.forward)
+        held += option.held
+        peak = max(peak, held + option.backward)
+    return max(peak, held + problem.head)
+
+
+def cost_of(problem: Problem, choice: Choice) -> int:
+    """Operations that a choice runs a second time."""
+    return sum(options[number].cost for options, number in zip(problem.blocks, choice, strict=True))
+
+
+def cheapest(problem: Problem, limit: int, buckets: int = BUCKETS) -> Choice | None:
+    """The choice of least cost whose peak is at most the limit; None where there is none."""
+    if problem.around > limit:
+        return None
+    width = max(1, (limit - problem.start) // buckets)
+    partial: dict[int, tuple[int, int, Choice]] = {0: (0, problem.start, ())}
+    for options in problem.blocks:
+        following: dict[int, tuple[int, int, Choice]] = {}
+        for cost, held, chosen in partial.values():
+            for number, option in enumerate(options):
+                after = held + option.held
+                if held + option.forward > limit or after + max(option.backward, problem.head) > limit:
+                    continue
+                entry = (cost + option.cost, after, (*chosen, number))
+                bucket = (after - problem.start) // width
+                if bucket not in following or entry < following[bucket]:
+                    following[bucket] = entry
+        partial = _without_dominated(following)
+    return min(partial.values())[2] if partial else None
+
+
+def _without_dominated(partial: dict[int, tuple[int, int, Choice]]) -> dict[int, tuple[int, int, Choice]]:
+    """Leave out what holds more and costs no less than another."""
+    kept: dict[int, tuple[int, int, Choice]] = {}
+    best: int | None = None
+    for bucket in sorted(partial):
+        if best is None or partial[bucket][0] < best:
+            kept[bucket], best = partial[bucket], partial[bucket][0]
+    return kept
+
+
+def lowest(problem: Problem, rounds: int = 14) -> Choice:
+    """The choice of least peak, by halving the interval of limits."""
+    best = tuple(min(range(len(options)), key=lambda n: options[n].held) for options in problem.blocks)
+    low, high = 0, peak_of(problem, best)
+    for _ in range(rounds):
+        middle = (low + high) // 2
+        found = cheapest(problem, middle, buckets=256)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, peak_of(problem, found)
+    return best

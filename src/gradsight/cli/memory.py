@@ -1,0 +1,297 @@
+"""gradsight memory: what a training step takes, what checkpointing saves, and whether the gradients stay the same."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from gradsight.cli.build_function import load_build
+from gradsight.errors import UsageError
+from gradsight.records import CheckpointingPlan, CheckpointingReport, MemoryUse
+from gradsight.train.models import architecture, training_step
+
+app = App(
+    name="memory",
+    help="Activation checkpointing and memory: measured, predicted without a GPU, planned.",
+    name_transform=lambda name: name,
+    result_action="return_value",
+)
+
+FAILED = 2
+SAME = "bit for bit the same (loss, gradients, buffers, RNG)"
+SHOWN = ("char", "GPT2-Small", "GPT2-Medium")
+
+Budget = Annotated[str, Parameter(help="What the step may take, for example 6GB or 512MiB.")]
+Policy = Annotated[str, Parameter(help="full, selective, first:K, or a plan such as full:0-5,selective:6-9.")]
+Device = Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: what CUDA's operators keep; no GPU is needed for that.")]
+Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "none"]
+
+
+@Parameter(name="*", name_transform=lambda name: name)
+@dataclass(frozen=True)
+class Step:
+    """The training step in question."""
+
+    architecture: str | None = None
+    """A built-in model: char, GPT2-Small, GPT2-Medium or GPT2-Large, from Hugging Face's configuration."""
+    batch_size: int | None = None
+    """Samples in a batch of a built-in model."""
+    block_size: int | None = None
+    """Tokens in a sample of a built-in model."""
+    dropout: float = 0.0
+    """Dropout of a built-in model."""
+    optimizer: Optimizer = "adamw"
+    """The optimizer of the step; none: forward and backward only."""
+
+    @property
+    def optimizer_name(self) -> str | None:
+        return None if self.optimizer == "none" else self.optimizer
+
+    def build(self, place: str | None, architecture: str | None = None) -> Callable[[], Any]:
+        """The build function of a file, or of a built-in model."""
+        name = architecture or self.architecture
+        if (place is None) == (name is None):
+            raise UsageError("give either file.py:build or --architecture, for example --architecture GPT2-Small")
+        if place is not None:
+            if self.batch_size or self.block_size:
+                raise UsageError("--batch_size and --block_size are for --architecture; file.py:build makes its own batch")
+            return load_build(place)
+        assert name is not None
+        return training_step(name, batch_size=self.batch_size, block_size=self.block_size, dropout=self.dropout)
+
+    def title(self, place: str | None) -> str:
+        """What the step is called in the output."""
+        if place is not None:
+            return place
+        assert self.architecture is not None
+        shape = architecture(self.architecture)
+        batch, length = self.batch_size or shape.batch_size, self.block_size or shape.block_size
+        return f"{self.architecture}, batch {batch} x {length} tokens"
+
+
+DEFAULT = Step()
+Place = Annotated[str | None, Parameter(help="A file and its function that returns (model, batch) or (model, batch, loss_fn).")]
+
+
+@app.command
+def verify(build: Place = None, /, *, policy: Policy = "full", step: Step = DEFAULT) -> int:
+    """Run a step plain and checkpointed: both peaks, and whether the gradients are bit for bit the same.
+
+    Exits 0 where memory went down and nothing else changed, else 2.
+    """
+    made = step.build(build)
+    from gradsight.checkpointing.verify import verify_checkpointing
+
+    console = Console()
+    with working(console, f"Verifying {step.title(build)}, policy {policy}"):
+        report = verify_checkpointing(made, policy=policy, optimizer=step.optimizer_name)
+    show_report(console, report)
+    return 0 if report.passed else FAILED
+
+
+def show_report(console: Console, report: CheckpointingReport) -> None:
+    """The block of results."""
+    saved = report.baseline_bytes - report.optimized_bytes
+    console.print()
+    console.print("RESULTS", style="bold")
+    console.print(Rule(characters="=", style="dim"))
+    console.print()
+    for name, value in (
+        ("Baseline peak memory:", gigabytes(report.baseline_bytes)),
+        ("Optimized peak memory:", gigabytes(report.optimized_bytes)),
+        ("Memory reduction:", f"{gigabytes(saved)} ({report.reduction:.1%})"),
+        ("Ceiling:", f"{report.ceiling:.1%} of the baseline's peak are activations"),
+        ("Extra operations:", f"{report.extra_flops:.1%} of the plain step's"),
+        ("Gradients and state:", SAME if report.gradients_identical else "[red]NOT the same[/]"),
+    ):
+        console.print(f"  {name:<24} {value}", highlight=False)
+    console.print()
+    show_verdict(console, report)
+
+
+def show_verdict(console: Console, report: CheckpointingReport) -> None:
+    """Success or failure, and why."""
+    if report.passed:
+        indented(console, f"[green]✓ SUCCESS:[/] {report.remark}")
+        console.print("\n[bold green]VERIFICATION PASSED ✓[/]")
+        return
+    reason = report.remark if report.gradients_identical else f"{report.first_difference}"
+    indented(console, f"[red]✗ FAILED:[/] {escape(reason)}")
+    if report.cause:
+        console.print()
+        indented(console, f"[bold]Likely cause:[/] {escape(report.cause)}")
+    console.print("\n[bold red]VERIFICATION FAILED ✗[/]")
+
+
+def indented(console: Console, text: str) -> None:
+    """Text that keeps its indent when it wraps."""
+    console.print(Padding(Text.from_markup(text), (0, 0, 0, 2), expand=False))
+
+
+@app.command
+def predict(
+    build: Place = None,
+    /,
+    *,
+    policy: Policy = "full",
+    device: Device = "cpu",
+    memory: Annotated[str | None, Parameter(help="Also find the largest batch that fits, for example 24GB.")] = None,
+    step: Step = DEFAULT,
+) -> int:
+    """Predict the peak of a step with and without checkpointing: nothing is computed, no GPU is needed.
+
+    Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that fits.
+    """
+    from gradsight.checkpointing.sizes import parse_size
+
+    limit = None if memory is None else parse_size(memory)
+    if limit is not None and build is not None:
+        raise UsageError("--memory looks for a batch size, and file.py:build makes its own batch: use --architecture")
+    names = [step.architecture] if build is not None or step.architecture else list(SHOWN)
+    console = Console()
+    rows = [predicted_row(console, build, name, policy, device, limit, step) for name in names]
+    show_predictions(console, rows, limit, f"{device}, optimizer {step.optimizer}, policy {policy}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table of predictions."""
+
+    model: str
+    parameters: int
+    batch: str
+    plain: MemoryUse
+    checkpointed: MemoryUse
+    largest: tuple[int, int] | None
+
+
+def predicted_row(
+    console: Console, place: str | None, name: str | None, policy: str, device: Device, limit: int | None, step: Step
+) -> Row:
+    """Predict one model, plain and checkpointed."""
+    from gradsight.checkpointing.fit import largest_batch
+    from gradsight.checkpointing.predict import predict_peak_memory
+
+    made, optimizer = step.build(place, name), step.optimizer_name
+    with working(console, f"Predicting {place or name}"):
+        plain = predict_peak_memory(made, optimizer=optimizer, device=device)
+        checkpointed = predict_peak_memory(made, policy=policy, optimizer=optimizer, device=device)
+        largest = None
+        if limit is not None and name is not None:
+
+            def sized(size: int) -> Callable[[], Any]:
+                return training_step(name, batch_size=size, block_size=step.block_size, dropout=step.dropout)
+
+            sizes = [largest_batch(sized, limit, policy=p, optimizer=optimizer, device=device) for p in (None, policy)]
+            largest = sizes[0], sizes[1]
+    batch = "" if name is None else _batch_text(name, step)
+    return Row(place or str(name), count_parameters(made), batch, plain, checkpointed, largest)
+
+
+def _batch_text(name: str, step: Step) -> str:
+    shape = architecture(name)
+    return f"{step.batch_size or shape.batch_size}x{step.block_size or shape.block_size}"
+
+
+def count_parameters(build: Callable[[], Any]) -> int:
+    """Parameters of a model that is never filled."""
+    from gradsight.checkpointing.fake import fake_tensors
+    from gradsight.checkpointing.workload import call_build
+
+    with fake_tensors():
+        return sum(parameter.numel() for parameter in call_build(build).model.parameters())
+
+
+def show_predictions(console: Console, rows: list[Row], limit: int | None, what: str) -> None:
+    """The table of predictions, and what it does not know."""
+    from gradsight.checkpointing.sizes import format_size
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("model", overflow="fold")
+    for name in ("params", "batch", "plain", "checkpointed", "saved", "ceiling"):
+        table.add_column(name, justify="right")
+    if limit is not None:
+        table.add_column("largest batch", justify="right")
+    for row in rows:
+        saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
+        peaks = [format_size(use.peak_bytes) for use in (row.plain, row.checkpointed)]
+        shares = f"{saved:.1%}", f"{row.plain.activation_share:.1%}"
+        largest = [f"{row.largest[0]} → {row.largest[1]}"] if row.largest else []
+        table.add_row(row.model, _count(row.parameters), row.batch, *peaks, *shares, *largest)
+    console.print()
+    console.print(table)
+    fits = "" if limit is None else f" Largest batch: that fits {format_size(limit)}, plain and checkpointed."
+    text = f"Predicted for {what}. Ceiling: activations' share of the plain peak.{fits}"
+    console.print(f"\n[dim]{text}[/]", highlight=False)
+    for note in dict.fromkeys(note for row in rows for note in row.plain.notes):
+        console.print(f"[dim]- {escape(note)}[/]", highlight=False)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f}M" if number < 1e9 else f"{number / 1e9:.2f}B"
+
+
+@app.command
+def plan(build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: Step = DEFAULT) -> int:
+    """Choose what every block recomputes so that the step fits the budget at the least extra work.
+
+    Exits 2 with the smallest reachable peak where nothing fits.
+    """
+    from gradsight.checkpointing.sizes import parse_size
+
+    parse_size(budget)
+    made = step.build(build)
+    from gradsight.checkpointing.plan import plan_checkpointing
+
+    console = Console()
+    with working(console, f"Planning {step.title(build)} for {budget}"):
+        found = plan_checkpointing(made, budget, optimizer=step.optimizer_name, device=device)
+    show_plan(console, found)
+    return 0
+
+
+def show_plan(console: Console, found: CheckpointingPlan) -> None:
+    """The plan, and the two lines of code that apply it."""
+    console.print()
+    for name, value in (
+        ("Budget:", gigabytes(found.budget_bytes)),
+        ("Without checkpointing:", gigabytes(found.baseline_bytes)),
+        ("With this plan:", f"{gigabytes(found.predicted_bytes)} predicted for {found.device}"),
+        ("Extra operations:", f"{found.extra_flops:.1%} of the plain step's"),
+        ("Blocks:", f"{len(found.blocks)}, {found.blocks[0]} to {found.blocks[-1]}"),
+        ("Plan:", found.policy),
+    ):
+        console.print(f"  {name:<24} {escape(value)}", highlight=False)
+    console.print("\n  Apply it with:\n", highlight=False)
+    console.print("    from gradsight import apply_checkpointing", style="cyan", highlight=False)
+    line = f'    apply_checkpointing(model, "{found.policy}")'
+    console.print(line, style="cyan", highlight=False, soft_wrap=True, markup=False)
+
+
+def gigabytes(size: int) -> str:
+    """GB with three places; small sizes get more.
+
+    >>> gigabytes(6_123_400_000), gigabytes(1_234_000)
+    ('6.123 GB', '0.001234 GB')
+    """
+    return f"{size / 1e9:.3f} GB" if abs(size) >= 10_000_000 or size == 0 else f"{size / 1e9:.6f} GB"
+
+
+@contextmanager
+def working(console: Console, what: str) -> Iterator[None]:
+    """A spinner on a terminal, one plain line elsewhere."""
+    if console.is_terminal:
+        with console.status(f"{escape(what)} ..."):
+            yield
+    else:
+        console.print(f"{what} ...", markup=False, highlight=False, soft_wrap=True)
+        yield

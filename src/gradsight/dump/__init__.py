@@ -1,0 +1,1 @@
+"""Gradient dumps: the gradients themselves on the disk, complete or absent."""

@@ -1,0 +1,272 @@
+"""GradientDumper: gradients to the disk while training goes on."""
+
+import atexit
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, SupportsIndex
+
+import torch
+
+from gradsight.dump.gradients import Collector, Gradients
+from gradsight.dump.job import Facts, Job, Limits, run, without_tensors
+from gradsight.dump.layout import Layout
+from gradsight.dump.plan import Fault
+from gradsight.dump.ranks import Ranks
+from gradsight.dump.staging import Pool
+from gradsight.dump.writer import Writer
+from gradsight.errors import GradsightWarning, UsageError
+from gradsight.records import Problem, Schedule
+
+SEVERITIES = ("warning", "critical")
+
+
+class GradientDumper:
+    """Writes a model's gradients to `run_dir/gradient_dumper/step{N}`, complete or not at all.
+
+    `save_first_n=None` writes everything as a torch distributed checkpoint, each rank its own part; a number writes
+    that many first rows of each gradient as safetensors. `asynchronous`: training waits only for a copy in memory; at
+    most `queue_size` such copies exist, and when all of them are still being written, `when_full` says whether to
+    "wait" or to "skip" the dump. `keep_last` and `max_bytes` let the oldest dumps go once a new one is complete.
+    `dump_on`: under watch, also dump when a step is judged so.
+
+    Several ranks: make one on each, with the same arguments, and call `dump` on each at the same steps, after backward.
+    A fault never stops training: it is warned of once, counted in `problems`, and the dump is absent. With several
+    ranks, `close` before the process group is destroyed.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        enabled: bool = True,
+        start_step: int = 0,
+        end_step: int | None = None,
+        step_interval: int = 1,
+        save_first_n: int | None = None,
+        keep_last: int | None = None,
+        max_bytes: int | None = None,
+        asynchronous: bool = True,
+        dump_on: Literal["warning", "critical"] | None = None,
+        queue_size: int = 1,
+        when_full: Literal["wait", "skip"] = "wait",
+    ) -> None:
+        counts = dict(save_first_n=save_first_n, keep_last=keep_last, max_bytes=max_bytes, queue_size=queue_size)  # noqa: C408
+        for name, value in counts.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} must be a whole number, 1 or more, got {value!r}")
+        if dump_on not in (None, *SEVERITIES):
+            raise UsageError(f"dump_on must be 'warning', 'critical' or None, got {dump_on!r}")
+        if when_full not in ("wait", "skip"):
+            raise UsageError(f"when_full must be 'wait' or 'skip', got {when_full!r}")
+        self.enabled, self.dump_on = enabled, dump_on
+        self.schedule = Schedule(start_step, end_step, step_interval)
+        self.written, self.skipped, self.failed = 0, 0, 0
+        self._limits = Limits(keep_last, max_bytes, save_first_n)
+        self._layout = Layout(Path(run_dir).absolute(), "full" if save_first_n is None else "sampled")
+        self._wait = when_full == "wait"
+        self._pool = Pool(queue_size)
+        self._writer = Writer(self._work, asynchronous)
+        self._ranks: Ranks | None = None
+        self._collector: Collector | None = None
+        self._broken: Fault | None = None
+        self._problems: dict[str, Problem] = {}
+        self._unsaid: list[str] = []
+        self._lock = threading.Lock()
+        self._started = self._closed = False
+        atexit.register(self.close)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Faults so far that training survived, each kind once, with its count."""
+        with self._lock:
+            return list(self._problems.values())
+
+    def wants(self, step: int, severity: str | None = None) -> bool:
+        """Whether a step is to be dumped: by schedule, or because it was judged at least as bad as `dump_on`."""
+        severe = SEVERITIES[SEVERITIES.index(self.dump_on) :] if self.dump_on else ()
+        return self.enabled and (self.schedule.due(step) or severity in severe)
+
+    def dump(self, model: torch.nn.Module, step: int, *, divisor: float = 1.0) -> Path | None:
+        """Dump what is in `.grad` now, if the step is due, and return where it will lie; None: not due, or given up.
+
+        `divisor` is the loss scale where gradients are still scaled. If asynchronous, the folder is there after wait().
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"dump needs a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(step, SupportsIndex) or (step := int(step)) < 0:
+            raise UsageError(f"step must be a whole number, 0 or more, got {step!r}")
+        if not divisor > 0:
+            raise UsageError(f"divisor must be above 0, got {divisor}")
+        if not self.wants(step):
+            return None
+        facts = Facts(divisor=divisor, scale=divisor if divisor != 1.0 else None)
+        if divisor != 1.0:
+            facts = replace(facts, gradient=f"{facts.gradient}, divided by {divisor:g}")
+        return self._take(model, step, facts)
+
+    def capture(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
+        """Dump now, whatever the schedule says, with known facts; for the composer: nothing is raised."""
+        try:
+            return self._take(model, step, facts)
+        except Exception as error:
+            text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            self._count(step, Fault("fault", text))
+            self._say()
+            return None
+
+    def stage(self, model: torch.nn.Module, step: int, facts: Facts) -> Job | None:
+        """Copy the gradients now; `commit` writes them, `discard` forgets them. For the composer: nothing is raised."""
+        try:
+            self._say()
+            ranks = self._join(step)
+            return self._look(model, step, facts, ranks) if ranks is not None else None
+        except Exception as error:
+            self._count(step, Fault("fault", f"{type(error).__name__}: {error}"))
+            self._say()
+            return None
+
+    def commit(self, job: Job, facts: Facts) -> None:
+        """Write what was staged, with the facts as they are known now."""
+        self._writer.put(replace(job, facts=facts))
+        self._say()
+
+    def discard(self, job: Job) -> None:
+        """Forget what was staged."""
+        if job.buffer is not None:
+            self._pool.give(job.buffer)
+
+    def wait(self) -> None:
+        """Return when every dump so far is complete, or given up."""
+        self._writer.wait()
+        self._say()
+
+    def close(self) -> None:
+        """Finish every dump; afterwards nothing can be dumped."""
+        self._closed = True
+        self._writer.close()
+        atexit.unregister(self.close)
+        self._say()
+
+    def __enter__(self) -> "GradientDumper":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _take(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
+        """Copy the gradients and hand them to the writer."""
+        if self._closed:
+            raise UsageError("this GradientDumper is closed")
+        self._say()
+        ranks = self._join(step)
+        if ranks is None:
+            return None
+        job = self._look(model, step, facts, ranks)
+        self._writer.put(job)
+        self._say()
+        return self._layout.final(step) if job.buffer is not None else None
+
+    def _look(self, model: torch.nn.Module, step: int, facts: Facts, ranks: Ranks) -> Job:
+        """Find the gradients and copy them; the other ranks hear of it when that fails here."""
+        job = Job(step, facts, Gradients((), (), ()))
+        try:
+            if self._collector is None:
+                self._collector = Collector(ranks.size, ranks.rank, self._limits.first_n)
+            gradients = self._collector.collect(model, unscale=facts.divisor != 1.0)
+            if ranks.size == 1 and not gradients.seen:
+                advice = "call dump after backward() and before zero_grad()"
+                raise UsageError(f"no parameter has a gradient at step {step}: {advice}")
+        except UsageError as error:
+            if ranks.size > 1:
+                self._writer.put(replace(job, fault=Fault("usage", str(error))))
+            raise
+        except Exception as error:
+            text = f"the gradients could not be read: {type(error).__name__}: {error}"
+            return replace(job, fault=Fault("fault", text))
+        self._report_capped(gradients, step)
+        return self._stage(gradients, step, facts)
+
+    def _stage(self, gradients: Gradients, step: int, facts: Facts) -> Job:
+        """The one thing that training waits for: a free buffer and a copy in memory."""
+        job = Job(step, facts, without_tensors(gradients))
+        buffer = self._pool.take(self._wait)
+        if buffer is None:
+            text = "dumps were skipped because an earlier one was still being written"
+            return replace(job, fault=Fault("skipped", text))
+        try:
+            buffer.fill(gradients)
+        except Exception as error:
+            self._pool.give(buffer)
+            return replace(job, fault=Fault("memory", f"the gradients could not be copied: {error}"))
+        return replace(job, buffer=buffer)
+
+    def _join(self, step: int) -> Ranks | None:
+        """The ranks that dump together; they meet at the first dump."""
+        if self._ranks is None and self._broken is None:
+            try:
+                self._ranks = Ranks.join()
+            except Exception as error:
+                self._broken = Fault("ranks", f"the ranks did not meet ({error}); dump() must be called on every rank")
+        if self._broken is not None:
+            self._count(step, self._broken)
+            self._say()
+            return None
+        return self._ranks
+
+    def _work(self, job: Job) -> None:
+        """Write one dump; runs in the writer's thread and lets nothing escape."""
+        assert self._ranks is not None
+        try:
+            if self._broken is not None:
+                self._count(job.step, self._broken)
+                return
+            outcome = run(job, self._layout, self._ranks, self._limits, first=not self._started)
+            self._started = self._started or outcome.fault is None
+            for note in outcome.notes:
+                self._note(job.step, note)
+            if outcome.fault is None:
+                self.written += 1
+            else:
+                self._count(job.step, outcome.fault)
+        except Exception as error:
+            if self._ranks.size > 1:
+                self._broken = Fault("ranks", f"the ranks lost each other, there will be no further dumps: {error}")
+            self._count(job.step, self._broken or Fault("fault", f"{type(error).__name__}: {error}"))
+        finally:
+            if job.buffer is not None:
+                self._pool.give(job.buffer)
+
+    def _report_capped(self, gradients: Gradients, step: int) -> None:
+        if gradients.capped and "capped" not in self._problems:
+            number, name = len(gradients.capped), gradients.capped[0]
+            text = f"save_first_n={self._limits.first_n} is more rows than {number} gradients have (first: {name})"
+            self._note(step, Fault("capped", f"{text}; all of theirs are dumped"))
+
+    def _count(self, step: int, fault: Fault) -> None:
+        """A dump that will not be there."""
+        if fault.key == "skipped":
+            self.skipped += 1
+        else:
+            self.failed += 1
+        self._note(step, fault)
+
+    def _note(self, step: int, fault: Fault) -> None:
+        """Keep a problem; its first occurrence is to be said."""
+        with self._lock:
+            known = self._problems.get(fault.key)
+            if known is None:
+                self._problems[fault.key] = Problem(fault.key, fault.message, step, 1)
+                if self._ranks is None or self._ranks.rank == 0 or fault.key == "ranks":  # others know what rank 0 says
+                    self._unsaid.append(f"gradient dump of step {step}: {fault.message}")
+            else:
+                self._problems[fault.key] = replace(known, count=known.count + 1)
+
+    def _say(self) -> None:
+        """Warn of new problems, in the thread of the caller."""
+        with self._lock:
+            unsaid, self._unsaid = self._unsaid, []
+        for text in unsaid:
+            warnings.warn(text, GradsightWarning, stacklevel=4)

@@ -1,0 +1,109 @@
+"""Full dumps: every rank writes its pieces into one file of torch's distributed checkpoint format."""
+
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gradsight.dump import files
+from gradsight.dump.checksums import Checksums
+from gradsight.dump.frames import describe, frame
+from gradsight.dump.gradients import Row
+from gradsight.dump.manifest import Chunk, Entry, Stored
+from gradsight.dump.staging import Buffer, Span
+
+METADATA = ".metadata"
+DCP_VERSION = "1.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A written piece and the whole record around it, as torch's reader wants to know it."""
+
+    chunk: Chunk
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank wrote: a record for each of its pieces, by name."""
+
+    records: tuple[tuple[str, Record], ...] = ()
+    files: tuple[tuple[str, Stored], ...] = ()
+
+
+def checked(buffer: Buffer, span: Span) -> Row:
+    """A staged piece's row; one that other ranks may offer too gets its checksum, to be compared."""
+    return span.row if span.row.alone else replace(span.row, crc32=zlib.crc32(buffer.raw(span)))
+
+
+def write_shard(folder: Path, rank: int, buffer: Buffer, spans: Sequence[Span]) -> Shard:
+    """Write this rank's pieces; checksums are computed beside the writing."""
+    if not spans:
+        return Shard()
+    name = f"__{rank}_0.distcp"
+    sums = Checksums([buffer.raw(span) for span in spans])
+    try:
+        body = _Body(name, buffer, spans, sums)
+        files.write_file(folder / name, body.parts())
+    finally:
+        sums.close()
+    return Shard(tuple(body.records), ((name, Stored(body.position, body.frame_crc)),))
+
+
+class _Body:
+    """The bytes of a shard's file in their order, and a note of where each piece came to lie."""
+
+    def __init__(self, name: str, buffer: Buffer, spans: Sequence[Span], sums: Checksums) -> None:
+        self.position, self.frame_crc = 0, 0
+        self.records: list[tuple[str, Record]] = []
+        self._name, self._buffer, self._spans, self._sums = name, buffer, spans, sums
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        """Head, raw bytes and tail of one record after the other."""
+        for span in self._spans:
+            place, length, crc = span.row.place, span.stop - span.start, self._sums.next()
+            around = frame(self.position, describe(place.sizes, getattr(torch, span.row.dtype)), length, crc)
+            yield around.head
+            yield self._buffer.raw(span)
+            yield around.tail
+            chunk = Chunk(self._name, self.position + len(around.head), length, place.offsets, place.sizes, crc)
+            total = len(around.head) + length + len(around.tail)
+            self.records.append((span.row.name, Record(chunk, self.position, total)))
+            self.frame_crc = zlib.crc32(around.tail, zlib.crc32(around.head, self.frame_crc))
+            self.position += total
+
+
+def write_metadata(folder: Path, tensors: Mapping[str, Entry], shards: Sequence[Shard]) -> Stored:
+    """Write the index that torch's own reader opens; ours never does."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    described = {}
+    for name, entry in tensors.items():
+        boxes = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+        properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+        described[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
+    storage = {
+        MetadataIndex(name, record.chunk.offsets): _StorageInfo(record.chunk.file, record.start, record.length)
+        for shard in shards
+        for name, record in shard.records
+    }
+    paths = {name: (name,) for name in tensors}
+    metadata = Metadata(
+        dict(described), planner_data=paths, storage_data=storage, storage_meta=StorageMeta(), version=DCP_VERSION
+    )
+    data = pickle.dumps(metadata)
+    files.write_file(folder / METADATA, [data])
+    return Stored(len(data), zlib.crc32(data))

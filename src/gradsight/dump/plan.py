@@ -1,0 +1,102 @@
+"""Who writes what: rank 0's decision, made from what every rank offers."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradsight.dump.gradients import Row
+from gradsight.dump.manifest import tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a dump was given up; `key` names the kind of fault."""
+
+    key: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rank holds: its staged pieces and its model's names."""
+
+    step: int
+    rows: tuple[Row, ...]
+    parameters: tuple[str, ...]
+    aliases: Mapping[str, str]
+    left_out: Mapping[str, str]
+    seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which of its rows each rank writes, and what the manifest will have to admit."""
+
+    choices: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    """Bytes that each rank writes."""
+    parameters: tuple[str, ...]
+    aliases: Mapping[str, str]
+    left_out: Mapping[str, str]
+    disagreeing: frozenset[str] = field(default_factory=frozenset)
+
+
+def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
+    """Choose one writer for each piece; a gradient that the ranks together do not have whole is left out."""
+    held = []
+    for rank, offer in enumerate(offers):
+        if isinstance(offer, Fault):
+            return offer if len(offers) == 1 else Fault(offer.key, f"rank {rank}: {offer.message}")
+        held.append(offer)
+    if len({offer.step for offer in held}) > 1:
+        text = "the ranks dump different steps: " + ", ".join(str(offer.step) for offer in held)
+        return Fault("usage", f"{text}; call dump() on every rank at the same steps")
+    if not any(offer.seen for offer in held):
+        return Fault("no gradient", "no parameter has a gradient on any rank: dump after backward() and before zero_grad()")
+    chosen, disagreeing = _choose(held)
+    left_out = {name: why for offer in held for name, why in offer.left_out.items()}
+    left_out |= _holes(held, chosen)
+    kept = [
+        tuple(index for index in indices if held[rank].rows[index].name not in left_out) for rank, indices in enumerate(chosen)
+    ]
+    if not any(kept):
+        name, why = next(iter(left_out.items()))
+        return Fault("no gradient", f"no gradient could be had whole; {name}: {why}")
+    lengths = tuple(sum(held[rank].rows[index].bytes for index in indices) for rank, indices in enumerate(kept))
+    names = tuple(dict.fromkeys(name for offer in held for name in offer.parameters))
+    aliases = {alias: name for offer in held for alias, name in offer.aliases.items()}
+    return Plan(tuple(kept), lengths, names, aliases, left_out, frozenset(disagreeing - left_out.keys()))
+
+
+def _choose(offers: Sequence[Offer]) -> tuple[list[list[int]], set[str]]:
+    """For each piece the offering rank with the least to do; the first one where ranks disagree."""
+    pieces: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for rank, offer in enumerate(offers):
+        for index, row in enumerate(offer.rows):
+            pieces[row.name, row.place.offsets].append((rank, index))
+    knowing = [set(offer.parameters) for offer in offers]
+    load, chosen, disagreeing = [0] * len(offers), [[] for _ in offers], set()  # type: ignore[var-annotated]
+    for (name, _), holders in pieces.items():
+        rows = [offers[rank].rows[index] for rank, index in holders]
+        asked = holders if rows[0].alone else [rank for rank, names in enumerate(knowing) if name in names]
+        if any(row != rows[0] for row in rows) or len(asked) > len(holders):
+            disagreeing.add(name)
+            rank, index = holders[0]
+        else:
+            rank, index = min(holders, key=lambda holder: load[holder[0]])
+        load[rank] += rows[0].bytes
+        chosen[rank].append(index)
+    return chosen, disagreeing
+
+
+def _holes(offers: Sequence[Offer], chosen: Sequence[Sequence[int]]) -> dict[str, str]:
+    """Gradients of which a part is nowhere to be had."""
+    boxes = defaultdict(list)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for offer, indices in zip(offers, chosen, strict=True):
+        for index in indices:
+            row = offer.rows[index]
+            shapes.setdefault(row.name, row.place.shape)
+            boxes[row.name].append((row.place.offsets, row.place.sizes))
+    why = "some ranks have their part of this gradient, others have None"
+    return {name: why for name, shape in shapes.items() if not tiles(shape, boxes[name])}

@@ -1,0 +1,81 @@
+"""Sampled dumps: the first rows of every gradient, one safetensors file for each, written by rank 0."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gradsight.dump import files
+from gradsight.dump.full import Record, Shard
+from gradsight.dump.gradients import Row
+from gradsight.dump.manifest import Chunk, Stored
+from gradsight.dump.names import file_stems
+from gradsight.dump.plan import Offer, Plan
+from gradsight.dump.ranks import Ranks
+from gradsight.dump.staging import Buffer, Span
+
+KEY = "gradient"
+WORDS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""What safetensors calls a dtype."""
+SPLIT = {"complex128": ("F64", 2), "complex32": ("F16", 2), "float8_e4m3fnuz": ("U8", 1), "float8_e5m2fnuz": ("U8", 1)}
+"""Dtypes it does not know, and what they are stored as: so many parts in a last dimension of their own."""
+
+
+def bring_together(ranks: Ranks, buffer: Buffer, spans: Sequence[Span], plan: Plan) -> list[torch.Tensor]:
+    """Every rank's chosen rows, on rank 0; nothing else goes over the wire."""
+    parts = [buffer.view(span).reshape(-1).view(torch.uint8) for span in spans if span.stop > span.start]
+    mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return ranks.collect(mine, plan.lengths)
+
+
+def write_samples(folder: Path, plan: Plan, offers: Sequence[Offer], parts: Sequence[torch.Tensor]) -> Shard:
+    """Put the rows of each gradient together and write them."""
+    whole: dict[str, torch.Tensor] = {}
+    rows: dict[str, Row] = {}
+    for offer, indices, part in zip(offers, plan.choices, parts, strict=True):
+        position = 0
+        for index in indices:
+            row = offer.rows[index]
+            piece = part[position : position + row.bytes]
+            position += row.bytes
+            rows.setdefault(row.name, row)
+            _insert(whole, row, piece)
+    stems = file_stems(name for name in plan.parameters if name in rows)
+    written = [_write_one(folder, stem, rows[name], whole[name]) for name, stem in stems.items()]
+    files.sync_files(folder / name for _, (name, _) in written)
+    return Shard(tuple(record for record, _ in written), tuple(stored for _, stored in written))
+
+
+def _insert(whole: dict[str, torch.Tensor], row: Row, piece: torch.Tensor) -> None:
+    """Copy a piece to its place among the first rows."""
+    dtype: torch.dtype = getattr(torch, row.dtype)
+    if row.name not in whole:
+        whole[row.name] = torch.empty(row.place.shape, dtype=dtype)
+    where = tuple(slice(start, start + size) for start, size in zip(row.place.offsets, row.place.sizes, strict=True))
+    whole[row.name][where] = piece.clone().view(dtype).view(row.place.sizes)
+
+
+def _write_one(folder: Path, stem: str, row: Row, tensor: torch.Tensor) -> tuple[tuple[str, Record], tuple[str, Stored]]:
+    shape = row.place.shape
+    name = f"{stem}_first{shape[0] if shape else 1}.safetensors"
+    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    head = header(row.dtype, shape, len(raw))
+    files.write_file(folder / name, [head, raw], sync=False)
+    chunk = Chunk(name, len(head), len(raw), (0,) * len(shape), shape, zlib.crc32(raw))
+    total = len(head) + len(raw)
+    return (row.name, Record(chunk, 0, total)), (name, Stored(total, zlib.crc32(head)))
+
+
+def header(dtype: str, shape: tuple[int, ...], length: int) -> bytes:
+    """The beginning of a safetensors file with one tensor."""
+    word, parts = SPLIT.get(dtype, (WORDS.get(dtype), 0))
+    sizes = [*shape, parts] if parts else list(shape)
+    entry = {"dtype": word, "shape": sizes, "data_offsets": [0, length]}
+    text = json.dumps({"__metadata__": {"dtype": dtype}, KEY: entry}).encode()
+    text += b" " * (-len(text) % 64 + 56)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,109 @@
+"""Copies of gradients in reused host memory: all that the training thread has to wait for."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradsight.dump.gradients import Gradients, Row
+
+ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a staged piece lies in its buffer."""
+
+    row: Row
+    start: int
+    stop: int
+
+
+class Buffer:
+    """Host memory that is kept from dump to dump; pinned once gradients come from a GPU."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._events: list[torch.cuda.Event] = []
+        self._rows: tuple[Row, ...] = ()
+        self._views: list[torch.Tensor] = []
+        self.spans: list[Span] = []
+
+    @torch.no_grad()
+    def fill(self, gradients: Gradients) -> None:
+        """Copy the gradients in; on a GPU the copies are ordered, not awaited."""
+        devices = {tensor.device for tensor in gradients.tensors if tensor.is_cuda}
+        self._arrange(gradients.rows, pinned=bool(devices))
+        for target, tensor in zip(self._views, gradients.tensors, strict=True):
+            target.copy_(_dense(tensor, target), non_blocking=tensor.is_cuda)
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def settle(self, divisor: float = 1.0) -> None:
+        """Wait until the copies have arrived and divide out a loss scale; for the writer's thread."""
+        for event in self._events:
+            event.synchronize()
+        if divisor != 1.0:
+            with torch.no_grad():
+                for span in self.spans:
+                    self.view(span).div_(divisor)
+
+    def view(self, span: Span) -> torch.Tensor:
+        """A staged piece as a tensor."""
+        dtype: torch.dtype = getattr(torch, span.row.dtype)
+        return self._bytes[span.start : span.stop].view(dtype).view(span.row.place.sizes)
+
+    def raw(self, span: Span) -> memoryview:
+        """A staged piece as bytes, without a copy."""
+        return self._bytes.numpy().data[span.start : span.stop]
+
+    def _arrange(self, rows: tuple[Row, ...], pinned: bool) -> None:
+        """Find a place for each piece, unless they are those of the last time; memory grows, and never shrinks."""
+        if rows == self._rows and (not pinned or self._bytes.is_pinned()):
+            return
+        self.spans, self._rows = _lay_out(rows), ()
+        length = self.spans[-1].stop if self.spans else 0
+        if length > len(self._bytes) or (pinned and not self._bytes.is_pinned()):
+            self._views, self._bytes = [], torch.empty(0, dtype=torch.uint8)
+            self._bytes = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+        self._rows, self._views = rows, [self.view(span) for span in self.spans]
+
+
+class Pool:
+    """A fixed number of buffers: the bound on how many dumps may be unfinished at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._free = [Buffer() for _ in range(count)]
+        self._change = threading.Condition()
+
+    def take(self, wait: bool) -> Buffer | None:
+        """A free buffer; if there is none, wait for one or do without."""
+        with self._change:
+            while not self._free:
+                if not wait:
+                    return None
+                self._change.wait()
+            return self._free.pop()
+
+    def give(self, buffer: Buffer) -> None:
+        """Return a buffer for the next dump."""
+        with self._change:
+            self._free.append(buffer)
+            self._change.notify()
+
+
+def _lay_out(rows: Sequence[Row]) -> list[Span]:
+    """Lay the pieces out one after the other, each on a multiple that every dtype can live with."""
+    spans, position = [], 0
+    for row in rows:
+        spans.append(Span(row, position, position + row.bytes))
+        position += -(-row.bytes // ALIGN) * ALIGN
+    return spans
+
+
+def _dense(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient as rows of zeros and values; others as they are."""
+    if tensor.layout == torch.strided:
+        return tensor
+    dense = tensor.to_dense()
+    return dense[: target.shape[0]] if target.dim() else dense

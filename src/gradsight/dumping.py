@@ -1,0 +1,62 @@
+"""Dumps under a watch: copied when a gradient is true, written when its step is made."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gradsight import dist
+from gradsight.capture import interception
+from gradsight.dump.dumper import GradientDumper
+from gradsight.dump.job import Facts, Job
+from gradsight.record.problems import Problems
+
+_MIXED = "of several optimizers, as found after the last backward pass"
+
+
+class Dumping:
+    """Hands the gradients of due and of critical steps to a dumper."""
+
+    def __init__(self, dumper: GradientDumper, model: nn.Module, several_optimizers: bool, problems: Problems) -> None:
+        self._dumper, self._model, self._problems = dumper, model, problems
+        self._several = several_optimizers
+        self._staged: tuple[Job, Facts] | None = None
+        if dumper.dump_on is not None and dist.world_size() > 1:
+            problems.report("dump-on", "dump_on needs a run of one process; dumps by schedule go on")
+
+    def look(self, step: int, scaler: torch.amp.GradScaler | None, critical: bool) -> None:
+        """The gradients are true now; a later look of the same step replaces this one."""
+        severity = "critical" if critical and dist.world_size() == 1 else None
+        if not self._dumper.wants(step, severity) or interception.inside_backward():
+            return
+        self._forget()
+        scale = None if scaler is None else float(scaler.get_scale())
+        reason = "schedule" if self._dumper.wants(step) else f"{severity} finding"
+        facts = Facts(gradient=_MIXED if self._several else "true", reason=reason, scale=scale, divisor=scale or 1.0)
+        job = self._dumper.stage(self._model, step, facts)
+        self._staged = None if job is None else (job, facts)
+
+    def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
+        """The step is made: what was copied for it is written."""
+        if self._staged is None:
+            if self._dumper.wants(step):
+                text = f"step {step} was due for a dump, but at no moment were all its gradients there at once"
+                self._problems.report("dump-missing", text)
+            return
+        (job, facts), self._staged = self._staged, None
+        if facts.gradient == "true":
+            facts = replace(facts, gradient=gradient)
+        self._dumper.commit(job, replace(facts, clip_coef=clip_coef()))
+
+    def close(self) -> None:
+        """Wait for the writer, and pass on what went wrong."""
+        self._forget()
+        self._dumper.wait()
+        for problem in self._dumper.problems:
+            self._problems.add(replace(problem, key=f"dump-{problem.key}"))
+
+    def _forget(self) -> None:
+        if self._staged is not None:
+            self._dumper.discard(self._staged[0])
+            self._staged = None

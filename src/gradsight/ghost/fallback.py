@@ -1,0 +1,117 @@
+"""The universal way: exact for any operation, at the price of one more of it.
+
+y = f(x, w) with batch data x and a direction D on w: sample i's share of <D, dL/dw> is the sum over its rows of
+y-gradient times (f'(w) D). The derivative f'(w) D is taken in the backward pass by forward-mode differentiation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsight.ghost.carriers import Carrier, push_forward
+from gradsight.ghost.layout import Layout
+from gradsight.ghost.tangent import Call
+
+Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
+"""From the gradient of an output and the saved tensors to pairs of slot and scores [B]."""
+
+
+def row_dots(a: Tensor, b: Tensor, layout: Layout, batch: int) -> Tensor:
+    """sum over everything but the samples of a * b, in fp32 or wider: [B]. Both broadcast to b's shape."""
+    wide = torch.promote_types(torch.float32, torch.promote_types(a.dtype, b.dtype))
+    if a.shape != b.shape:
+        a = a.expand_as(b)
+    left, right = layout.rows(a, batch).reshape(batch, -1), layout.rows(b, batch).reshape(batch, -1)
+    dots: Tensor = torch.linalg.vecdot(left.to(wide), right.to(wide))
+    return dots
+
+
+def score_table(pairs: Sequence[tuple[int, Tensor]], like: Tensor) -> Tensor:
+    """The scores of one use as a table [slots, B], as the gradient of the probe."""
+    table = torch.zeros_like(like)
+    for slot, scores in pairs:
+        table[slot] += scores.to(device=like.device, dtype=like.dtype)
+    return table
+
+
+class Attach(torch.autograd.Function):
+    """Hands a tensor on unchanged, and in the backward pass the scores found there to the probe."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, probe: Tensor, score: Score, *saved: Tensor) -> Tensor:
+        """A fresh tensor of the same values: views out of a custom function must not be changed in place."""
+        ctx.score = score
+        ctx.probe = probe.detach()
+        ctx.save_for_backward(*saved)
+        return y.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient unchanged, and the scores as the gradient of the probe."""
+        table = None
+        if ctx.needs_input_grad[1]:
+            table = score_table(ctx.score(grad, ctx.saved_tensors), ctx.probe)
+        return grad, table, None, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+def attach(y: Tensor, probe: Tensor, score: Score, saved: Sequence[Tensor] = ()) -> Tensor:
+    """y, with its per-sample scores going to the probe when it gets its gradient."""
+    attached: Tensor = Attach.apply(y, probe, score, *saved)  # type: ignore[no-untyped-call]
+    return attached
+
+
+def attach_derivative(
+    outputs: Sequence[Any],
+    layouts: Mapping[int, Layout],
+    call: Call,
+    flat: Sequence[Any],
+    carried: Mapping[int, Carrier],
+    probe: Tensor,
+) -> list[Any]:
+    """The outputs of a call, those with a layout scored by the call's directional derivative."""
+    where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+    saved = [flat[i] for i in where]
+    rest = [None if isinstance(x, Tensor) else x for x in flat]
+    shared = _Shared(call, rest, where, carried, len(layouts))
+    return [
+        attach(y, probe, _derivative_score(shared, j, layouts[j], probe.shape[1]), saved) if j in layouts else y
+        for j, y in enumerate(outputs)
+    ]
+
+
+class _Shared:
+    """The derivatives of one call, kept from its first output that is scored to its last."""
+
+    def __init__(self, call: Call, rest: list[Any], where: list[int], carried: Mapping[int, Carrier], readers: int) -> None:
+        self._call, self._rest, self._where, self._carried = call, rest, where, carried
+        self._readers = readers
+        self._left = readers
+        self._result: dict[int, list[Tensor | None]] | None = None
+
+    def derivatives(self, saved: Sequence[Tensor]) -> dict[int, list[Tensor | None]]:
+        result = self._result
+        if result is None:
+            flat = list(self._rest)
+            for i, tensor in zip(self._where, saved, strict=True):
+                flat[i] = tensor
+            result = push_forward(self._call, flat, self._carried)
+        self._left -= 1
+        self._result = result if self._left > 0 else None
+        if self._left == 0:
+            self._left = self._readers
+        return result
+
+
+def _derivative_score(shared: _Shared, index: int, layout: Layout, batch: int) -> Score:
+    def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        pairs = []
+        for slot, outputs in shared.derivatives(saved).items():
+            tangent = outputs[index]
+            if tangent is not None:
+                pairs.append((slot, row_dots(tangent, grad, layout, batch)))
+        return pairs
+
+    return score

@@ -1,0 +1,76 @@
+"""The model behind its wrappers, and its parameters by name."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from gradsight.ghost.ranks import is_sharded
+
+WRAPPINGS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself, without DistributedDataParallel and torch.compile around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def own_name(name: str) -> str:
+    """A parameter's name without the wrappers' parts.
+
+    >>> own_name("h._orig_mod.0.weight")
+    'h.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPINGS)
+
+
+class Parameters:
+    """The parameters of a model by name, and the names of the tensors that stand for them in operations."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        named = list(root.named_parameters())
+        self.all = {own_name(name): parameter for name, parameter in named}
+        self.trainable = {name: p for name, p in self.all.items() if p.requires_grad}
+        self._names = {id(p): name for name, p in self.trainable.items()}
+        self._sharded = any(is_sharded(p) for p in self.all.values())
+        self._places = self._find_places() if self._sharded else []
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The name of a trainable parameter; None for any other tensor."""
+        found = self._names.get(id(tensor))
+        if found is not None or not self._sharded:
+            return found
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
+            return None
+        for module, attribute, name in self._places:
+            if module._parameters.get(attribute) is tensor:
+                return name
+        return None
+
+    def _find_places(self) -> list[tuple[nn.Module, str, str]]:
+        """Where each parameter hangs: fully_shard puts the whole tensor there while a layer runs."""
+        places = []
+        for module in self.root.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in self._names:
+                    places.append((module, attribute, self._names[id(parameter)]))
+        return places
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter lives."""
+        return next(iter(self.all.values())).device
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """What scores are kept in: fp32, or fp64 for a model in fp64."""
+        wide = torch.float32
+        for parameter in self.trainable.values():
+            wide = torch.promote_types(wide, parameter.dtype)
+        return wide

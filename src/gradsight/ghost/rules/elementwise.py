@@ -1,0 +1,77 @@
+"""Biases, scales and positions used by broadcasting: x + p, x * p and their kin (also hand-written norms: weight * n(x))."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradsight.ghost.layout import Layout
+from gradsight.ghost.rules.registry import DECLINED, rule
+
+if TYPE_CHECKING:
+    from gradsight.ghost.use import Use
+
+
+@rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+def add(use: "Use") -> Any:
+    """y = x + p: score_i = the sum over i's rows of <D, B>."""
+    return _broadcast(use, sign=1.0, times=False)
+
+
+@rule(torch.sub, Tensor.sub, Tensor.__sub__)
+def sub(use: "Use") -> Any:
+    """y = x - p: the same with the other sign."""
+    return _broadcast(use, sign=-1.0, times=False)
+
+
+@rule(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply)
+def mul(use: "Use") -> Any:
+    """y = x p: score_i = the sum over i's rows of <D, B x>."""
+    return _broadcast(use, sign=1.0, times=True)
+
+
+def _broadcast(use: "Use", sign: float, times: bool) -> Any:
+    """Score the one carried operand of a two-operand operation that the other's samples broadcast it over."""
+    if len(use.args) != 2 or use.kwargs or not all(isinstance(a, Tensor) for a in use.args):
+        return DECLINED
+    carried = [use.carrier(a) for a in use.args]
+    which = 1 if carried[1] is not None else 0
+    if carried[1 - which] is not None or (sign < 0 and which == 0):
+        return DECLINED
+    parameter, other = use.args[which], use.args[1 - which]
+    shape = torch.broadcast_shapes(parameter.shape, other.shape)  # type: ignore[no-untyped-call]
+    layout = use.layout(shape)
+    if layout is None or other.dim() < len(shape):
+        return DECLINED
+    carrier, batch = carried[which], use.batch
+    assert carrier is not None
+
+    def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        values = grad.to(wide) * saved[0].to(wide) if times else grad.to(wide)
+        sums = _sum_to_samples(values, parameter.shape, layout, batch)
+        return [(slot, sign * _dots(sums, d.to(wide), layout, len(shape), batch)) for slot, d in carrier.tangents()]
+
+    return use.attach(use.plain(), score, [other] if times else [])
+
+
+def _sum_to_samples(values: Tensor, shape: torch.Size, layout: Layout, batch: int) -> Tensor:
+    """[B, ...] with every dimension that the parameter has only once (or not at all) summed, but for the samples'."""
+    rows = layout.rows(values, batch)
+    full = (1,) * (values.dim() - len(shape)) + tuple(shape)
+    kept = layout.rows(torch.empty(full, device="meta").expand_as(values), batch) if full else rows
+    summed = [d for d in range(1, rows.dim()) if kept.stride(d) == 0 and rows.shape[d] > 1]
+    return rows.sum(summed, keepdim=True) if summed else rows
+
+
+def _dots(sums: Tensor, direction: Tensor, layout: Layout, rank: int, batch: int) -> Tensor:
+    """<sums_i, D> where D is broadcast to the shape of one sample, or holds a part for each sample."""
+    full = direction.reshape((1,) * (rank - direction.dim()) + tuple(direction.shape))
+    if layout.kind != "all" and full.shape[layout.dim] > 1:
+        along = layout.rows(full, batch)
+    elif layout.kind in {"plain", "all"}:
+        along = layout.rows(full, 1) if layout.kind == "all" else full.movedim(layout.dim, 0)
+    else:
+        along = full.unsqueeze(layout.dim).movedim(layout.dim, 0)
+    return (sums * along).reshape(batch, -1).sum(1)

@@ -1,0 +1,150 @@
+"""LayerNorm, RMSNorm and GroupNorm: a normalised input times a weight, plus a bias."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradsight.ghost.carriers import Carrier
+from gradsight.ghost.fallback import score_table
+from gradsight.ghost.layout import Layout
+from gradsight.ghost.rules.registry import DECLINED, rule
+
+if TYPE_CHECKING:
+    from gradsight.ghost.use import Use
+
+Normalise = Callable[[Tensor], Tensor]
+
+
+@rule(F.layer_norm)
+def layer_norm(use: "Use") -> Any:
+    """y = n(x) w + b over the last dimensions: dw_i = sum of B_i n(x_i), db_i = sum of B_i."""
+    x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
+    weight, bias, eps = use.argument(2, "weight"), use.argument(3, "bias"), use.argument(4, "eps", 1e-5)
+    if use.carrier(x) is not None:
+        return DECLINED
+    layout = use.layout(x.shape[: x.dim() - len(shape)])
+    if layout is None:
+        return DECLINED
+    fused = len(shape) == 1 and weight is not None and bias is not None and not use.exact_grad
+    if fused and x.dtype == weight.dtype and weight.requires_grad and not torch.is_autocast_enabled(x.device.type):
+        carriers = use.carrier(weight), use.carrier(bias)
+        split: Any = SplitLayerNorm.apply(x, weight, bias, use.probe, layout, carriers, eps)  # type: ignore[no-untyped-call]
+        return split
+    return _scaled(use, x, layout, weight, bias, lambda t: F.layer_norm(t, shape, None, None, eps), len(shape))
+
+
+@rule(F.rms_norm)
+def rms_norm(use: "Use") -> Any:
+    """y = n(x) w over the last dimensions, n dividing by the root of the mean square."""
+    x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
+    weight, eps = use.argument(2, "weight"), use.argument(3, "eps")
+    if use.carrier(x) is not None:
+        return DECLINED
+    layout = use.layout(x.shape[: x.dim() - len(shape)])
+    if layout is None:
+        return DECLINED
+    return _scaled(use, x, layout, weight, None, lambda t: F.rms_norm(t, shape, None, eps), len(shape))
+
+
+@rule(F.group_norm)
+def group_norm(use: "Use") -> Any:
+    """y = n(x) w + b with one weight per channel (dimension 1) and statistics per sample and group."""
+    x, groups = use.argument(0, "input"), use.argument(1, "num_groups")
+    weight, bias, eps = use.argument(2, "weight"), use.argument(3, "bias"), use.argument(4, "eps", 1e-5)
+    layout = use.layout(x.shape[:1])
+    if use.carrier(x) is not None or layout is None:
+        return DECLINED
+    return _scaled(use, x, layout, weight, bias, lambda t: F.group_norm(t, groups, None, None, eps), None)
+
+
+@rule(F.batch_norm)
+def fixed_batch_norm(use: "Use") -> Any:
+    """BatchNorm in evaluation mode: y = n(x) w + b with statistics that are not the batch's."""
+    x, mean, var = use.argument(0, "input"), use.argument(1, "running_mean"), use.argument(2, "running_var")
+    weight, bias, eps = use.argument(3, "weight"), use.argument(4, "bias"), use.argument(7, "eps", 1e-5)
+    layout = use.layout(x.shape[:1])
+    if use.argument(5, "training", False) or use.carrier(x) is not None or layout is None:
+        return DECLINED
+    return _scaled(use, x, layout, weight, bias, lambda t: F.batch_norm(t, mean, var, None, None, False, 0.0, eps), None)
+
+
+def _scaled(
+    use: "Use",
+    x: Tensor,
+    layout: Layout,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalise: Normalise,
+    features: int | None,
+) -> Tensor:
+    """The plain operation, scored by <sum of B_i n(x_i), Dw> + <sum of B_i, Db>.
+
+    `features` counts the last dimensions that the weight spans; None: the weight has one entry per channel, dimension 1.
+    """
+    scale, shift, batch = use.carrier(weight), use.carrier(bias), use.batch
+
+    def per_sample(values: Tensor) -> Tensor:
+        rows = layout.rows(values, batch)
+        if features is None:
+            return rows.reshape(batch, -1, x.shape[1], values[0, 0].numel()).sum((1, 3))
+        return rows.reshape(batch, -1, values.shape[-features:].numel()).sum(1)
+
+    def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        grad, pairs = grad.to(wide), []
+        if scale is not None:
+            sums = per_sample(grad * normalise(saved[0].to(wide)))
+            pairs += [(slot, sums @ d.reshape(-1).to(wide)) for slot, d in scale.tangents()]
+        if shift is not None:
+            sums = per_sample(grad)
+            pairs += [(slot, sums @ d.reshape(-1).to(wide)) for slot, d in shift.tangents()]
+        return pairs
+
+    return use.attach(use.plain(), score, [x] if scale is not None else [])
+
+
+class SplitLayerNorm(torch.autograd.Function):
+    """LayerNorm whose backward runs sample by sample, so that its weight and bias gradients come apart at no extra cost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        probe: Tensor,
+        layout: Layout,
+        carriers: tuple[Carrier | None, Carrier | None],
+        eps: float,
+    ) -> Tensor:
+        """The plain operation."""
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        ctx.rest = layout, carriers, probe.detach()
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Input, weight and bias gradient, and the scores as the probe's."""
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        layout, carriers, probe = ctx.rest
+        batch = probe.shape[1]
+        # torch's kernel reads the statistics as if they lay side by side in memory, whatever their strides say.
+        parts = [layout.rows(t, batch).contiguous() for t in (grad, x, mean, rstd)]
+        mask = list(ctx.needs_input_grad[:3])
+        split = [
+            torch.ops.aten.native_layer_norm_backward(g, xi, list(weight.shape), m, r, weight, bias, mask)
+            for g, xi, m, r in zip(*parts, strict=True)
+        ]
+        dx = layout.unrows(torch.stack([s[0] for s in split])) if mask[0] else None
+        sums = [torch.stack([s[j] for s in split]) if mask[j] else None for j in (1, 2)]
+        pairs = []
+        for carrier, each in zip(carriers, sums, strict=True):
+            if carrier is not None and each is not None and ctx.needs_input_grad[3]:
+                pairs += [(slot, each @ d.to(each.dtype)) for slot, d in carrier.tangents()]
+        dw, db = (None if s is None else s.sum(0) for s in sums)
+        return dx, dw, db, score_table(pairs, probe) if ctx.needs_input_grad[3] else None, None, None, None

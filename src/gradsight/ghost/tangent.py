@@ -1,0 +1,194 @@
+"""The directional derivative of any operation."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from gradsight.errors import GradsightError
+
+STRUCTURAL = frozenset(
+    {
+        "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "flatten", "unflatten",
+        "squeeze", "unsqueeze", "expand", "broadcast_to", "repeat", "repeat_interleave", "tile", "contiguous", "clone", "to",
+        "float", "double", "half", "bfloat16", "split", "chunk", "tensor_split", "unbind", "narrow", "select", "index_select",
+        "gather", "__getitem__", "flip", "roll", "tril", "triu", "diagonal", "adjoint", "neg", "__neg__", "sum", "mean",
+        "T.__get__", "mT.__get__", "H.__get__", "mH.__get__",
+    }
+)  # fmt: skip
+"""Linear operations on one tensor that treat the derivative as they treat the value."""
+
+RANDOM = frozenset(
+    {
+        "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
+        "dropout3d", "bernoulli", "rrelu", "native_dropout", "lstm", "gru", "rnn_tanh", "rnn_relu",
+        "scaled_dot_product_attention",
+    }
+)  # fmt: skip
+"""Operations that may draw random numbers: repeated with the generator's state of the first time."""
+
+RandomState = tuple[torch.device, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A torch function and its arguments, flattened."""
+
+    func: Callable[..., Any]
+    spec: TreeSpec
+    device: str = "cpu"
+    generator_state: RandomState | None = None
+    autocast: torch.dtype | None = None
+    """What automatic mixed precision computes in; None when it is off."""
+
+    @property
+    def name(self) -> str:
+        """A readable name; getters are named after their attribute."""
+        return name_of(self.func)
+
+    def run(self, flat: Sequence[Any]) -> list[Any]:
+        """The flattened outputs of the call with these inputs."""
+        args, kwargs = tree_unflatten(list(flat), self.spec)
+        with replay(self.generator_state), precision(self.device, self.autocast):
+            outputs, _ = tree_flatten(self.func(*args, **kwargs))
+        return outputs
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """A readable name of a torch function.
+
+    >>> name_of(torch.Tensor.T.__get__), name_of(torch.add)
+    ('T.__get__', 'add')
+    """
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '?')}.__get__"
+    return str(name)
+
+
+def generator_state(func: Callable[..., Any], device: torch.device) -> RandomState | None:
+    """The random state before a call that may draw from it; None for all other calls."""
+    if name_of(func) not in RANDOM:
+        return None
+    return device, torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What automatic mixed precision computes in now; None when it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def precision(device: str, dtype: torch.dtype | None) -> torch.autocast:
+    """The same automatic mixed precision as in the forward pass, or none."""
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+@contextmanager
+def replay(state: RandomState | None) -> Iterator[None]:
+    """Draw the same random numbers again, without disturbing the generator."""
+    if state is None:
+        yield
+        return
+    device, saved = state
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.cuda.set_rng_state(saved, device) if device.type == "cuda" else torch.set_rng_state(saved)
+        yield
+
+
+def tangents_of(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:
+    """d f(inputs) along tangents given by input position: one per flattened output, None where it is zero."""
+    if call.name in STRUCTURAL and set(tangents) == {0}:
+        with torch.no_grad():
+            return [y if isinstance(y, Tensor) else None for y in call.run([tangents[0], *flat[1:]])]
+    if call.func is F.embedding and set(tangents) == {1}:
+        return [_embedding(call, flat, tangents[1])]
+    try:
+        return _forward_mode(call, flat, tangents)
+    except (NotImplementedError, RuntimeError) as error:
+        try:
+            return _double_backward(call, flat, tangents)
+        except (NotImplementedError, RuntimeError):
+            raise GradsightError(
+                f"torch knows no directional derivative of {call.name} ({error}), so samples cannot be told apart behind it. "
+                "Freeze the parameters that go into it, or write it with other operations."
+            ) from error
+
+
+def _embedding(call: Call, flat: Sequence[Any], direction: Tensor) -> Tensor:
+    """D[index], zero at padding_idx: the row there gets no gradient, though it has a value."""
+    args, kwargs = tree_unflatten(list(flat), call.spec)
+    index, padding = args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")
+    with torch.no_grad():
+        along = F.embedding(index, direction)
+        if padding is not None:
+            along.masked_fill_((index == padding % direction.shape[0]).unsqueeze(-1), 0.0)
+    return along
+
+
+@cache
+def _load_forward_mode() -> None:
+    """torch compiles some formulas when forward mode is first used, and warns about its own way of doing so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forward_ad._maybe_load_decompositions()  # type: ignore[no-untyped-call]
+
+
+def _forward_mode(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:
+    _load_forward_mode()
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    with torch.no_grad(), differentiable_kernels(), forward_ad.dual_level():
+        for i, tangent in tangents.items():
+            value, along = inputs[i].contiguous(), tangent.to(inputs[i].dtype).contiguous()
+            inputs[i] = forward_ad.make_dual(value, along)  # type: ignore[no-untyped-call]
+        found = [_tangent(y) if _is_float(y) else None for y in call.run(inputs)]
+        return [None if t is None else t.clone() for t in found]
+
+
+def _tangent(y: Tensor) -> Tensor | None:
+    tangent: Tensor | None = forward_ad.unpack_dual(y).tangent  # type: ignore[no-untyped-call]
+    return tangent
+
+
+def _double_backward(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:
+    """J v as the derivative of u -> J^T u along v, for operations without a forward-mode formula."""
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    for i in tangents:
+        inputs[i] = inputs[i].clone().requires_grad_()
+    leaves = [inputs[i] for i in tangents]
+    found: list[Tensor | None] = []
+    with torch.enable_grad(), differentiable_kernels():
+        for y in call.run(inputs):
+            if not _is_float(y) or not y.requires_grad:
+                found.append(None)
+                continue
+            dummy = torch.zeros_like(y, requires_grad=True)
+            pulled = torch.autograd.grad(y, leaves, dummy, create_graph=True, retain_graph=True, allow_unused=True)
+            pairs = [(p, t.to(p.dtype)) for p, t in zip(pulled, tangents.values(), strict=True) if p is not None]
+            found.append(torch.autograd.grad([p for p, _ in pairs], dummy, [t for _, t in pairs], retain_graph=True)[0])
+    return found
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+@contextmanager
+def differentiable_kernels() -> Iterator[None]:
+    """Only kernels that can be differentiated forward: plain attention, no fused recurrent layers."""
+    onednn = torch._C._get_mkldnn_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if torch.cuda.is_available():
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        stack.callback(torch._C._set_mkldnn_enabled, onednn)
+        torch._C._set_mkldnn_enabled(False)
+        yield

@@ -1,0 +1,92 @@
+"""GPT-2 models of Hugging Face, built from their configuration: no weights are downloaded."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradsight.errors import MissingPackage, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The shape of a GPT-2 model and the batch it is usually trained on."""
+
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int
+    block_size: int
+    batch_size: int
+
+
+ARCHITECTURES = {
+    "char": Architecture(layers=6, heads=6, width=384, vocabulary=256, block_size=256, batch_size=64),
+    "GPT2-Small": Architecture(layers=12, heads=12, width=768, vocabulary=50257, block_size=1024, batch_size=4),
+    "GPT2-Medium": Architecture(layers=24, heads=16, width=1024, vocabulary=50257, block_size=1024, batch_size=4),
+    "GPT2-Large": Architecture(layers=36, heads=20, width=1280, vocabulary=50257, block_size=1024, batch_size=4),
+}
+
+
+def architecture(name: str) -> Architecture:
+    """The architecture of a name; "char" reads bytes and has about ten million parameters."""
+    if name not in ARCHITECTURES:
+        near = difflib.get_close_matches(name.lower(), [known.lower() for known in ARCHITECTURES], 1)
+        meant = next((f" Did you mean {known}?" for known in ARCHITECTURES if near and known.lower() == near[0]), "")
+        raise UsageError(f"unknown architecture {name!r}; known are {', '.join(ARCHITECTURES)}.{meant}")
+    return ARCHITECTURES[name]
+
+
+def build_model(
+    name: str, *, block_size: int | None = None, vocab_size: int | None = None, dropout: float = 0.0
+) -> "nn.Module":
+    """A freshly initialised GPT-2 language model; block_size and vocab_size are the architecture's unless given."""
+    shape = architecture(name)
+    block_size, vocabulary = block_size or shape.block_size, vocab_size or shape.vocabulary
+    if block_size < 1 or vocabulary < 1 or not 0 <= dropout < 1:
+        raise UsageError(
+            f"block_size and vocab_size must be 1 or more and dropout at least 0 and below 1, got {block_size}, "
+            f"{vocabulary}, {dropout}"
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingPackage("transformers", "hf", f"the model {name}") from error
+    config = transformers.GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=block_size,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=vocabulary - 1,
+        eos_token_id=vocabulary - 1,
+        use_cache=False,
+    )
+    model: Any = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model  # type: ignore[no-any-return]
+
+
+def training_step(
+    name: str, *, batch_size: int | None = None, block_size: int | None = None, dropout: float = 0.0
+) -> "Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]":
+    """A build function: the model and a batch of random tokens, for measuring and predicting memory."""
+    shape = architecture(name)
+    size, length = batch_size or shape.batch_size, block_size or shape.block_size
+    if size < 1:
+        raise UsageError(f"batch_size must be 1 or more, got {size}")
+
+    def build() -> "tuple[Any, dict[str, torch.Tensor]]":
+        import torch
+
+        tokens = torch.randint(0, shape.vocabulary, (size, length))
+        return build_model(name, block_size=length, dropout=dropout), {"input_ids": tokens, "labels": tokens}
+
+    return build

@@ -1,0 +1,161 @@
+"""gradsight dump: what it prints at 80 columns, its exit codes, and that it needs no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gradsight import GradientDumper
+from gradsight.cli import main
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two steps, both kinds at the first."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "run"
+    with GradientDumper(path) as full, GradientDumper(path, save_first_n=2) as sampled:
+        full.dump(model, 0)
+        sampled.dump(model, 0)
+        full.dump(model, 10)
+    return path
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    code = main(["dump", *map(str, arguments)])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if "/" not in line), "fits the terminal, but for paths"
+    return code, [line.rstrip() for line in lines]
+
+
+def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "gradient_dumper/step11.partial/full_gradients").mkdir(parents=True)
+    code, lines = call(capsys, "list", run)
+    assert code == 0
+    assert lines[0].split() == ["step", "kind", "gradients", "size", "ranks", "written", "gradient"]
+    assert [line.split()[:3] for line in lines[1:4]] == [["0", "full", "4"], ["0", "sampled", "4"], ["10", "full", "4"]]
+    assert lines[1].endswith("as found in .grad")
+    assert lines[4] == "unfinished, never read: step11.partial"
+
+
+def test_list_names_what_cannot_be_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "gradient_dumper/step10/full_gradients/manifest.json").write_text("{}")
+    code, lines = call(capsys, "list", run)
+    assert code == 2
+    assert lines[-1].startswith("unreadable: ")
+    assert lines[-1].endswith("manifest.json is not the manifest of a gradient dump")
+
+
+def test_show(run: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = call(capsys, "show", run)
+    assert code == 0
+    assert lines[0] == "step 10, full, gradient: as found in .grad"
+    assert [line.split()[0] for line in lines[2:]] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert lines[2].split()[1:3] == ["7x5", f"{model[0].weight.grad.norm():.2e}"]
+    assert "█" in lines[2]
+
+
+def test_show_one_parameter(run: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = call(capsys, "show", run, "--step", 0, "--parameter", "1.*")
+    assert code == 0
+    assert lines[0] == "step 0, full, gradient: as found in .grad"
+    assert lines[2] == "1.weight  [300, 7] float32"
+    assert lines[3].startswith(f"  norm {model[1].weight.grad.double().norm():.6g}  mean ")
+    assert lines[3].endswith("zeros 0  NaN 0  Inf 0  of 2,100")
+    median = model[1].weight.grad.double().quantile(0.5)
+    assert f"50% {median:.3g}" in lines[4]
+    assert lines[7] == "1.bias  [300] float32"
+
+
+def test_show_what_is_not_finite(tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    model[0].bias.grad[2:4] = float("nan")
+    model[1].bias.grad[0] = float("inf")
+    with GradientDumper(tmp_path) as dumper:
+        dumper.dump(model, 0)
+    _, lines = call(capsys, "show", tmp_path)
+    assert lines[3].endswith("2 NaN")
+    assert lines[5].endswith("1 Inf")
+
+
+def test_show_a_sampled_dump(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = call(capsys, "show", run / "gradient_dumper/step0/sampled_gradients")
+    assert lines[0].startswith("step 0, sampled")
+    assert lines[2].split()[:2] == ["0.weight", "2x5"]
+
+
+def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = call(capsys, "verify", run)
+    assert code == 0
+    assert lines[0].startswith("ok       step 0 full_gradients: 4 gradients, ")
+    assert lines[-1] == "3 of 3 dumps are intact"
+    path = run / "gradient_dumper/step10/full_gradients/__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-10])
+    code, lines = call(capsys, "verify", run)
+    assert code == 2
+    assert lines[2] == "damaged  step 10 full_gradients"
+    assert lines[3].startswith("         __0_0.distcp: ")
+    assert lines[-1] == "2 of 3 dumps are intact"
+    assert call(capsys, "verify", run, "--step", 0)[0] == 0
+
+
+def test_diff(run: Path, tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    with GradientDumper(other) as dumper:
+        dumper.dump(model, 0)
+        model[1].bias.grad[3] *= 1 + 1e-4
+        dumper.dump(model, 10)
+    code, lines = call(capsys, "diff", run, other, "--step", 0)
+    assert (code, lines[-1]) == (0, "4 gradients are the same within 0")
+    code, lines = call(capsys, "diff", run, other)
+    assert (code, lines[-1]) == (2, "1 of 8 gradients differ by more than 0")
+    assert lines[1].split()[:2] == ["10", "1.bias"]
+    code, lines = call(capsys, "diff", run, other, "--tolerance", "1e-3", "--limit", 1)
+    assert (code, lines[-1]) == (0, "8 gradients are the same within 0.001")
+    assert lines[-2] == "and 7 more; --limit shows them"
+
+
+def test_wrong_usage(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in [
+        (["show", run, "--step", 7], "has no dump of step 7; it has steps 0, 10"),
+        (
+            ["show", run, "--parameter", "nothing*"],
+            "no gradient matches 'nothing*'; there are 0.weight, 0.bias, 1.weight, 1.bias",
+        ),
+        (["diff", run, run, "--tolerance", "-1"], "--tolerance must be 0 or more, got -1"),
+    ]:
+        assert main(["dump", *map(str, arguments)]) == 64
+        assert text in capsys.readouterr().err
+    assert main(["dump", "verify", str(tmp_path / "run" / "gradient_dumper" / "step0" / "x")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["dump", "list", str(tmp_path)]) == 2
+    assert "holds no gradient dump; expected gradient_dumper/step{N}/full_gradients or" in capsys.readouterr().err
+
+
+def test_odd_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets in a name are no markup."""
+    module = nn.Module()
+    module._parameters["[red]x[/]"] = nn.Parameter(torch.ones(2))
+    module._parameters["[red]x[/]"].grad = torch.ones(2)
+    with GradientDumper(tmp_path) as dumper:
+        dumper.dump(module, 0)
+    for arguments in (["show", tmp_path], ["show", tmp_path, "--parameter", "x"], ["diff", tmp_path, tmp_path]):
+        _, lines = call(capsys, *arguments)
+        assert any("[red]x[/]" in line for line in lines), arguments
+
+
+@pytest.mark.parametrize("command", ["list", "show", "verify", "diff"])
+def test_no_torch_and_no_colour(command: str, run: Path) -> None:
+    code = f"""
+import sys
+from gradsight.cli import main
+code = main(["dump", {command!r}, *[{str(run)!r}] * {2 if command == "diff" else 1}])
+assert 'torch' not in sys.modules, 'torch was imported'
+sys.exit(code)
+"""
+    environment = {"NO_COLOR": "1", "FORCE_COLOR": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b[3" not in done.stdout, "a colour"

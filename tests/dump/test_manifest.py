@@ -1,0 +1,120 @@
+"""A manifest may come from a stranger: whatever does not make sense in it is refused, with a reason."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsight.dump.manifest import _checksum, encode, read, tiles
+from gradsight.errors import RunError
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and give it a right checksum again."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["crc32"]
+    change(body)
+    path.write_text(json.dumps({**body, "crc32": _checksum(body)}))
+
+
+def entry(body: dict[str, Any]) -> dict[str, Any]:
+    return body["tensors"]["0.weight"]
+
+
+def chunk(body: dict[str, Any]) -> dict[str, Any]:
+    return entry(body)["chunks"][0]
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another format": (lambda body: body.update(format="x"), "is not the manifest of a gradient dump"),
+    "a newer version": (lambda body: body.update(version=2), "has format version 2; this Gradsight reads version 1"),
+    "a path outside": (
+        lambda body: body["files"].update({"../x": {"bytes": 1, "frame_crc32": 0}}),
+        "the file name '../x' leads out of the dump's folder",
+    ),
+    "an absolute path": (
+        lambda body: body["files"].update({"/etc/passwd": {"bytes": 1, "frame_crc32": 0}}),
+        "the file name '/etc/passwd' leads out of the dump's folder",
+    ),
+    "an unlisted file": (
+        lambda body: chunk(body).update(file="other"),
+        "a chunk of 0.weight lies outside of its file 'other'",
+    ),
+    "beyond the file": (lambda body: chunk(body).update(offset=10**9), "lies outside of its file '__0_0.distcp'"),
+    "a negative place": (lambda body: chunk(body).update(offset=-1), "-1 is not a count"),
+    "an unknown dtype": (lambda body: entry(body).update(dtype="int4"), "0.weight has the unknown dtype 'int4'"),
+    "wrong bytes": (
+        lambda body: chunk(body).update(bytes=8),
+        r"a chunk of 0.weight has 8 bytes, its sizes \(7, 5\) say otherwise",
+    ),
+    "a hole": (lambda body: entry(body).update(shape=[8, 5]), "the chunks of 0.weight do not cover it exactly once"),
+    "twice": (lambda body: entry(body)["chunks"].append(chunk(body)), "do not cover it exactly once"),
+    "a huge tensor": (lambda body: entry(body).update(shape=[10**12, 5]), "do not cover it exactly once"),
+    "a missing part": (lambda body: body.pop("step"), "is malformed: 'step'"),
+    "an odd part": (
+        lambda body: entry(body).update(surprise=1),
+        "is malformed: .*unexpected keyword argument 'surprise'",
+    ),
+    "no table": (lambda body: body.update(tensors=[]), "is malformed"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_refused(case: str, dumped: Path) -> None:
+    change, text = CHANGES[case]
+    rewrite(dumped, change)
+    with pytest.raises(RunError, match=text):
+        read(dumped)
+
+
+def test_it_comes_back_as_it_was(dumped: Path) -> None:
+    manifest = read(dumped)
+    (dumped / "manifest.json").write_bytes(encode(manifest))
+    assert read(dumped) == manifest
+
+
+def test_changed_by_hand(dumped: Path) -> None:
+    path = dumped / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+    with pytest.raises(RunError, match=r"manifest.json is damaged: its checksum does not match"):
+        read(dumped)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe"])
+def test_no_json(content: bytes, dumped: Path) -> None:
+    (dumped / "manifest.json").write_bytes(content)
+    with pytest.raises(RunError, match=r"cannot be read as a manifest|is not the manifest of a gradient dump"):
+        read(dumped)
+
+
+def test_many_shards_are_checked_quickly() -> None:
+    """In about as much time as there are shards, not its square."""
+    rows = [((row, 0), (1, 5)) for row in range(20_000)]
+    began = time.perf_counter()
+    assert tiles((20_000, 5), rows[::-1])
+    assert not tiles((20_000, 5), [*rows[:-1], ((7, 0), (1, 5))])
+    assert time.perf_counter() - began < 5
+
+
+spans = st.tuples(st.integers(0, 3), st.integers(0, 3))
+
+
+@given(st.tuples(st.integers(0, 3), st.integers(0, 3)), st.lists(st.tuples(spans, spans), max_size=4))
+def test_boxes_against_counting(shape: tuple[int, int], boxes: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+    """The slow twin: count how often each entry is covered."""
+    pairs = [(tuple(one[0] for one in box), tuple(one[1] for one in box)) for box in boxes]
+    counts = np.zeros((8, 8), dtype=int)
+    for offsets, sizes in pairs:
+        for where in itertools.product(*(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))):
+            counts[where] += 1
+    inside = counts[: shape[0], : shape[1]]
+    fits = all(start + size <= length for pair in pairs for start, size, length in zip(*pair, shape, strict=True))
+    assert tiles(shape, pairs) == (fits and bool((inside == 1).all()))

@@ -1,0 +1,140 @@
+"""Run on two gloo ranks by test_ranks.py: scores under DDP and FSDP2 against one process's truth."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ghost.small import SmallGPT, direction_of, loss_fn, pair, relative_error, truth
+from gradsight import GhostEngine
+
+ROWS = 3
+
+
+def reference() -> SmallGPT:
+    torch.manual_seed(0)
+    return SmallGPT(vocabulary=23, width=9).double()  # 23 and 9 rows: uneven shards
+
+
+def wrapped(kind: str, model: SmallGPT) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def local_rows(batch: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    rows = len(batch[0]) // dist.get_world_size()
+    return tuple(t[rank * rows : (rank + 1) * rows] for t in batch)
+
+
+def whole(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def local(grad: Tensor) -> Tensor:
+    return grad.to_local() if hasattr(grad, "to_local") else grad
+
+
+def check(kind: str, run_dir: str, exact_grad: bool) -> None:
+    rank, plain = dist.get_rank(), reference()
+    model = wrapped(kind, copy.deepcopy(plain))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    val = pair(4, 2)
+    engine = GhostEngine(
+        model,
+        loss_fn,
+        local_rows(val, rank),
+        optimizer=optimizer,
+        exact_grad=exact_grad,
+        route=None if exact_grad else "materialise",
+        run_dir=run_dir,
+        precondition="adam",
+    )
+    for number in range(3):
+        batch = pair(2 * ROWS, 10 + number)
+        mine = local_rows(batch, rank)
+        with engine.observe(sample_ids=[100 * rank + i for i in range(ROWS)]):
+            loss_fn(model, mine).backward()
+        named = dict(zip(dict(plain.named_parameters()), model.parameters(), strict=True))
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.copy_(whole(named[name].detach()))
+        direction = direction_of(plain, val)
+        if number:
+            for name, parameter in named.items():
+                state = optimizer.state[parameter]
+                second = whole(state["exp_avg_sq"]) / (1 - 0.999 ** float(state["step"]))
+                direction[name] = direction[name] / (second.sqrt() + 1e-8)
+        expected = truth(plain, batch, direction)
+        found = engine.scores.total
+        error = float((found - expected[rank * ROWS : (rank + 1) * ROWS]).abs().max() / expected.abs().max())
+        assert error < 1e-9, (kind, rank, number, error)
+        plain.zero_grad()
+        loss_fn(plain, batch).backward()
+        total = found.sum().clone()
+        dist.all_reduce(total)
+        inner = 0.0
+        for name, parameter in plain.named_parameters():
+            grad = whole(named[name].grad)
+            assert relative_error(grad, parameter.grad) < 1e-12, name
+            inner += float((direction[name] * grad).sum())
+        assert abs(float(total) - inner) < 1e-9 * abs(inner) + 1e-12
+        if exact_grad:
+            observed = [p.grad.clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            loss_fn(model, mine).backward()
+            for before, p in zip(observed, model.parameters(), strict=True):
+                assert torch.equal(local(before), local(p.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+    honesty = engine.honesty()["validation"]
+    assert len(honesty.pairs) == 2
+    engine.close()
+    if rank == 0:
+        table = pyarrow.parquet.read_table(Path(run_dir) / "grad_dotprods" / "iter_000003.parquet").to_pylist()
+        assert [r["sample_id"] for r in table if r["step"] == 0] == [0, 1, 2, 100, 101, 102]
+        assert {r["direction"] for r in table if r["step"] > 0} == {"adam"}
+    print(f"{kind} rank {rank} ok", flush=True)
+
+
+def check_accumulation() -> None:
+    """Under DDP's no_sync the micro-batches' scores still add up to <direction, the gradient>."""
+    rank, plain = dist.get_rank(), reference()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    val, direction = pair(4, 2), None
+    engine = GhostEngine(model, loss_fn, local_rows(val, rank))
+    direction, total = direction_of(plain, val), torch.zeros((), dtype=torch.float64)
+    for micro in range(2):
+        mine = local_rows(pair(2 * ROWS, 30 + micro), rank)
+        if micro == 0:
+            with model.no_sync(), engine.observe(step=0):
+                (loss_fn(model, mine) / 2).backward()
+        else:
+            with engine.observe(step=0):
+                (loss_fn(model, mine) / 2).backward()
+        total += engine.scores.total.sum()
+    dist.all_reduce(total)
+    inner = sum(float((direction[n] * p.grad).sum()) for n, p in model.module.named_parameters())
+    assert abs(float(total) - inner) < 1e-9 * abs(inner)
+    engine.close()
+    print(f"accumulation rank {rank} ok", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    check(sys.argv[1], sys.argv[2], exact_grad=sys.argv[3] == "exact")
+    if sys.argv[1] == "ddp":
+        check_accumulation()
+    dist.destroy_process_group()

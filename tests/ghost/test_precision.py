@@ -1,0 +1,128 @@
+"""Mixed precision, loss scaling, activation checkpointing and compilation: the same scores, or an error, never wrong ones."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ghost.models import build
+from ghost.small import direction_of, loss_fn, pair, relative_error, small, truth
+from ghost.test_table import gradient, observe
+from gradsight import GhostEngine
+
+BF16 = 5e-2
+"""Products are rounded to 8 bits of mantissa on their way, per-sample sums are kept in fp32."""
+
+
+@pytest.mark.parametrize("exact_grad", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast(inside: bool, exact_grad: bool) -> None:
+    """Scores as close to fp64's as bf16 allows, .grad as close to plain autocast training's."""
+    model, batch, val = small(dtype=torch.float32), pair(4, 1), pair(3, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain_loss = loss_fn(model, batch)
+    plain_loss.backward()
+    plain = gradient(model)
+    model.zero_grad()
+    engine = GhostEngine(model, loss_fn, val, exact_grad=exact_grad, route=None if exact_grad else "materialise")
+    if inside:
+        with engine.observe():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(model, batch)
+            loss.backward()
+    else:
+        with torch.autocast("cpu", torch.bfloat16), engine.observe():
+            loss = loss_fn(model, batch)
+            loss.backward()
+    assert torch.equal(loss, plain_loss)
+    reference = small()
+    assert relative_error(engine.scores.total, truth(reference, batch, direction_of(reference, val))) < BF16
+    for name, parameter in model.named_parameters():
+        if exact_grad:
+            assert torch.equal(parameter.grad, plain[name]), name
+        else:
+            assert float((parameter.grad - plain[name]).norm() / plain[name].norm()) < 1e-2, name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "convnet", "transformer", "mlp", "lora"])
+def test_bf16_weights(name: str) -> None:
+    case = build(name, torch.bfloat16)
+    case.model.eval()
+    engine, _ = observe(case, route="materialise")
+    assert engine.scores.total.dtype == torch.float32
+    reference = build(name)
+    for p, q in zip(reference.model.parameters(), case.model.parameters(), strict=True):
+        p.data = q.data.double()
+    reference.model.eval()
+    exact, _ = observe(reference)
+    assert relative_error(engine.scores.total, exact.scores.total) < BF16
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+def test_grad_scaler(scale: float) -> None:
+    """The loss scale is divided out of the scores, and clipping is told apart from unscaling."""
+    model, batch, val = small(), pair(4, 1), pair(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    engine = GhostEngine(model, loss_fn, val, optimizer=optimizer)
+    expected = truth(model, batch, direction_of(model, val))
+    with engine.observe():
+        scaler.scale(loss_fn(model, batch)).backward()
+    assert relative_error(engine.scores.total, expected) < 1e-9
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    scaler.step(optimizer)
+    assert abs(float(engine._books.ledger.entries[-1].clip_coef) * float(norm) / 0.01 - 1) < 1e-4
+    assert torch.amp.GradScaler.scale.__qualname__ == "GradScaler.scale"
+
+
+def test_checkpointed_blocks_give_the_same_gradient_and_scores() -> None:
+    batch, val = pair(4, 1), pair(3, 2)
+    found = []
+    for checkpointed in (False, True):
+        model = small(0.2, torch.float32)
+        if checkpointed:
+            for block in model.blocks:
+                inner = block.forward
+                block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        torch.manual_seed(3)
+        engine = GhostEngine(model, loss_fn, val, route="materialise")
+        with engine.observe():
+            loss_fn(model, batch).backward()
+        found.append((engine.scores.total, gradient(model)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+def test_hugging_face_gradient_checkpointing() -> None:
+    found = []
+    for checkpointed in (False, True):
+        case = build("llama")
+        case.model.train()
+        if checkpointed:
+            case.model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine, _ = observe(case)
+        found.append(engine.scores.total)
+    assert relative_error(found[1], found[0]) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own doing
+@pytest.mark.parametrize("what", ["model", "blocks", "in_place"])
+def test_compiled_models_are_observed_uncompiled(what: str) -> None:
+    model, batch, val = small(), pair(4, 1), pair(3, 2)
+    expected = truth(model, batch, direction_of(model, val))
+    compiled: nn.Module = model
+    if what == "model":
+        compiled = torch.compile(model, backend="aot_eager")
+    elif what == "blocks":
+        model.blocks = nn.ModuleList(torch.compile(block, backend="aot_eager") for block in model.blocks)
+    else:
+        model.compile(backend="aot_eager")
+    loss_fn(compiled, batch).backward()
+    model.zero_grad()
+    engine = GhostEngine(compiled, loss_fn, val, per_parameter=True)
+    with engine.observe():
+        loss_fn(compiled, batch).backward()
+    assert relative_error(engine.scores.total, expected) < 1e-12
+    assert "blocks.0.up.weight" in engine.scores.by_parameter
+    assert torch.isfinite(loss_fn(compiled, batch))

@@ -1,0 +1,16 @@
+"""Two gloo ranks: the direction is the global one, every rank scores its own samples, and the sums add up."""
+
+from pathlib import Path
+
+import pytest
+
+from launch import torchrun
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+
+
+@pytest.mark.parametrize("exact_grad", ["exact", "fast"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_ranks(kind: str, exact_grad: str, tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT, kind, tmp_path, exact_grad)
+    assert printed.count("ok") == (4 if kind == "ddp" else 2), printed

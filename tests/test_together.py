@@ -1,0 +1,77 @@
+"""The instruments beside each other in one training run: none changes what another sees."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsight
+from gradsight.train.gpt import GPT, GPTConfig, next_token_loss
+
+STEPS = 6
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return next_token_loss(model(batch[0]), batch[1])
+
+
+def batch(generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 32, (size, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(run_dir: Path, everything: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocabulary=32, block_size=8, width=16, heads=2, layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    target = batch(generator, 2)
+    dumper = engine = None
+    if everything:
+        gradsight.apply_checkpointing(model, "full")
+        dumper = gradsight.GradientDumper(run_dir, step_interval=3)
+        engine = gradsight.GhostEngine(
+            model, loss_of, target, optimizer=optimizer, exact_grad=True, run_dir=run_dir, save_interval=2
+        )
+    with gradsight.watch(model, optimizer, run_dir=run_dir, dump=dumper) as watched:
+        for _ in range(STEPS):
+            for rows in (3, 2):  # two micro-batches
+                samples = batch(generator, rows)
+                if engine is not None:
+                    with engine.observe(domains=["a"] * rows):
+                        loss = loss_of(model, samples) / 2
+                        loss.backward()
+                else:
+                    loss = loss_of(model, samples) / 2
+                    loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            watched.log(loss=loss)
+    if engine is not None:
+        engine.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_all_instruments_at_once(tmp_path: Path) -> None:
+    together, alone = train(tmp_path / "all", True), train(tmp_path / "plain", False)
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)), "the instruments changed training"
+    ours, plain = gradsight.open_run(tmp_path / "all"), gradsight.open_run(tmp_path / "plain")
+    assert [step.total_norm for step in ours.steps()] == [step.total_norm for step in plain.steps()]
+    assert [step.clip_coef for step in ours.steps()] == pytest.approx([step.clip_coef for step in plain.steps()])
+    assert [(stat.parameter, stat.l2) for stat in ours.parameter_stats()] == [
+        (stat.parameter, stat.l2) for stat in plain.parameter_stats()
+    ]
+    scores = list(ours.scores())
+    assert len(scores) == STEPS * 5
+    assert {score.step for score in scores} == set(range(STEPS))
+    clipped = {step.step: step.clip_coef for step in ours.steps()}
+    assert [score.clip_coef for score in scores] == pytest.approx([clipped[score.step] for score in scores], rel=1e-3)
+    assert ours.to_arrow("scores").num_rows == len(scores)
+    stats = {(stat.step, stat.parameter): stat.l2 for stat in ours.parameter_stats()}
+    for step in (0, 3):
+        folder = tmp_path / "all" / "gradient_dumper" / f"step{step}" / "full_gradients"
+        names = list(gradsight.get_checkpoint_metadata(folder).tensors)
+        for name, gradient in zip(names, gradsight.load_keys(folder, names), strict=True):
+            assert float(gradient.norm()) == pytest.approx(stats[step, name], rel=1e-5)
