@@ -85,6 +85,9 @@ class Window:
     steps_seen: int = 0
     l2: Floats = field(default_factory=lambda: np.zeros(0))
     """Norm of every parameter's gradient at this step, NaN where it has none."""
+    previous: Floats = field(default_factory=lambda: np.zeros(0))
+    """The same of the step before."""
+    previous_total: float = 0.0
     effective: float = 0.0
     """The norm that the optimizer used: after clipping, where that is known."""
     baseline: Baseline = field(default_factory=Baseline)
@@ -125,7 +128,7 @@ class Window:
 
     def take(self, observed: Observed) -> None:
         """Make this the current step."""
-        self.now = observed
+        self.previous_total, self.now = self.now.total, observed
         step = observed.step
         if self.steps_seen == 0:
             self.first_step = step.step
@@ -148,11 +151,11 @@ class Window:
             self._take_closer(observed.closer)
 
     def _take_norms(self, observed: Observed) -> None:
+        self.previous = self.l2
         if observed.l2 is None:
             self.l2, self.effective = np.full(len(self.subject.names), np.nan), 0.0
             return
         self.signals.add("norms")
-        before = self.l2
         if observed.rows is None:
             self.l2 = observed.l2
             self.received[:] = True
@@ -161,7 +164,7 @@ class Window:
             self.l2[observed.rows] = observed.l2
             self.received[observed.rows] = True
         self.alive |= self.l2 > 0
-        same = len(before) == len(self.l2) and observed.total > 0 and np.array_equal(before, self.l2, equal_nan=True)
+        same = observed.total > 0 and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0
         clip = observed.step.clip_coef
         self.effective = observed.total * clip if clip is not None else observed.total

@@ -101,11 +101,11 @@ def summarize(run: ReadableRun) -> Summary:
 
 def _health(run: ReadableRun, steps: list[Step], last: list[ParameterStat]) -> HealthReport:
     """The health report of a record: its findings, and the counts of its last measured step."""
-    counts = tuple(sum(test(stat) for stat in last) for test in (_has_nan, _has_inf, _is_zero))
+    nan, inf, zero = (sum(test(stat) for stat in last) for test in (_has_nan, _has_inf, _is_zero))
     measured = [step for step in steps if step.total_norm is not None]
     number, norm = (measured[-1].step, measured[-1].total_norm or 0.0) if measured else (0, 0.0)
     findings = sorted(run.findings(), key=lambda each: (-SEVERITIES.index(each.severity), each.first_step, each.code))
-    return make_report(number, norm, (*counts, len(last)), findings, list(run.abstentions()), len(steps))  # type: ignore[arg-type]
+    return make_report(number, norm, (nan, inf, zero, len(last)), findings, list(run.abstentions()), len(steps))
 
 
 def _has_nan(stat: ParameterStat) -> bool:
@@ -146,6 +146,10 @@ def _overview(summary: Summary) -> list[str]:
     within = [step.scalars["gradients/share_within_0.1"] for step in steps if "gradients/share_within_0.1" in step.scalars]
     if within:
         rows.append(("Entries within ±0.1", f"{within[-1]:.1%} at the last look"))
+    parameters = summary.config.get("parameters", [])
+    frozen = sum(not parameter.get("trainable", True) for parameter in parameters)
+    if frozen:
+        rows.append(("Frozen parameters", f"{frozen} of {len(parameters)}"))
     rows.append(("Measured on", _measured_on(steps, summary.config)))
     return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
 

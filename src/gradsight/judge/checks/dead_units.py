@@ -30,7 +30,7 @@ def init_weights(module):
 model.apply(init_weights)
 """,
 )
-def dead_units(window: Window, *, share: float = 0.5, looks: int = 4) -> Iterator[Fact]:
+def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterator[Fact]:
     """Most units of a layer get no gradient at any look.
 
     Why: a unit whose row of the weight has a zero gradient for every sample is dead, and its capacity lost. A few

@@ -29,8 +29,10 @@ def fast(
 
     Why: what was learned, or initialised, is overwritten. Judged are matrices that did not start from zero: biases
     and the second
-    half of a low-rank adapter grow from nothing, and may.
+    half of a low-rank adapter grow from nothing, and may. So may a model whose loss falls.
     """
+    if window.losses and window.losses[-1] < 0.9 * window.first_losses[0]:
+        return  # long steps that get somewhere
     matrices = [row for row in window.subject.matrices if not window.started_at_zero[row]]
     ratios = window.closers[-1].update_ratio[matrices] if matrices else np.zeros(0)
     known = ratios[~np.isnan(ratios)]

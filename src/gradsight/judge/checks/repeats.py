@@ -24,7 +24,7 @@ for inputs, targets in loader:    # not next(iter(loader)): that is the first ba
 def repeats(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     """The gradient is exactly that of the step before.
 
-    Why: two batches never give the same gradient bit for bit; something stands still.
+    Why: two batches never give the same gradient bit for bit; something stands still. A solved problem may.
     """
-    if window.repeats >= steps:
+    if window.repeats >= steps and window.converging is not True:
         yield Fact(f"{window.repeats} steps in a row", first_step=window.now.step.step - window.repeats)

@@ -28,9 +28,11 @@ if norm > 10 * usual_norm:
 """,
 )
 def spike(
-    window: Window, *, factor: float = 10.0, sigmas: float = 8.0, share: float = 0.3, least: float = 0.01
+    window: Window, *, factor: float = 10.0, sigmas: float = 8.0, jump: float = 3.0, share: float = 0.3, least: float = 0.01
 ) -> Iterator[Fact]:
     """The gradient jumped far above what is usual for this run.
+
+    A jump is sudden: tenfold the usual, and several times the step before. What grows from step to step is the business of others.
 
     Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A parameter of its
     own counts only
@@ -42,10 +44,12 @@ def spike(
     if excess is None or window.baseline.median is None or now.step.skipped or window.steps_seen < 12:
         return
     above, spreads = excess
-    high = (above > np.log(factor)) & (spreads > sigmas)
+    current, before = np.append(window.l2, now.total), np.append(window.previous, window.previous_total)
+    with np.errstate(invalid="ignore"):
+        high = (above > np.log(factor)) & (spreads > sigmas) & ~(current < jump * before)
     if not high.any():
         return
-    matters = np.append(window.l2, now.total) > share * np.exp(window.baseline.median[-1])
+    matters = current > share * np.exp(window.baseline.median[-1])
     rows = np.flatnonzero((high & matters)[:-1])
     if len(rows) or (high & matters)[-1]:
         worst = float(np.exp(min(50.0, above[np.append(rows, len(above) - 1)].max())))

@@ -32,7 +32,7 @@ def unchanged(window: Window, *, looks: int = 3) -> Iterator[Fact]:
 
     Why: frozen by mistake: a learning rate of zero, or updates lost in rounding, look like training and are none.
     """
-    if len(window.closers) < looks or window.looks_taken < looks + 1 or window.now.step.skipped:
+    if len(window.closers) < looks or window.looks_taken < looks + 1 or window.now.step.skipped or window.converging:
         return
     recent = list(window.closers)[-looks:]
     if window.now.step.lr == 0 and not any((look.update_ratio > 0).any() for look in recent):
