@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradsight.errors import UsageError
-from gradsight.judge.baseline import Baseline
+from gradsight.judge.baseline import Baseline, logarithms
 from gradsight.judge.judge import Judge
 from gradsight.judge.registry import chosen
 from gradsight.records import Finding
@@ -37,10 +37,10 @@ def test_a_baseline_never_takes_in_what_is_not_finite() -> None:
     baseline = Baseline()
     for number in range(60):
         bad = number % 7 == 3
-        baseline.enter(np.array([np.nan if bad else 1.0]), np.nan if bad else 1.0, incident=bad)
+        baseline.enter(logarithms(np.array([np.nan if bad else 1.0]), np.nan if bad else 1.0), not bad, incident=False)
     assert baseline.median is not None
     assert baseline.median.tolist() == [0.0, 0.0]
-    found = baseline.excess(np.array([1e6]), 1e6)
+    found = baseline.excess(logarithms(np.array([1e6]), 1e6))
     assert found is not None
     assert found[0][0] == pytest.approx(np.log(1e6))
 
@@ -56,13 +56,13 @@ def test_a_nan_does_not_hide_the_spike_behind_it() -> None:
 def test_an_incident_does_not_become_the_baseline_but_a_new_level_does() -> None:
     baseline = Baseline()
     for _ in range(30):
-        baseline.enter(np.array([1.0]), 1.0, incident=False)
+        baseline.enter(np.zeros(2), True, incident=False)
     for _ in range(20):
-        baseline.enter(np.array([100.0]), 100.0, incident=True)
+        baseline.enter(np.full(2, 4.6), True, incident=True)
     assert baseline.median is not None
     assert baseline.median[0] == 0.0
     for _ in range(30):
-        baseline.enter(np.array([100.0]), 100.0, incident=True)
+        baseline.enter(np.full(2, 4.6), True, incident=True)
     assert baseline.median is None
 
 

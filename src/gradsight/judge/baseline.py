@@ -16,8 +16,8 @@ _WARM_UP = 10
 _NEW_LEVEL = 25
 _NORMAL = 1.4826
 _LEAST_SPREAD = 0.05
-_FLOOR = -100.0
-"""The logarithm that stands for zero."""
+_FLOOR, _CEILING = -100.0, 700.0
+"""The logarithms that stand for zero and for infinity."""
 
 
 class Baseline:
@@ -33,22 +33,21 @@ class Baseline:
         """None until warmed up."""
         self.spread: Floats | None = None
 
-    def excess(self, l2: Floats, total: float) -> tuple[Floats, Floats] | None:
-        """By how much each logarithm exceeds its median, and that in spreads; None during warm-up."""
-        if self.median is None or self.spread is None or len(l2) + 1 != len(self.median):
+    def excess(self, row: Floats) -> tuple[Floats, Floats] | None:
+        """By how much each of these `logarithms` exceeds its median, and that in spreads; None during warm-up."""
+        if self.median is None or self.spread is None or len(row) != len(self.median):
             return None
-        above = logarithms(l2, total) - self.median
+        above = row - self.median
         return above, above / self.spread
 
-    def enter(self, l2: Floats, total: float, incident: bool) -> None:
-        """Take in a step, unless it is part of an incident."""
-        if incident or not np.isfinite(total):
+    def enter(self, row: Floats, finite: bool, incident: bool) -> None:
+        """Take in the `logarithms` of a step, unless it is part of an incident or not finite."""
+        if incident or not finite:
             self._held += 1
-            if self._held < _NEW_LEVEL or not np.isfinite(total):
+            if self._held < _NEW_LEVEL or not finite:
                 return
             self._ring, self._count, self.median, self.spread = None, 0, None, None
         self._held = 0
-        row = logarithms(l2, total)
         if self._ring is None or self._ring.shape[1] != len(row):
             self._ring, self._count = np.empty((_LENGTH, len(row))), 0
         self._ring[self._count % _LENGTH] = row
@@ -68,7 +67,10 @@ def logarithms(l2: Floats, total: float) -> Floats:
     >>> logarithms(np.array([1.0, 0.0]), 1.0).tolist()
     [0.0, -100.0, 0.0]
     """
-    values = np.append(l2, total)
+    result = np.empty(len(l2) + 1)
+    result[:-1], result[-1] = l2, total
     with np.errstate(divide="ignore", invalid="ignore"):
-        result: Floats = np.maximum(np.nan_to_num(np.log(values), nan=_FLOOR, posinf=700.0, neginf=_FLOOR), _FLOOR)
+        np.log(result, out=result)
+    if not np.isfinite(result.sum()):
+        np.nan_to_num(result, copy=False, nan=_FLOOR, posinf=_CEILING, neginf=_FLOOR)
     return result

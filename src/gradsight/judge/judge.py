@@ -60,7 +60,8 @@ class Judge:
         if window.steps_seen % _STRETCH == 0 or not patient:
             self._run("stretch", patient)
         if observed.l2 is not None:
-            window.baseline.enter(window.l2, observed.total, window.broken or self._is_outlier(observed.total))
+            finite = observed.counts is None and bool(np.isfinite(observed.total))
+            window.baseline.enter(window.logarithms, finite, self._is_outlier())
 
     def findings(self) -> list[Finding]:
         """What has been found so far, the worst first."""
@@ -125,8 +126,8 @@ class Judge:
         if self._on_finding is not None:
             self._on_finding(finding)
 
-    def _is_outlier(self, total: float) -> bool:
-        found = self.window.baseline.excess(self.window.l2, total)
+    def _is_outlier(self) -> bool:
+        found = self.window.baseline.excess(self.window.logarithms)
         return found is not None and bool(found[0][-1] > _OUTLIER[0] and found[1][-1] > _OUTLIER[1])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.judge.baseline import Baseline
+from gradsight.judge.baseline import Baseline, logarithms
 from gradsight.records import Step, block_of
 
 Floats = npt.NDArray[np.float64]
@@ -85,6 +85,8 @@ class Window:
     steps_seen: int = 0
     l2: Floats = field(default_factory=lambda: np.zeros(0))
     """Norm of every parameter's gradient at this step, NaN where it has none."""
+    logarithms: Floats = field(default_factory=lambda: np.zeros(0))
+    """Of `l2` and, last, of the total."""
     previous: Floats = field(default_factory=lambda: np.zeros(0))
     """The same of the step before."""
     previous_total: float = 0.0
@@ -112,6 +114,8 @@ class Window:
     """How many steps in a row the optimizer used gradients that had not been cleared."""
     blocks: list[tuple[str, list[int]]] = field(default_factory=list)
     """Blocks of the model in its own order, with the rows of their matrices."""
+    _block_rows: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    _block_of_row: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     signals: set[str] = field(default_factory=set)
     """What has been seen so far."""
 
@@ -123,6 +127,8 @@ class Window:
             if self.subject.trainable[row]:
                 found.setdefault(block_of(self.subject.names[row]), []).append(row)
         self.blocks = list(found.items())
+        self._block_rows = np.array([row for rows in found.values() for row in rows], dtype=np.intp)
+        self._block_of_row = np.repeat(np.arange(len(found)), [len(rows) for rows in found.values()])
         if self.subject.memberships is not None:
             self.signals.add("optimizer")
 
@@ -163,6 +169,7 @@ class Window:
             self.l2 = np.full(len(self.subject.names), np.nan)
             self.l2[observed.rows] = observed.l2
             self.received[observed.rows] = True
+        self.logarithms = logarithms(self.l2, observed.total)
         self.alive |= self.l2 > 0
         same = observed.total > 0 and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0
@@ -184,6 +191,11 @@ class Window:
             self.started_at_zero = np.isnan(closer.update_ratio)
         self.looks_taken += 1
         self.closers.append(closer)
+
+    def block_norms(self) -> Floats:
+        """The norm over the matrices of every block, now."""
+        squares = np.nan_to_num(self.l2[self._block_rows]) ** 2
+        return np.sqrt(np.bincount(self._block_of_row, squares, len(self.blocks)))
 
     @property
     def broken(self) -> bool:

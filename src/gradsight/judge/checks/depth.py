@@ -43,8 +43,8 @@ def depth(window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: i
     """
     if window.now.counts is not None or len(window.blocks) < blocks:
         return
-    norms = [(name, float(np.sqrt(np.nansum(window.l2[rows] ** 2)))) for name, rows in window.blocks]
-    known = [(name, norm) for name, norm in norms if norm > 0]
+    norms = zip(window.blocks, window.block_norms().tolist(), strict=True)
+    known = [(name, norm) for (name, _), norm in norms if norm > 0]
     if len(known) < blocks:
         return
     quarter = max(1, len(known) // 4)

@@ -12,6 +12,7 @@ from gradsight.judge.window import Window
     "GS302",
     "missing from the optimizer",
     "warning",
+    when="look",
     needs=("norms", "optimizer"),
     recommendation=(
         "These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also "

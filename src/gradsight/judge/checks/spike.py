@@ -1,5 +1,6 @@
 """GS201: a spike."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,7 +33,7 @@ def spike(
 ) -> Iterator[Fact]:
     """The gradient jumped far above what is usual for this run.
 
-    A jump is sudden: tenfold the usual, and several times the step before. What grows from step to step is the business of others.
+    A jump is sudden: tenfold the usual, and several times the step before. What grows step by step is the business of others.
 
     Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A parameter of its
     own counts only
@@ -40,15 +41,16 @@ def spike(
     that is next to nothing.
     """
     now = window.now
-    excess = window.baseline.excess(window.l2, now.total) if now.counts is None and now.total > least else None
+    excess = window.baseline.excess(window.logarithms) if now.counts is None and now.total > least else None
     if excess is None or window.baseline.median is None or now.step.skipped or window.steps_seen < 12:
         return
     above, spreads = excess
-    current, before = np.append(window.l2, now.total), np.append(window.previous, window.previous_total)
-    with np.errstate(invalid="ignore"):
-        high = (above > np.log(factor)) & (spreads > sigmas) & ~(current < jump * before)
+    high = (above > math.log(factor)) & (spreads > sigmas)
     if not high.any():
         return
+    current, before = np.append(window.l2, now.total), np.append(window.previous, window.previous_total)
+    with np.errstate(invalid="ignore"):
+        high &= ~(current < jump * before)
     matters = current > share * np.exp(window.baseline.median[-1])
     rows = np.flatnonzero((high & matters)[:-1])
     if len(rows) or (high & matters)[-1]:

@@ -10,6 +10,7 @@ from gradsight.judge.window import Window
     "GS303",
     "twice in the optimizer",
     "warning",
+    when="look",
     needs=("optimizer",),
     recommendation=(
         "These parameters are updated more than once per step, with a learning rate that is in effect higher: give"
