@@ -48,6 +48,7 @@ class Judge:
         self._on_finding = on_finding
         running = [_Running(check, values, int(values.get("patience", 1))) for check, values in chosen(settings)]
         self._running = running
+        self._ready: dict[str, tuple[int, list[_Running]]] = {}
         self._by_when = {when: [each for each in running if each.check.when == when] for when in ("step", "stretch", "look")}
 
     def observe(self, observed: Observed, patient: bool = True) -> None:
@@ -84,12 +85,19 @@ class Judge:
                 self._tell(each, replace(each.finding, evidence=f"{each.evidence}; {each.incidents} times in all"))
 
     def _run(self, when: str, patient: bool) -> None:
+        for each in self._able(when):
+            facts = list(each.check.function(self.window, **each.settings))
+            if facts or each.streak or each.finding is not None:
+                self._weigh(each, facts, patient)
+
+    def _able(self, when: str) -> list[_Running]:
+        """The checks whose signals have been seen; asked for at every step, so remembered until there is a new signal."""
+        seen, able = self._ready.get(when, (-1, []))
         signals = self.window.signals
-        for each in self._by_when[when]:
-            if signals.issuperset(each.check.needs):
-                facts = list(each.check.function(self.window, **each.settings))
-                if facts or each.streak or each.finding is not None:
-                    self._weigh(each, facts, patient)
+        if seen != len(signals):
+            able = [each for each in self._by_when[when] if signals.issuperset(each.check.needs)]
+            self._ready[when] = (len(signals), able)
+        return able
 
     def _weigh(self, each: _Running, facts: list[Any], patient: bool) -> None:
         """Count agreement; make, widen or end a finding."""

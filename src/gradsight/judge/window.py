@@ -171,7 +171,7 @@ class Window:
             self.received[observed.rows] = True
         self.logarithms = logarithms(self.l2, observed.total)
         self.alive |= self.l2 > 0
-        same = observed.total > 0 and np.array_equal(self.previous, self.l2, equal_nan=True)
+        same = 0 < observed.total == self.previous_total and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0
         clip = observed.step.clip_coef
         self.effective = observed.total * clip if clip is not None else observed.total
