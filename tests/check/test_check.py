@@ -67,7 +67,7 @@ def test_clipping_is_put_where_this_script_steps(tmp_path: Path) -> None:
     assert "GS102" not in check(script, "--lr", "1e-9").stdout
 
 
-def test_several_models_are_kept_apart(tmp_path: Path) -> None:
+def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.ADVERSARIES))
     assert done.returncode == 2, done.stderr
     models = json.loads(done.stdout)["models"]
@@ -75,6 +75,10 @@ def test_several_models_are_kept_apart(tmp_path: Path) -> None:
     first = {name: report["findings"][0]["first_step"] for name, report in models.items()}
     assert first["maker"] == 20
     assert (tmp_path / "run" / "critic" / "report.md").exists()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().out.count("report: ") == 2
+    assert "## The script" in (tmp_path / "run" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(("kind", "model"), [("TRAINER", "Model"), ("LIGHTNING", "Model")])

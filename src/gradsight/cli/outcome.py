@@ -104,9 +104,13 @@ def script_section(notes: Sequence[str]) -> str:
     return "\n## The script\n\n" + "\n".join(f"- {note}" for note in notes) + "\n" if notes else ""
 
 
-def gather(folder: Path, command: list[str], code: int, ours: Sequence[str] = ()) -> Outcome:
-    """Read what a script has left in a directory."""
-    outcome = Outcome(command, code, ours=ours)
+def gather(folder: Path, command: Sequence[str] = (), code: int = 0, ours: Sequence[str] = ()) -> Outcome:
+    """Read what a script has left in a directory; without a command, that of the check which wrote there, if one did."""
+    kept = folder / "check.json"
+    if not command and kept.is_file():
+        script = json.loads(kept.read_text())["script"]
+        command, code = script["command"], script["exit_code"]
+    outcome = Outcome(list(command), code, ours=ours)
     described = folder / "script.json"
     if described.is_file():
         outcome.optimizers = json.loads(described.read_text())
