@@ -26,8 +26,8 @@ from gradsight import GhostEngine
 
 DOMAINS = ("asyncio", "email", "encodings", "unittest", "idlelib", "xml")
 OWN = "email"
-LENGTH = 48
-SETTLED = 0.3
+LENGTH, BATCH = 128, 16
+SETTLED = 0.2
 """The share of training after which scores count: before it, a model learns which bytes are common, from any sample."""
 
 
@@ -119,11 +119,13 @@ def train(data: Corpus, rows: Tensor, targets: dict[str, tuple[Tensor, Tensor]],
             model, loss_fn, targets=targets, optimizer=optimizer, precondition="adam" if kind == "adam" else None
         )
     sums = {name: torch.zeros(len(data.ids)) for name in targets}
-    order, curve = torch.Generator().manual_seed(1), []
+    order, curve, queue = torch.Generator().manual_seed(1), [], rows[:0]
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
-        chosen = rows[torch.randperm(len(rows), generator=order)[:32]]
+        if len(queue) < BATCH:
+            queue = rows[torch.randperm(len(rows), generator=order)]
+        chosen, queue = queue[:BATCH], queue[BATCH:]
         if engine is None:
             loss_fn(model, data.pair(chosen)).backward()
         else:
@@ -151,7 +153,7 @@ def auc(scores: Tensor, positive: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--per-domain", type=int, default=200)
+    parser.add_argument("--per-domain", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="few steps: shows that everything runs")
     options = parser.parse_args()
     steps = 40 if options.quick else options.steps
@@ -160,11 +162,12 @@ def main() -> None:
     own = torch.tensor([domain == OWN for domain in held_out.domains]).nonzero().flatten()
     targets = {"all": held_out.pair(slice(None)), OWN: held_out.pair(own)}
     everything = torch.arange(len(data.ids))
-    print(f"{len(everything)} samples of {LENGTH} bytes, {int(data.corrupted.sum())} corrupted, {steps} steps of 32")
-    runs = {kind: train(data, everything, targets, steps, kind) for kind in ("adam", "plain")}
-    for kind, run in runs.items():
+    print(f"{len(everything)} samples of {LENGTH} bytes, {int(data.corrupted.sum())} corrupted, {steps} steps of {BATCH}")
+    runs = {}
+    for kind in ("plain", "adam"):
+        run = runs[kind] = train(data, everything, targets, steps, kind)
         found = auc(run.sums["all"], data.corrupted)
-        print(f"  {kind:5s} scores: AUC {found:.3f}, honesty {run.correlation:+.3f}, {run.seconds:.0f} s")
+        print(f"  {kind:5s} scores: AUC {found:.3f}, honesty {run.correlation:+.3f}, {run.seconds:.0f} s", flush=True)
     by_domain: dict[str, list[float]] = defaultdict(list)
     for row in (~data.corrupted).nonzero().flatten().tolist():
         by_domain[data.domains[row]].append(float(runs["adam"].sums[OWN][row]))
@@ -172,15 +175,19 @@ def main() -> None:
     ranked = sorted(means, key=lambda domain: -means[domain])
     print(f"  mean score for the target {OWN!r}: " + ", ".join(f"{d} {means[d]:.2e}" for d in ranked))
     print(f"  the target's own domain ranks {ranked.index(OWN) + 1} of {len(ranked)}")
-    worst = runs["adam"].sums["all"].argsort()[: int(0.12 * len(everything))]
-    kept = torch.tensor(sorted(set(everything.tolist()) - set(worst.tolist())))
     plain = train(data, everything, targets, steps, None)
-    cleaned = train(data, kept, targets, steps, None)
     goal = min(loss for _, loss in plain.curve)
-    needed = {
-        name: next((s for s, loss in run.curve if loss <= goal), None) for name, run in (("all", plain), ("kept", cleaned))
-    }
-    print(f"  validation loss {goal:.3f}: after {needed['all']} steps with all samples, {needed['kept']} without the worst 12%")
+    print(f"  validation loss {goal:.3f} after {first_below(plain, goal)} steps with all samples")
+    for kind, run in runs.items():
+        worst = run.sums["all"].argsort()[: int(0.12 * len(everything))]
+        kept = torch.tensor(sorted(set(everything.tolist()) - set(worst.tolist())))
+        cleaned = train(data, kept, targets, steps, None)
+        print(f"  and after {first_below(cleaned, goal)} steps without the worst 12% by {kind} scores")
+
+
+def first_below(run: Outcome, goal: float) -> int | None:
+    """The first step at which the validation loss is no more than the goal; None: never."""
+    return next((step for step, loss in run.curve if loss <= goal), None)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def at(step: int, change: Callable[[Batch], Batch]) -> Callable[[int, Batch], Ba
 
 def log_of_zero(model: nn.Module, batch: Batch, step: int) -> Tensor:
     p = model(batch[0]).softmax(1)
-    p = p * (p > 0.1) if step >= 20 else p
+    p = p * (p > 0.3) if step >= 20 else p
     return F.nll_loss(p.log(), batch[1])
 
 

@@ -54,6 +54,18 @@ def train(run_dir: Path, everything: bool) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def test_a_watch_is_a_tracker_too(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with gradsight.watch(model, run_dir=tmp_path) as watched:
+        model(torch.ones(1, 2)).sum().backward()
+        monitored = gradsight.MemoryMonitor().sample(watched, 0)
+        norms = gradsight.log_gradient_distribution(model, watched, 0)
+        watched.step()
+    run = gradsight.open_run(tmp_path)
+    assert {scalar.name: scalar.value for scalar in run.memory()} == monitored
+    assert {scalar.name: scalar.value for scalar in run.scalars()}["gradients/weight/norm"] == norms["weight"]
+
+
 def test_all_instruments_at_once(tmp_path: Path) -> None:
     together, alone = train(tmp_path / "all", True), train(tmp_path / "plain", False)
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)), "the instruments changed training"

@@ -82,6 +82,13 @@ class Delivery:
                 elif not self._blocks:
                     self._feed.histogram(f"gradients/{histogram.parameter}/histogram", histogram, number)
 
+    def log_scalar(self, step: int, name: str, value: float) -> None:
+        """A number that is not of an optimizer step, but of whatever the caller counts."""
+        if self._store is not None:
+            self._store.add_scalars(step, {name: value})
+        if self._feed is not None:
+            self._feed.scalars({name: value}, step)
+
     def log(self, step: int, values: dict[str, float]) -> None:
         """Scalars of a step that has been made already."""
         if self._store is not None:

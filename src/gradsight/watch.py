@@ -148,6 +148,11 @@ class Watch:
         else:
             self._deliver.log(self._assembler.step - 1, {name: _value(value) for name, value in values.items()})
 
+    def log_scalar(self, name: str, value: float, step: int) -> None:
+        """One number under a step of the caller's, as trackers take it: a watch is a tracker too."""
+        if not self._closed and dist.rank() == 0:
+            self._deliver.log_scalar(step, name, float(value))
+
     @property
     def current_step(self) -> int:
         """The number of the step under way."""

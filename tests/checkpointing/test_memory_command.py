@@ -10,6 +10,7 @@ import pytest
 
 from gradsight.cli import main
 from gradsight.cli.memory import gigabytes
+from gradsight.record.reader import open_run
 
 MODELS = """
 import torch
@@ -196,3 +197,11 @@ def test_built_in_models() -> None:
         training_step("char", batch_size=-1)
     with pytest.raises(UsageError, match="dropout at least 0 and below 1"):
         build_model("char", dropout=1.5)
+
+
+def test_the_verification_is_kept_in_a_run(tmp_path: Path) -> None:
+    size = ["--architecture", "char", "--batch_size", "4", "--block_size", "128"]
+    assert main(["memory", "verify", *size, "--run_dir", str(tmp_path)]) == 0
+    kept = {scalar.name: scalar.value for scalar in open_run(tmp_path).memory()}
+    assert kept["checkpointing/passed"] == 1
+    assert 0 < kept["checkpointing/reduction"] < 1

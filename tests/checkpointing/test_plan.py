@@ -42,17 +42,17 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
 def test_many_blocks_take_no_time() -> None:
     options = [Option(100, 110, 30, 0), Option(60, 110, 80, 2), Option(40, 110, 90, 5), Option(7, 110, 120, 9)]
     problem = Problem(1000, 0, 50, [options] * 200)
-    start = time.perf_counter()
+    start = time.process_time()
     chosen = cheapest(problem, 9000)
     assert chosen is not None
     assert peak_of(problem, chosen) <= 9000
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
-def rivals(build: Build, count: int) -> list[tuple[int, int]]:
+def rivals(build: Build, count: int, optimizer: str | None = None) -> list[tuple[int, int]]:
     """Peak and operations of all-or-nothing, every first-k, and recomputing every second product."""
     policies = ["none", "full", "alternate", *(f"first:{k}" for k in range(1, count))]
-    uses = [predict_peak_memory(build, policy=policy) for policy in policies]
+    uses = [predict_peak_memory(build, policy=policy, optimizer=optimizer) for policy in policies]
     return [(use.peak_bytes, use.flops) for use in uses]
 
 
@@ -60,7 +60,7 @@ def test_never_worse_than_simple_policies(make_gpt: Callable[..., Any]) -> None:
     def build() -> tuple[Any, ...]:
         return make_gpt(depth=3, batch=8, length=65)
 
-    known = rivals(build, 3)
+    known = rivals(build, 3, "adamw")
     plain, least = known[0], min(peak for peak, _ in known)
     for share in (0.5, 0.0):
         budget = int(least + share * (plain[0] - least))
@@ -94,9 +94,9 @@ def test_a_budget_that_needs_nothing(make_gpt: Callable[..., Any]) -> None:
 
 def test_an_impossible_budget_names_the_smallest_peak(make_gpt: Callable[..., Any]) -> None:
     with pytest.raises(
-        OverBudget, match=r"no checkpointing fits 1\.00 kB: the smallest reachable peak is .* MB, with policy"
+        OverBudget, match=r"no checkpointing fits 1\.00 kB: the smallest reachable peak is 739 kB, with policy"
     ) as caught:
-        plan_checkpointing(make_gpt, "1kB")
+        plan_checkpointing(make_gpt, "1kB", optimizer=None)
     smallest = caught.value.smallest
     assert smallest.predicted_bytes <= min(peak for peak, _ in rivals(make_gpt, 2))
     assert smallest.policy in str(caught.value)
@@ -106,7 +106,7 @@ def test_an_impossible_budget_names_the_smallest_peak(make_gpt: Callable[..., An
 def test_other_models(table: dict[str, Build], name: str) -> None:
     known = rivals(table[name], 1)
     budget = (known[0][0] + known[1][0]) // 2
-    plan = plan_checkpointing(table[name], budget)
+    plan = plan_checkpointing(table[name], budget, optimizer=None)
     assert plan.predicted_bytes <= budget
     assert plan.extra_flops <= min(flops for peak, flops in known if peak <= budget) / known[0][1] - 1 + 1e-9
 

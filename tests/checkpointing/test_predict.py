@@ -40,6 +40,20 @@ def test_predicted_is_measured(build: Build, policy: str | None) -> None:
     assert use.peak_bytes == pytest.approx(measured(build, policy), rel=0.01)
 
 
+def test_long_sequences_get_no_mask_they_do_not_need() -> None:
+    """Short sequences would hide it: a mask takes length x length."""
+
+    def build() -> tuple[Any, ...]:
+        import transformers
+
+        shape = {"vocab_size": 50, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        tokens = torch.randint(0, 50, (4, 256))
+        config = transformers.GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+
+    assert predict_peak_memory(build).peak_bytes == pytest.approx(measured(build, None), rel=0.001)
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_recurrent_layers(layer: type[nn.Module]) -> None:
     """oneDNN's LSTM keeps a workspace whose size a fake run does not know."""

@@ -82,6 +82,16 @@ def qwen2() -> Case:
     return causal(Qwen2ForCausalLM(quiet(config)), masked=False)
 
 
+def mixtral() -> Case:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, experts_implementation="eager",
+    )  # fmt: skip
+    return causal(MixtralForCausalLM(quiet(config)), masked=False)
+
+
 def t5() -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -367,7 +377,7 @@ def checkpointed() -> Case:
 MODELS: dict[str, Callable[[], Case]] = {
     build.__name__: build
     for build in (
-        gpt2, llama, qwen2, t5, bert, albert, vit, lora, convnet, convolutions, lstm, lstm_time_first, transformer,
+        gpt2, llama, qwen2, mixtral, t5, bert, albert, vit, lora, convnet, convolutions, lstm, lstm_time_first, transformer,
         transformer_time_first, mlp, oddities, experts, experts_in_place, loss_only, checkpointed,
     )
 }  # fmt: skip

@@ -57,6 +57,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor, int]] = {
     "embedding with padding": (
         lambda x, w: F.embedding(x, w, padding_idx=-2), [rand(5, 4)], torch.arange(B * 3).view(B, 3) % 5, 0
     ),
+    "embedding_bag": (lambda x, w: F.embedding_bag(x, w), [rand(9, 4)], torch.arange(B * 3).view(B, 3) % 9, 0),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [rand(5), rand(5)], rand(B, 7, 5), 0),
     "layer_norm over two": (lambda x, w, b: F.layer_norm(x, (7, 5), w, b), [rand(7, 5), rand(7, 5)], rand(B, 7, 5), 0),
     "layer_norm, time first": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [rand(5), rand(5)], rand(7, B, 5), 1),
@@ -118,7 +119,7 @@ def test_rule_equals_the_universal_way(name: str, options: Options) -> None:
 
 
 def test_fast_rules_do_not_go_the_universal_way() -> None:
-    slow = {"sub from", "div", "in place", "assigned", "mul, fewer dimensions", "mul, widening"}
+    slow = {"embedding_bag", "sub from", "div", "in place", "assigned", "mul, fewer dimensions", "mul, widening"}
     for name in CALLS.keys() - slow:
         run, parameters, x, preferred = CALLS[name]
         _, _, tracer = scores(run, parameters, x, Options(), rules=True, preferred=preferred)

@@ -8,6 +8,7 @@ enough.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 BUCKETS = 2048
 """How finely held bytes are told apart; in one bucket only the cheapest partial choice is kept."""
@@ -41,6 +42,8 @@ class Problem:
 
 
 Choice = tuple[int, ...]
+Partial = tuple[int, int, tuple[Any, int] | None]
+"""The cost of a choice for the first blocks, what they hold, and the choice as a chain."""
 
 
 def peak_of(problem: Problem, choice: Choice) -> int:
@@ -70,25 +73,33 @@ def cheapest(problem: Problem, limit: int, buckets: int = BUCKETS) -> Choice | N
     if problem.around > limit:
         return None
     width = max(1, (limit - problem.start) // buckets)
-    partial: dict[int, tuple[int, int, Choice]] = {0: (0, problem.start, ())}
+    partial: dict[int, Partial] = {0: (0, problem.start, None)}
     for options in problem.blocks:
-        following: dict[int, tuple[int, int, Choice]] = {}
+        following: dict[int, Partial] = {}
         for cost, held, chosen in partial.values():
             for number, option in enumerate(options):
                 after = held + option.held
                 if held + option.forward > limit or after + max(option.backward, problem.head) > limit:
                     continue
-                entry = (cost + option.cost, after, (*chosen, number))
                 bucket = (after - problem.start) // width
-                if bucket not in following or entry < following[bucket]:
-                    following[bucket] = entry
+                if bucket not in following or (cost + option.cost, after) < following[bucket][:2]:
+                    following[bucket] = (cost + option.cost, after, (chosen, number))
         partial = _without_dominated(following)
-    return min(partial.values())[2] if partial else None
+    return _unlinked(min(partial.values(), key=lambda entry: entry[:2])[2]) if partial else None
 
 
-def _without_dominated(partial: dict[int, tuple[int, int, Choice]]) -> dict[int, tuple[int, int, Choice]]:
+def _unlinked(chain: tuple[Any, int] | None) -> Choice:
+    """A chain of choices, last one first, as a tuple in the order of the blocks."""
+    numbers = []
+    while chain is not None:
+        chain, number = chain
+        numbers.append(number)
+    return tuple(reversed(numbers))
+
+
+def _without_dominated(partial: dict[int, Partial]) -> dict[int, Partial]:
     """Leave out what holds more and costs no less than another."""
-    kept: dict[int, tuple[int, int, Choice]] = {}
+    kept: dict[int, Partial] = {}
     best: int | None = None
     for bucket in sorted(partial):
         if best is None or partial[bucket][0] < best:

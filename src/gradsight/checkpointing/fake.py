@@ -67,6 +67,23 @@ def _initialisers_do_nothing() -> Iterator[None]:
 
 
 @contextmanager
+def sequences_not_packed() -> Iterator[None]:
+    """Hugging Face looks at positions for packed sequences, and takes every fake batch for one; a real one rarely is.
+
+    Enter it after the model was built: what is not imported yet cannot be replaced.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        if hasattr(masks, "find_packed_sequence_indices"):
+            stack.enter_context(patch.object(masks, "find_packed_sequence_indices", _nothing))
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextmanager
 def data_dependence_refused() -> Iterator[None]:
     """A model or a build function whose shapes or branches depend on values ends in a clear error."""
     try:

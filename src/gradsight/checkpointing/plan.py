@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 from gradsight.checkpointing.choose import Choice, Problem, cheapest, cost_of, lowest, peak_of
 from gradsight.checkpointing.cuda import GRANULE, cuda_operators
-from gradsight.checkpointing.fake import data_dependence_refused, fake_tensors
+from gradsight.checkpointing.fake import data_dependence_refused, fake_tensors, sequences_not_packed
 from gradsight.checkpointing.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.checkpointing.predict import DEVICES
 from gradsight.checkpointing.profile import Bench, Trial, problem_of
@@ -57,6 +57,7 @@ def plan_checkpointing(
         stack.enter_context(data_dependence_refused())
         granule = GRANULE if device == "cuda" else 1
         bench = Bench(call_build(build), optimizer, device, granule, blocks)
+        stack.enter_context(sequences_not_packed())
         return Search(bench, limit, device).plan()
 
 

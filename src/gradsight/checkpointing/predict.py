@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from gradsight.checkpointing.apply import apply_checkpointing
 from gradsight.checkpointing.counter import StorageCounter
 from gradsight.checkpointing.cuda import GRANULE, UNKNOWN, cuda_operators
-from gradsight.checkpointing.fake import data_dependence_refused, fake_tensors
+from gradsight.checkpointing.fake import data_dependence_refused, fake_tensors, sequences_not_packed
 from gradsight.checkpointing.peak import memory_use, scratch_notes
 from gradsight.checkpointing.workload import Build, backward, call_build, make_optimizer, warm_up
 from gradsight.errors import UsageError
@@ -55,7 +55,7 @@ def _step(
         apply_checkpointing(workload.model, policy, blocks=blocks)
     made = make_optimizer(optimizer, workload.model, device=device)
     warm_up(made)
-    with counter:
+    with sequences_not_packed(), counter:
         backward(workload)
         if made is not None:
             made.step()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from gradsight.cli.build_function import load_build
 from gradsight.errors import UsageError
+from gradsight.record.tracker import MetricsTracker
 from gradsight.records import CheckpointingPlan, CheckpointingReport, MemoryUse
 from gradsight.train.models import architecture, training_step
 
@@ -82,10 +84,15 @@ Place = Annotated[str | None, Parameter(help="A file and its function that retur
 
 
 @app.command
-def verify(build: Place = None, /, *, policy: Policy = "full", step: Step = DEFAULT) -> int:
+def verify(build: Place = None, /, *, policy: Policy = "full", step: Step = DEFAULT, run_dir: Path | None = None) -> int:
     """Run a step plain and checkpointed: both peaks, and whether the gradients are bit for bit the same.
 
     Exits 0 where memory went down and nothing else changed, else 2.
+
+    Parameters
+    ----------
+    run_dir
+        A run directory in whose record the result is kept.
     """
     made = step.build(build)
     from gradsight.checkpointing.verify import verify_checkpointing
@@ -94,6 +101,9 @@ def verify(build: Place = None, /, *, policy: Policy = "full", step: Step = DEFA
     with working(console, f"Verifying {step.title(build)}, policy {policy}"):
         report = verify_checkpointing(made, policy=policy, optimizer=step.optimizer_name)
     show_report(console, report)
+    if run_dir is not None:
+        with MetricsTracker(run_dir) as tracker:
+            tracker.log_scalars(report.scalars(), step=0)
     return 0 if report.passed else FAILED
 
 

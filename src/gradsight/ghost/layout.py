@@ -91,6 +91,8 @@ class LayoutMemory:
             return fitting[0]
         likely = self.preferred if preferred is None else preferred
         layout = candidates(shape, batch, likely)[0]
+        if layout is None:  # then other shapes at this use, which would fit some layout, fit it by chance: samples are routed
+            self._known[key] = []
         self._known.setdefault(key, []).append(layout)
         self._seen[key] = (shape, batch, likely)
         self.unproven.add(key)

@@ -10,7 +10,7 @@ One sample's inputs A [T, d] and output gradients B [T, p], K directions D [p, d
 A core does about BALANCE multiply-adds in the time in which it moves one entry.
 """
 
-BALANCE = 20.0
+BALANCE = 6.0
 """Multiply-adds per entry moved; benchmarks/ghost.py shows on which sequence lengths the routes cross."""
 
 

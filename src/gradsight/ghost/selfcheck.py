@@ -91,13 +91,22 @@ class SelfCheck:
             twin = self._twin(calls, outputs, cotangents, rows)
             del outputs
             for _ in range(MOST_ATTEMPTS):
+                assumed = self._memory.snapshot()
                 comparison, keys = self._compare(calls, cotangents, twin, rows)
                 wrong = self._wrong(comparison)
                 if not wrong:
                     return set(keys)
-                if not self._assume_otherwise(wrong, keys):
+                if not self._agreed(self._memory.snapshot() != assumed) and not self._agreed(
+                    self._assume_otherwise(wrong, keys)
+                ):
                     break
         raise GradsightError(refusal(comparison, wrong))
+
+    def _agreed(self, flag: bool) -> bool:
+        """Whether it holds on any process: sharded models have to go the same way everywhere."""
+        if not self._ranks.sharded:
+            return flag
+        return bool(self._ranks.sum(torch.tensor(float(flag))) > 0)
 
     def _assume_otherwise(self, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]) -> bool:
         """Other layouts at the uses of the wrong parameters, counting through the combinations; False when all were tried."""

@@ -109,6 +109,9 @@ def tangents_of(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor])
     if call.name in STRUCTURAL and set(tangents) == {0}:
         with torch.no_grad():
             return [y if isinstance(y, Tensor) else None for y in call.run([tangents[0], *flat[1:]])]
+    if call.func is F.embedding_bag and set(tangents) == {1} and "max" not in flat:
+        with torch.no_grad():
+            return [y if _is_float(y) else None for y in call.run([flat[0], tangents[1], *flat[2:]])]
     if call.func is F.embedding and set(tangents) == {1}:
         return [_embedding(call, flat, tangents[1])]
     try:

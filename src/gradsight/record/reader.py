@@ -120,8 +120,8 @@ class Run:
             yield Abstention(**value)
 
     def memory(self) -> Iterator[Scalar]:
-        """What the memory monitor saw."""
-        return (scalar for scalar in self.scalars() if scalar.name.startswith("memory/"))
+        """What the memory monitor saw, and what the verification of activation checkpointing measured."""
+        return (scalar for scalar in self.scalars() if scalar.name.startswith(("memory/", "checkpointing/")))
 
     def scores(self) -> Iterator[SampleScore]:
         """Every training sample's score, as the ghost engine saved them."""
