@@ -105,6 +105,8 @@ def test_unknown_name_lists_the_known_ones() -> None:
         "import gradsight.show.markdown",
         "from gradsight.cli import main; main(['--help'])",
         "from gradsight.cli import main; main(['report', '--help'])",
+        "from gradsight.cli import main; main(['check', '--help'])",
+        "import gradsight.judge.judge",
         "import gradsight.dump.reader, gradsight.dump.verify, gradsight.dump.diff, gradsight.dump.statistics",
         "from gradsight.cli import main; main(['dump', 'show', '--help'])",
     ],

@@ -184,4 +184,5 @@ def test_only_what_stands_before_the_script_is_ours() -> None:
         "--",
         "a.py",
     ]
+    assert split_tokens(["check", "--run-dir", "x", "a.py"]) == ["check", "--run-dir", "x", "--", "a.py"]
     assert split_tokens(["check", "--help"]) == ["check", "--help"]

@@ -18,7 +18,7 @@ from gradsight.attach import __file__ as _attach
 from gradsight.cli.outcome import Outcome, gather
 from gradsight.errors import UsageError
 
-_WITH_VALUE = {"--steps", "--run_dir", "--fail-on", "--patch", "--nproc_per_node", "--health"}
+_WITH_VALUE = {"steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health"}
 
 
 def check(
@@ -27,9 +27,9 @@ def check(
     *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
     steps: int | None = None,
     json: bool = False,
-    run_dir: Path | None = None,
+    run_dir: Annotated[Path | None, Parameter(name=("--run_dir", "--run-dir"))] = None,
     fail_on: Annotated[Literal["warning", "critical", "never"], Parameter(name=("--fail-on", "--fail_on"))] = "warning",
-    nproc_per_node: int | None = None,
+    nproc_per_node: Annotated[int | None, Parameter(name=("--nproc_per_node", "--nproc-per-node"))] = None,
     health: Path | None = None,
     patch: Path | None = None,
 ) -> int:
@@ -73,7 +73,9 @@ def check(
         if (folder / "run.sqlite").exists():
             raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
         code = _run(command, folder, steps, health, json)
-        outcome = gather(folder, command, code, ours=[token for token in args if token.split("=")[0] in _WITH_VALUE])
+        outcome = gather(
+            folder, command, code, ours=[token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
+        )
         if run_dir is not None:
             outcome.write(folder)
         if patch is not None:
@@ -90,10 +92,15 @@ def split_tokens(tokens: Sequence[str]) -> list[str]:
     """
     position = 1
     while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "--":
-        position += 2 if tokens[position] in _WITH_VALUE | {"--fail_on"} else 1
+        position += 2 if _option(tokens[position]) in _WITH_VALUE and "=" not in tokens[position] else 1
     if position >= len(tokens) or tokens[position] == "--":
         return list(tokens)
     return [*tokens[:position], "--", *tokens[position:]]
+
+
+def _option(token: str) -> str:
+    """The name of an option, however it is spelled."""
+    return token.split("=")[0].lstrip("-").replace("-", "_")
 
 
 def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
