@@ -23,6 +23,7 @@ ARMS = {
     "plain": "plain training",
     "again": "plain training again (A/A)",
     "gradsight": "gradsight.watch: every step, histograms every 50, record on disk",
+    "unjudged": "the same without health",
     "wandb": "wandb.watch, offline, histograms every 50",
     "lightning": "Lightning's grad_norm, every step",
     "loop": "a loop over parameters, every step",
@@ -125,10 +126,10 @@ def mlp_step(arm: str, folder: Path) -> Callable[[], None]:
 def with_tool(arm: str, folder: Path, model: Any, optimizer: Any, loss_of: Callable[[], Any]) -> Callable[[], None]:
     """One training step with one tool looking on."""
     look: Callable[[], object] = lambda: None  # noqa: E731
-    if arm == "gradsight":
+    if arm in ("gradsight", "unjudged"):
         import gradsight
 
-        gradsight.watch(model, optimizer, run_dir=folder / "run")
+        gradsight.watch(model, optimizer, run_dir=folder / "run", health=arm == "gradsight")
     elif arm == "wandb":
         import wandb
 

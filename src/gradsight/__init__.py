@@ -15,6 +15,7 @@ _FRONT_DOOR = {
     "MetricsTracker": "record.tracker",
     "Schedule": "records",
     "apply_checkpointing": "checkpointing.apply",
+    "check_gradient_health": "health",
     "get_checkpoint_metadata": "dump.reader",
     "load_keys": "dump.reader",
     "log_gradient_distribution": "distribution",

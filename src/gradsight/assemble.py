@@ -18,6 +18,7 @@ from gradsight.measure.arrival import Arrival
 from gradsight.measure.clipping import ClipProbe
 from gradsight.measure.histogram import HistogramLook
 from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, summed_up
+from gradsight.measure.units import UnitLife
 from gradsight.measure.update import COLUMNS as UPDATE_COLUMNS
 from gradsight.measure.update import UpdateLook
 from gradsight.records import Schedule, Step
@@ -26,6 +27,16 @@ Floats = npt.NDArray[np.float64]
 
 _LAG = 1
 """Steps that may be on their way from the device before somebody waits for the oldest."""
+
+
+@dataclass(slots=True)
+class Noted:
+    """What else was noticed during a step; None where it could not be seen."""
+
+    loss: Tensor | None = None
+    uncleared: bool | None = None
+    alike: int | None = None
+    half: bool | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +87,13 @@ class Measured:
     norms: Norms | None
     histogram_counters: Floats | None
     update_sums: Floats | None
+    kept: bool = True
+    """Whether histograms and updates go to the record; else they were measured for the judge alone."""
+    dead_shares: dict[int, float] = field(default_factory=dict)
+    """By row: the share of a weight's units that got no gradient at any of the last closer looks."""
+    notes: Noted = field(default_factory=Noted)
+    loss: float | None = None
+    """What backward was called on, where that was a single number."""
 
 
 @dataclass(slots=True)
@@ -94,6 +112,8 @@ class _Draft:
     lr: float | Tensor | None = None
     group_lrs: dict[str, float] = field(default_factory=dict)
     skipped: list[bool | Tensor] = field(default_factory=list)
+    notes: Noted = field(default_factory=Noted)
+    loss: Arrival | None = None
 
     def ready(self) -> bool:
         return all(used.look.ready() for used in self.used)
@@ -124,6 +144,9 @@ class Assembler:
         companion: "Companion | None" = None,
     ) -> None:
         self._parameters = parameters
+        self._closer: Callable[[int], bool] = lambda step: False
+        self._units: UnitLife | None = None
+        self._notes: Callable[[], Noted] = Noted
         self._stats, self._histograms = stats, histograms
         self._deliver, self._on_failure, self._companion = deliver, on_failure, companion
         self._group = group if dist.are_spread(parameters) else None
@@ -136,6 +159,10 @@ class Assembler:
         self._looked = False
         self._sequence = -1
 
+    def serve(self, closer: Callable[[int], bool], units: UnitLife, notes: Callable[[], Noted]) -> None:
+        """Measure for a judge too: closer looks on these steps also, units, and what else was noticed in a step."""
+        self._closer, self._units, self._notes = closer, units, notes
+
     # What capture tells.
 
     def look(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
@@ -147,7 +174,7 @@ class Assembler:
 
     def _measure(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> Look | None:
         """A look at these gradients, if anything is due."""
-        wants_histograms = self._histograms.due(self.step)
+        wants_histograms = self._looks_closer()
         if not self._measures or not (self._stats.due(self.step) or wants_histograms):
             return None
         gradients = [self._gradient(row) for row in rows]
@@ -156,6 +183,8 @@ class Assembler:
             look.read = look_closer(gradients, look.numbers())
         if wants_histograms:
             look.histograms = HistogramLook(gradients, offset=self.step)
+            if self._units is not None:
+                self._units.look(self.step, rows, gradients)
         for row in rows:
             self._looks[row] = look
         return look
@@ -168,7 +197,7 @@ class Assembler:
             mine = None if len(rows) >= len(look.rows) else {look.rows.index(row) for row in rows if row in look.rows}
             self._draft.probe = ClipProbe(look.norms, mine, lambda place: self._gradient(look.rows[place]))
             self._draft.still_scaled = scaler is not None
-        if looks and self._histograms.due(self.step):
+        if looks and self._looks_closer():
             self._draft.update_rows = list(rows)
             self._draft.update = UpdateLook([dist.local_part(self._parameters[row]) for row in rows], offset=self.step)
 
@@ -194,6 +223,9 @@ class Assembler:
         """The step is made; hand on what has arrived."""
         draft, self._draft = self._draft, _Draft(self.step + 1)
         draft.time, draft.gradient = time.time(), gradient
+        draft.notes = self._notes()
+        if draft.notes.loss is not None:
+            draft.loss = Arrival(draft.notes.loss.reshape(1).clone())
         self._looked = False
         self._sequence = _sequence_number()
         if self._companion is not None:
@@ -236,6 +268,9 @@ class Assembler:
         """Hand on what is left; without waiting where other ranks may be gone."""
         if wait or self._group is None:
             self.flush()
+
+    def _looks_closer(self) -> bool:
+        return self._histograms.due(self.step) or self._closer(self.step)
 
     def _gradient(self, row: int) -> Tensor:
         """This rank's part of a gradient; empty where it is gone by now."""
@@ -294,9 +329,12 @@ class Assembler:
             gradient=draft.gradient,
             scalars={name: _arrived(value) for name, value in scalars.items()} | draft.group_lrs,  # type: ignore[arg-type]
         )
-        if wide is None:
-            return Measured(step, rows, kept, None, None)
-        return Measured(step, rows, kept, wide[rows, :-UPDATE_COLUMNS], wide[rows, -UPDATE_COLUMNS:])
+        measured = Measured(step, rows, kept, None, None, notes=draft.notes, loss=_arrived(draft.loss))
+        if wide is not None:
+            measured.histogram_counters, measured.update_sums = wide[rows, :-UPDATE_COLUMNS], wide[rows, -UPDATE_COLUMNS:]
+            measured.kept = self._histograms.due(draft.step)
+            measured.dead_shares = self._units.dead_shares() if self._units is not None else {}
+        return measured
 
 
 def _norms_of(draft: _Draft) -> tuple[list[int], Norms]:

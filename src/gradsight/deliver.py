@@ -1,5 +1,6 @@
 """Hands every measured step to the store and the sinks."""
 
+from collections.abc import Callable
 from typing import Any
 
 from gradsight.assemble import Measured
@@ -20,12 +21,18 @@ class Delivery:
     """Where measured steps go."""
 
     def __init__(
-        self, names: list[str], sink_detail: str | None, store: Store | None, feed: Feed | None, problems: Problems
+        self,
+        names: list[str],
+        sink_detail: str | None,
+        store: Store | None,
+        feed: Feed | None,
+        problems: Problems,
+        judge: Callable[[Measured], None] | None = None,
     ) -> None:
         self._names = names
         wanted = sink_detail == "blocks" or (sink_detail is None and len(names) > _MANY_PARAMETERS)
         self._blocks = [block_of(name) for name in names] if wanted else []
-        self._store, self._feed, self._problems = store, feed, problems
+        self._store, self._feed, self._problems, self._judge = store, feed, problems, judge
 
     def __call__(self, measured: Measured) -> None:
         step = measured.step
@@ -44,10 +51,20 @@ class Delivery:
             if measured.norms is not None:
                 packed = pack_statistics(None if everything else measured.rows, columns, measured.norms.wide)
             self._store.add_step(step, self._names, packed)
-        if measured.histogram_counters is not None:
+        if measured.histogram_counters is not None and measured.kept:
             self._deliver_histograms(measured, names)
         if self._feed is not None:
             self._feed.scalars(_shown(measured, names, columns, self._blocks), step.step)
+        if self._judge is not None:
+            self._judge_it(self._judge, measured)
+
+    def _judge_it(self, judge: Callable[[Measured], None], measured: Measured) -> None:
+        """A fault of the judge's own ends the judging, not the record."""
+        try:
+            judge(measured)
+        except Exception as error:
+            self._judge = None
+            self._problems.report("judge", f"Gradsight stopped judging: {type(error).__name__}: {error}")
 
     def _deliver_histograms(self, measured: Measured, names: list[str]) -> None:
         assert measured.histogram_counters is not None
@@ -87,7 +104,7 @@ def _columns(measured: Measured) -> dict[str, Any]:
         columns = {"l2": measured.norms.l2, "max_abs": measured.norms.max_abs}
         if measured.norms.counts is not None:
             columns["nan"], columns["inf"] = measured.norms.counts
-        if measured.update_sums is not None and measured.update_sums.any():
+        if measured.kept and measured.update_sums is not None and measured.update_sums.any():
             columns["update_ratio"], columns["update_ratio_error"] = update_ratios(measured.update_sums)
     return columns
 

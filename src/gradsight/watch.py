@@ -4,7 +4,7 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.dumping import Dumping
 from gradsight.ending import Ending
 from gradsight.errors import RunError, UsageError
+from gradsight.health import Health
 from gradsight.measure.arrival import Arrival
 from gradsight.names import named_parameters
 from gradsight.record.feed import Feed
@@ -29,6 +30,7 @@ from gradsight.record.problems import Problems
 from gradsight.record.sinks import open_sinks
 from gradsight.record.store import Store, open_store, write_config
 from gradsight.records import Schedule
+from gradsight.verdict import HealthReport
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
 _FAILED = -1
@@ -42,6 +44,7 @@ def watch(
     sinks: Iterable[Any] = (),
     stats: Schedule = Schedule(),
     histograms: Schedule = Schedule(step_interval=50),
+    health: bool | Mapping[str, Any] | str | os.PathLike[str] = True,
     dump: GradientDumper | None = None,
     start_step: int | None = None,
     sink_detail: Literal["parameters", "blocks"] | None = None,
@@ -53,11 +56,13 @@ def watch(
     run_dir: where the record goes; None writes nothing to disk. A directory that holds a run is continued.
     sinks: "console", "wandb", "tensorboard", "trackio", or objects with a method log_scalar(name, value, step).
     stats: when norms are recorded. histograms: when histograms and update-to-weight ratios are.
+    health: True judges every step; {code: settings}, or a TOML file of such, tunes a check, {code: False} silences it; False
+      judges nothing. Findings are in the record and in `Watch.report()`.
     dump: a GradientDumper; its due steps are dumped before clipping, and with dump_on those whose gradient is critical.
     start_step: the number of the first step. Recorded steps from there on are replaced. None: after the last recorded one.
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of parameters (500).
     """
-    return Watch(model, optimizer, run_dir, sinks, stats, histograms, dump, start_step, sink_detail)
+    return Watch(model, optimizer, run_dir, sinks, stats, histograms, health, dump, start_step, sink_detail)
 
 
 class Watch:
@@ -71,6 +76,7 @@ class Watch:
         sinks: Iterable[Any],
         stats: Schedule,
         histogram_schedule: Schedule,
+        health: bool | Mapping[str, Any] | str | os.PathLike[str],
         dump: GradientDumper | None,
         start_step: int | None,
         sink_detail: str | None,
@@ -83,14 +89,19 @@ class Watch:
         self._store: Store | None = None
         self._feed: Feed | None = None
         self._closed = False
+        self._health = None if health is False else Health(model, self._parameters, optimizers, health)
         self._group = dist.own_group()
         first_step = self._open_record(run_dir, sinks, start_step)
-        self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems)
+        judge = self._health
+        self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems, judge)
         tensors = [parameter.tensor for parameter in self._parameters]
         self._dumping = Dumping(dump, model, len(optimizers) > 1, self._problems) if dump is not None else None
         self._assembler = Assembler(
             tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed, self._dumping
         )
+        if judge is not None:
+            judge.begin(first_step, self._store)
+            self._assembler.serve(judge.looks_closer, judge.units, judge.notes)
         self._capture: OptimizerCapture | ManualCapture
         if optimizers:
             self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
@@ -99,8 +110,11 @@ class Watch:
         self._ending = Ending(lambda: self._close(wait=False))
         if self._store is not None:
             settings = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step, "sink_detail": sink_detail}
+            settings["health"] = os.fspath(health) if isinstance(health, os.PathLike) else health
             write_config(self._store.path, _config(settings, self._parameters, optimizers))
         self._capture.start()
+        if judge is not None:
+            judge.vitals.start()
 
     def step(self, step: int | None = None, **scalars: Any) -> None:
         """The gradient is in place, not yet clipped: record it, go on to the next step. For loops without a watched optimizer.
@@ -144,6 +158,19 @@ class Watch:
         """The number of the step under way."""
         return self._assembler.step
 
+    def know(self, optimizer: Any) -> None:
+        """An optimizer that holds some of these parameters, but is watched elsewhere: what it holds is not missing."""
+        if self._health is not None:
+            self._health.elsewhere += check_optimizers(optimizer)
+
+    def report(self) -> HealthReport:
+        """The Gradient Health Report of the run so far; under ranks, rank 0 has it."""
+        if self._health is None:
+            raise UsageError("this watch judges nothing: it was opened with health=False")
+        if not self._closed:
+            self._assembler.flush()
+        return self._health.report()
+
     def close(self) -> None:
         """Write what is left, take every hook away. Closing again does nothing."""
         self._close(wait=True)
@@ -159,6 +186,8 @@ class Watch:
             return
         self._closed = True
         self._capture.stop()
+        if self._health is not None:
+            self._health.vitals.stop()
         self._ending.cancel()
         if self._dumping is not None:
             with self._survives("dumps"):
@@ -167,6 +196,9 @@ class Watch:
             self._assembler.close(wait)
             if wait and self._group is not None:
                 self._group.close()
+        if self._health is not None:
+            with self._survives("judging"):
+                self._health.finish()
         if self._feed is not None:
             with self._survives("sinks"):
                 self._feed.close()
@@ -221,6 +253,8 @@ class Watch:
     def _failed(self, error: Exception) -> None:
         """A fault of ours: training goes on without us."""
         self._capture.stop()
+        if self._health is not None:
+            self._health.vitals.stop()
         where = _place(error)
         self._problems.report("capture", f"Gradsight stopped looking at gradients: {type(error).__name__}: {error} ({where})")
 

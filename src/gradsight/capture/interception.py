@@ -34,6 +34,7 @@ class Observer(Protocol):
 
 
 _observers: list[Observer] = []
+_around: list[tuple[Callable[[Any], None], Callable[[], None]]] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
 _depth = 0
 _lock = threading.RLock()  # a signal may close a watch while this is held
@@ -54,6 +55,15 @@ def forget(observer: Observer) -> None:
             _observers.remove(observer)
             if not _observers:
                 _restore()
+
+
+def around_backward(before: Callable[[Any], None], after: Callable[[], None], wanted: bool = True) -> None:
+    """Call `before` with the tensors of every outermost backward pass and `after` when it has returned, or stop doing so."""
+    with _lock:
+        if wanted:
+            _around.append((before, after))
+        elif (before, after) in _around:
+            _around.remove((before, after))
 
 
 def inside_backward() -> bool:
@@ -91,6 +101,9 @@ def _restore() -> None:
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _depth
+    if _depth == 0:
+        for before, _ in tuple(_around):
+            before(args[0] if args else kwargs.get("tensors"))
     with _lock:
         _depth += 1
     try:
@@ -99,6 +112,8 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _lock:
             _depth -= 1
     if _depth == 0:
+        for _, after in tuple(_around):
+            after()
         for observer in tuple(_observers):
             observer.after_backward()
     return result

@@ -51,7 +51,7 @@ class OptimizerCapture:
     ) -> None:
         self._model = model
         self._listener = listener
-        self._optimizers = [_unwrapped(optimizer) for optimizer in optimizers]
+        self._optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         self._handles: list[Any] = []
         self._seen: set[int] = set()  # rows looked at since their optimizer last stepped
         self._local = False
@@ -94,14 +94,14 @@ class OptimizerCapture:
         self._scaled_loss_by = scaler
 
     def unscaled(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        self._unscaled.add(id(_unwrapped(optimizer)))
+        self._unscaled.add(id(unwrapped(optimizer)))
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
-        self._by_scaler.add(id(_unwrapped(optimizer)))
+        self._by_scaler.add(id(unwrapped(optimizer)))
         self._called_by_scaler = False
 
     def scaler_stepped(self, optimizer: Optimizer) -> None:
-        inner = _unwrapped(optimizer)
+        inner = unwrapped(optimizer)
         if not self._called_by_scaler and any(inner is known for known in self._optimizers):
             self._guarded(self._stepped, inner, True)
 
@@ -220,12 +220,12 @@ def check_optimizers(optimizer: Any) -> list[Optimizer]:
         raise UsageError(f"optimizer must be a torch optimizer or a sequence of them, got {type(optimizer).__name__}")
     found = list(found)
     for each in found:
-        if not isinstance(_unwrapped(each), Optimizer):
+        if not isinstance(unwrapped(each), Optimizer):
             raise UsageError(f"optimizer must be a torch optimizer or a sequence of them, got one {type(each).__name__}")
     return found
 
 
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
+def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself where a library (Accelerate, Lightning) hands out a wrapper."""
     inner = getattr(optimizer, "optimizer", None)
-    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer

@@ -11,6 +11,7 @@ WRONG_USAGE = 64
 
 _HELP = "What the gradients of a PyTorch training run are doing, which samples push the model where, and what backward costs."
 _COMMANDS = {
+    "check": ("check:check", "Run an unmodified training script and judge its gradients."),
     "demo": ("demo:demo", "One minute, no arguments: train a small GPT under Gradsight and write a report."),
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
@@ -23,7 +24,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; whatever goes wrong is one clear message, never a traceback of ours."""
     tokens = list(sys.argv[1:] if tokens is None else tokens)
     try:
-        code = _app(listing=not tokens or tokens[0].startswith("-"))(tokens, exit_on_error=False)
+        code = _app(listing=not tokens or tokens[0].startswith("-"))(_prepared(tokens), exit_on_error=False)
     except (CycloptsError, UsageError) as error:
         if isinstance(error, UsageError):
             print(f"gradsight: {error}", file=sys.stderr)
@@ -40,3 +41,12 @@ def _app(listing: bool) -> App:
     for name, (place, line) in _COMMANDS.items():
         app.command(f"gradsight.cli.{place}", name=name, **({"help": line} if listing else {}))
     return app
+
+
+def _prepared(tokens: Sequence[str]) -> Sequence[str]:
+    """The command line, with the arguments of a checked script set apart from ours."""
+    if not tokens or tokens[0] != "check":
+        return tokens
+    from gradsight.cli.check import split_tokens
+
+    return split_tokens(tokens)

@@ -1,12 +1,14 @@
 """gradsight report RUN_DIR"""
 
 import os
+import sys
 from pathlib import Path
 
 from gradsight.errors import RunError
 from gradsight.record.reader import open_run
+from gradsight.show.markdown import Summary, summarize
 from gradsight.show.markdown import report as render
-from gradsight.show.markdown import summarize
+from gradsight.show.terminal import terminal_lines, wants_colour
 
 
 def report(run_dir: Path, /) -> int:
@@ -19,10 +21,26 @@ def report(run_dir: Path, /) -> int:
     run_dir
         A directory that `gradsight.watch(..., run_dir=...)` has written.
     """
-    summary = summarize(open_run(run_dir))
-    file = run_dir / "report.md"
-    write_report(file, render(summary))
-    print(summary.verdict)
+    from gradsight.cli.outcome import gather, script_section
+
+    first = summarize(open_run(run_dir))
+    notes = ""
+    checked = gather(run_dir)
+    if checked.command:  # left by `gradsight check`
+        notes = script_section(checked.notes())
+    code = _tell(run_dir, first, notes)
+    others = [place for place in sorted(run_dir.iterdir()) if (place / "run.sqlite").is_file()]
+    return max([code, *(_tell(place, summarize(open_run(place)), "") for place in others)])
+
+
+def _tell(place: Path, summary: Summary, notes: str) -> int:
+    """Write one run's report, print its verdict and findings, give its exit code."""
+    file = place / "report.md"
+    write_report(file, render(summary) + notes)
+    if summary.health.findings:
+        print("\n".join(terminal_lines(summary.health, wants_colour(sys.stdout))))
+    else:
+        print(summary.verdict)
     print(f"report: {file}")
     return summary.exit_code
 

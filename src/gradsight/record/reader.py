@@ -13,6 +13,7 @@ from gradsight.errors import RunError, UsageError
 from gradsight.record import frames, schema
 from gradsight.record.store import TAIL, recover
 from gradsight.records import Finding, Histogram, Incident, ParameterStat, Problem, SampleScore, Scalar, Step
+from gradsight.verdict import Abstention
 
 if TYPE_CHECKING:
     import pyarrow
@@ -112,6 +113,11 @@ class Run:
         """Faults of Gradsight's own that training survived."""
         for value in self._records("problem"):
             yield Problem(**value)
+
+    def abstentions(self) -> Iterator[Abstention]:
+        """The checks that could not judge this run, and why."""
+        for value in self._records("abstention"):
+            yield Abstention(**value)
 
     def memory(self) -> Iterator[Scalar]:
         """What the memory monitor saw, and what the verification of activation checkpointing measured."""

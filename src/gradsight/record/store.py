@@ -95,9 +95,9 @@ class Store:
         self.add_record("problem", problem.key, max(0, problem.first_step), value)
 
     def add_finding(self, finding: Finding) -> None:
-        """A judged fact."""
+        """A judged fact; told again with more parameters or evidence, it replaces what was told before."""
         value = {name: getattr(finding, name) for name in Finding.__slots__}
-        self.add_record("finding", f"{finding.code}:{','.join(finding.parameters)}", finding.first_step, value)
+        self.add_record("finding", f"{finding.code}:{finding.first_step}", finding.first_step, value)
 
     def last_step(self) -> int | None:
         """The last recorded step."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from gradsight.records import Histogram, ParameterStat, Problem, Step, block_of
+from gradsight.records import Finding, Histogram, ParameterStat, Problem, Step, block_of
 from gradsight.show.figures import bar, figure, sparkline
+from gradsight.verdict import SEVERITIES, Abstention, HealthReport, headline, make_report, markdown_sections
 
 _MOST_ROWS = 40
 _NAMED = 8
@@ -22,6 +23,8 @@ class ReadableRun(Protocol):
     def parameter_stats(self) -> Iterable[ParameterStat]: ...
     def histograms(self, parameter: str | None = ...) -> Iterable[Histogram]: ...
     def problems(self) -> Iterable[Problem]: ...
+    def findings(self) -> Iterable[Finding]: ...
+    def abstentions(self) -> Iterable[Abstention]: ...
 
 
 @dataclass
@@ -55,12 +58,15 @@ class Summary:
     histogram: Histogram | None
     problems: list[Problem]
     config: dict[str, Any]
+    health: HealthReport
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """One line: the worst of what was judged and of what can be read off the record."""
         if not self.steps:
             return "⚠️ nothing was recorded"
+        if self.health.findings:
+            return headline(self.health)
         unhandled = [step.step for step in self.steps if step.step in self.broken and not step.skipped]
         if unhandled:
             where = ", ".join(self.broken[unhandled[0]][:3])
@@ -69,7 +75,7 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """0 fine, 1 nothing recorded, 2 a gradient that is not finite reached the optimizer."""
+        """0 fine; 1 a warning, or nothing recorded; 2 something critical, or a gradient that is not finite."""
         return {"✅": 0, "⚠": 1, "❌": 2}[self.verdict[0]]
 
 
@@ -77,19 +83,49 @@ def summarize(run: ReadableRun) -> Summary:
     """Read a run once."""
     blocks: dict[str, _Block] = {}
     broken: dict[int, list[str]] = {}
+    last: list[ParameterStat] = []
     for stat in run.parameter_stats():
+        if last and last[0].step != stat.step:
+            last.clear()
+        last.append(stat)
         blocks.setdefault(block_of(stat.parameter), _Block()).add(stat)
         if stat.nan != 0 or stat.inf != 0:
             broken.setdefault(stat.step, []).append(stat.parameter)
     histogram = None
     for histogram in run.histograms(None):  # noqa: B007
         pass
-    return Summary(list(run.steps()), blocks, broken, histogram, list(run.problems()), run.config)
+    steps = list(run.steps())
+    health = _health(run, steps, last)
+    return Summary(steps, blocks, broken, histogram, list(run.problems()), run.config, health)
+
+
+def _health(run: ReadableRun, steps: list[Step], last: list[ParameterStat]) -> HealthReport:
+    """The health report of a record: its findings, and the counts of its last measured step."""
+    nan, inf, zero = (sum(test(stat) for stat in last) for test in (_has_nan, _has_inf, _is_zero))
+    measured = [step for step in steps if step.total_norm is not None]
+    number, norm = (measured[-1].step, measured[-1].total_norm or 0.0) if measured else (0, 0.0)
+    findings = sorted(run.findings(), key=lambda each: (-SEVERITIES.index(each.severity), each.first_step, each.code))
+    return make_report(number, norm, (nan, inf, zero, len(last)), findings, list(run.abstentions()), len(steps))
+
+
+def _has_nan(stat: ParameterStat) -> bool:
+    return stat.nan != 0
+
+
+def _has_inf(stat: ParameterStat) -> bool:
+    return stat.inf != 0
+
+
+def _is_zero(stat: ParameterStat) -> bool:
+    return stat.l2 == 0
 
 
 def report(summary: Summary) -> str:
     """The whole report as markdown."""
-    sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary), _block_table(summary)]
+    sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
+    if summary.steps and summary.config.get("settings", {}).get("watch", {}).get("health", True) is not False:
+        sections += markdown_sections(summary.health)
+    sections.append(_block_table(summary))
     sections += [_histogram(summary.histogram), _broken(summary), _problems(summary.problems)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -110,6 +146,10 @@ def _overview(summary: Summary) -> list[str]:
     within = [step.scalars["gradients/share_within_0.1"] for step in steps if "gradients/share_within_0.1" in step.scalars]
     if within:
         rows.append(("Entries within ±0.1", f"{within[-1]:.1%} at the last look"))
+    parameters = summary.config.get("parameters", [])
+    frozen = sum(not parameter.get("trainable", True) for parameter in parameters)
+    if frozen:
+        rows.append(("Frozen parameters", f"{frozen} of {len(parameters)}"))
     rows.append(("Measured on", _measured_on(steps, summary.config)))
     return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
 

@@ -1,0 +1,1 @@
+"""Watches the optimizers of a script that knows nothing of it."""

@@ -1,0 +1,174 @@
+"""gradsight check SCRIPT [ARGS...]"""
+
+import ast
+import json as json_format
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from gradsight.attach import __file__ as _attach
+from gradsight.cli.outcome import Outcome, gather
+from gradsight.errors import UsageError
+
+_WITH_VALUE = {"steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health"}
+
+
+def check(
+    script: str,
+    /,
+    *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    steps: int | None = None,
+    json: bool = False,
+    run_dir: Annotated[Path | None, Parameter(name=("--run_dir", "--run-dir"))] = None,
+    fail_on: Annotated[Literal["warning", "critical", "never"], Parameter(name=("--fail-on", "--fail_on"))] = "warning",
+    nproc_per_node: Annotated[int | None, Parameter(name=("--nproc_per_node", "--nproc-per-node"))] = None,
+    health: Path | None = None,
+    patch: Path | None = None,
+) -> int:
+    """Run an unmodified training script and judge its gradients. Options come before SCRIPT; what follows it is the script's.
+
+    SCRIPT may also be a launcher with its own arguments: gradsight check torchrun --nproc_per_node 2 train.py
+
+    When to check. Before there are problems: a new architecture, a new loss, a switch to mixed precision, Transformers, RNNs,
+    and very deep networks. When there are: the loss is NaN, stuck on a plateau, or unstable.
+
+    Exits with 0 if all is fine, 1 with a warning (or if no optimizer step was seen), 2 if something is critical, 3 if the
+    script itself failed without a critical finding, 64 for wrong usage.
+
+    Parameters
+    ----------
+    script
+        A Python file, or a launcher such as torchrun or accelerate.
+    args
+        Its arguments.
+    steps
+        Stop after so many optimizer steps.
+    json
+        Print the report as JSON on standard output; the script's own output then goes to standard error.
+    run_dir
+        Keep the record and report.md here. Without it, only the verdict is printed.
+    fail_on
+        What makes the exit code other than 0: warning, critical or never. A script that fails is always 3.
+    nproc_per_node
+        Run the script on so many ranks of this machine, through torchrun.
+    health
+        A TOML file that tunes or silences checks: [GS201] with factor = 20, or GS405 = false.
+    patch
+        Write a unified diff here that mends the script, where that can be done by a machine.
+    """
+    command = _command(script, args, nproc_per_node)
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps must be 1 or more, got {steps}")
+    _check_health(health)
+    with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
+        folder = (run_dir or Path(temporary)).resolve()
+        if (folder / "run.sqlite").exists():
+            raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
+        code = _run(command, folder, steps, health, json)
+        outcome = gather(
+            folder, command, code, ours=[token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
+        )
+        if run_dir is not None:
+            outcome.write(folder)
+        if patch is not None:
+            outcome.write_patch(Path(script), patch)
+        _show(outcome, json, run_dir)
+        return outcome.exit_code(fail_on)
+
+
+def split_tokens(tokens: Sequence[str]) -> list[str]:
+    """The command line with `--` before SCRIPT, so that whatever follows it is left to the script.
+
+    >>> split_tokens(["check", "--steps", "5", "train.py", "--json", "--lr=1"])
+    ['check', '--steps', '5', '--', 'train.py', '--json', '--lr=1']
+    """
+    position = 1
+    while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "--":
+        position += 2 if _option(tokens[position]) in _WITH_VALUE and "=" not in tokens[position] else 1
+    if position >= len(tokens) or tokens[position] == "--":
+        return list(tokens)
+    return [*tokens[:position], "--", *tokens[position:]]
+
+
+def _option(token: str) -> str:
+    """The name of an option, however it is spelled."""
+    return token.split("=")[0].lstrip("-").replace("-", "_")
+
+
+def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
+    """What to run: a Python file with this interpreter, perhaps on several ranks, or a launcher as it is."""
+    file = Path(script)
+    if file.is_dir():
+        raise UsageError(f"{script} is a directory; give a training script")
+    if file.is_file():
+        _check_python(file)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks is not None else []
+        if ranks is not None and ranks < 1:
+            raise UsageError(f"--nproc_per_node must be 1 or more, got {ranks}")
+        return [sys.executable, *launcher, script, *args]
+    if file.suffix == ".py" or "/" in script:
+        raise UsageError(f"there is no script {script}")
+    if ranks is not None:
+        raise UsageError(
+            f"--nproc_per_node is for a Python file; {script} is none. Give the number of ranks to {script} itself"
+        )
+    found = shutil.which(script, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        raise UsageError(f"there is no script {script}, and no launcher of that name")
+    return [found, *args]
+
+
+def _check_python(file: Path) -> None:
+    try:
+        ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UsageError(f"{file} is not Python{where}: {error.msg if isinstance(error, SyntaxError) else error}") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _check_health(health: Path | None) -> None:
+    if health is not None:
+        import gradsight.judge.judge  # noqa: F401  (files the checks)
+        from gradsight.judge.registry import chosen
+
+        chosen(health)
+
+
+def _run(command: list[str], folder: Path, steps: int | None, health: Path | None, quiet: bool) -> int:
+    """Run the script to its end and give its exit code, negative for a signal."""
+    site = Path(_attach).resolve().parent / "site"
+    told = {"run_dir": str(folder), "steps": steps, "health": str(health.resolve()) if health else None}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")])),
+        "GRADSIGHT_CHECK": json_format.dumps(told),
+        "GRADSIGHT_HOME": str(Path(_attach).resolve().parents[2]),
+    }
+    sys.stdout.flush()
+    child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the script by itself; the report still comes
+    asked = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+    try:
+        return child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, asked)
+
+
+def _show(outcome: Outcome, as_json: bool, run_dir: Path | None) -> None:
+    if as_json:
+        print(json_format.dumps(outcome.to_dict(), indent=1))
+        return
+    print("\n".join(outcome.lines(sys.stdout)))
+    if run_dir is not None:
+        print(f"report: {run_dir / 'report.md'}")

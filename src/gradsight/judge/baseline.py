@@ -1,0 +1,76 @@
+"""What is usual for every parameter: median and spread of the logarithm of its gradient's norm over the last steps.
+
+The spread is the median distance from the median (MAD), scaled so that it is the standard deviation where values are normal.
+One wild value moves neither. What is not finite never enters, and during an incident nothing does: an incident must not
+become the norm that it is measured against. One that lasts is a new level, and the baseline starts again.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+_LENGTH = 50
+_REFRESH = 10
+_WARM_UP = 10
+_NEW_LEVEL = 25
+_NORMAL = 1.4826
+_LEAST_SPREAD = 0.05
+_FLOOR, _CEILING = -100.0, 700.0
+"""The logarithms that stand for zero and for infinity."""
+
+
+class Baseline:
+    """A rolling baseline of n parameters and, last, of the total."""
+
+    __slots__ = ("_count", "_held", "_ring", "median", "spread")
+
+    def __init__(self) -> None:
+        self._ring: Floats | None = None
+        self._count = 0
+        self._held = 0
+        self.median: Floats | None = None
+        """None until warmed up."""
+        self.spread: Floats | None = None
+
+    def excess(self, row: Floats) -> tuple[Floats, Floats] | None:
+        """By how much each of these `logarithms` exceeds its median, and that in spreads; None during warm-up."""
+        if self.median is None or self.spread is None or len(row) != len(self.median):
+            return None
+        above = row - self.median
+        return above, above / self.spread
+
+    def enter(self, row: Floats, finite: bool, incident: bool) -> None:
+        """Take in the `logarithms` of a step, unless it is part of an incident or not finite."""
+        if incident or not finite:
+            self._held += 1
+            if self._held < _NEW_LEVEL or not finite:
+                return
+            self._ring, self._count, self.median, self.spread = None, 0, None, None
+        self._held = 0
+        if self._ring is None or self._ring.shape[1] != len(row):
+            self._ring, self._count = np.empty((_LENGTH, len(row))), 0
+        self._ring[self._count % _LENGTH] = row
+        self._count += 1
+        if self._count >= _WARM_UP and (self._count % _REFRESH == 0):
+            self._refresh(self._ring[: min(self._count, _LENGTH)])
+
+    def _refresh(self, rows: Floats) -> None:
+        self.median = np.median(rows, axis=0)
+        deviation = np.median(np.abs(rows - self.median), axis=0)
+        self.spread = np.maximum(_NORMAL * deviation, _LEAST_SPREAD)
+
+
+def logarithms(l2: Floats, total: float) -> Floats:
+    """Natural logarithms of norms and, last, of the total; zero and nothing at all are a very small number.
+
+    >>> logarithms(np.array([1.0, 0.0]), 1.0).tolist()
+    [0.0, -100.0, 0.0]
+    """
+    result = np.empty(len(l2) + 1)
+    result[:-1], result[-1] = l2, total
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.log(result, out=result)
+    if not np.isfinite(result.sum()):
+        np.nan_to_num(result, copy=False, nan=_FLOOR, posinf=_CEILING, neginf=_FLOOR)
+    return result

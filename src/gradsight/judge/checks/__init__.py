@@ -1,0 +1,1 @@
+"""One check per file; the package is read as a whole by the judge."""

@@ -1,0 +1,58 @@
+"""GS201: a spike."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradsight.judge.registry import Fact, check
+from gradsight.judge.window import Window
+
+
+@check(
+    "GS201",
+    "gradient spike",
+    "warning",
+    recommendation=(
+        "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: one such step can undo many."
+    ),
+    fix="""
+# after loss.backward(), before optimizer.step()
+torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+
+# or, entry by entry
+torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
+
+# find the batches
+if norm > 10 * usual_norm:
+    torch.save(batch, f"suspicious-{step}.pt")
+""",
+)
+def spike(
+    window: Window, *, factor: float = 10.0, sigmas: float = 8.0, jump: float = 3.0, share: float = 0.3, least: float = 0.01
+) -> Iterator[Fact]:
+    """The gradient jumped far above what is usual for this run.
+
+    A jump is sudden: tenfold the usual, and several times the step before. What grows step by step is the business of others.
+
+    Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A parameter of its
+    own counts only
+    where it makes up a good share of the usual gradient: noise around zero may jump as it likes. So may a gradient
+    that is next to nothing.
+    """
+    now = window.now
+    excess = window.baseline.excess(window.logarithms) if now.counts is None and now.total > least else None
+    if excess is None or window.baseline.median is None or now.step.skipped or window.steps_seen < 12:
+        return
+    above, spreads = excess
+    high = (above > math.log(factor)) & (spreads > sigmas)
+    if not high.any():
+        return
+    current, before = np.append(window.l2, now.total), np.append(window.previous, window.previous_total)
+    with np.errstate(invalid="ignore"):
+        high &= ~(current < jump * before)
+    matters = current > share * np.exp(window.baseline.median[-1])
+    rows = np.flatnonzero((high & matters)[:-1])
+    if len(rows) or (high & matters)[-1]:
+        worst = float(np.exp(min(50.0, above[np.append(rows, len(above) - 1)].max())))
+        yield Fact(f"step {now.step.step}: norm {now.total:.4g}, up to {worst:.3g} times the usual", window.named(rows))

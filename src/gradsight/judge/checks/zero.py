@@ -1,0 +1,38 @@
+"""GS106: no gradient at all."""
+
+from collections.abc import Iterator
+
+from gradsight.judge.registry import Fact, check
+from gradsight.judge.window import Window
+
+
+@check(
+    "GS106",
+    "zero gradient",
+    "critical",
+    needs=(),
+    recommendation=(
+        "Nothing is learned: check that backward() runs on the loss of this model, that its parameters are not all"
+        " frozen, and that no detach(), no_grad() or dead ReLU cuts it off."
+    ),
+    fix="""
+for name, parameter in model.named_parameters():
+    if not parameter.requires_grad:
+        print(f"Frozen: {name}")
+    elif parameter.grad is None:
+        print(f"Cut off from the loss: {name}")
+
+# units that cannot die
+nn.LeakyReLU(0.01)    # instead of nn.ReLU()
+""",
+)
+def zero(window: Window, *, patience: int = 3) -> Iterator[Fact]:
+    """No gradient reaches any parameter: nothing is learned.
+
+    Why: the optimizer's steps change nothing, or only decay the weights.
+    """
+    now = window.now
+    if now.l2 is not None and now.total == 0 and now.counts is None and not now.step.skipped:
+        yield Fact(f"the norm over {len(now.l2)} parameters is exactly 0" if len(now.l2) else "no parameter has a gradient")
+    elif now.l2 is None and now.step.gradient == "none seen":
+        yield Fact("no parameter has a gradient")

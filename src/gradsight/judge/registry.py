@@ -1,0 +1,135 @@
+"""Checks by code. A check is a function of a window, with its thresholds as keyword arguments; the decorator files it.
+
+    @check("GS999", "name", "warning", needs=("norms",), recommendation="...", fix="...")
+    def name(window: Window, *, limit: float = 1.0, patience: int = 3) -> Iterator[Fact]:
+        \"\"\"What it looks at, in one line.
+
+        Why: why it matters.
+        \"\"\"
+
+`patience` is how many judgings in a row must agree before a finding is made; without it, one is enough.
+"""
+
+import inspect
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gradsight.errors import UsageError
+
+When = Literal["step", "stretch", "look"]
+"""Every step; every ten steps, for what is read from history; or whenever a closer look was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What a check has seen at this step."""
+
+    evidence: str
+    parameters: tuple[str, ...] = ()
+    severity: str | None = None
+    """Another severity than the check's own."""
+    first_step: int | None = None
+    """Where it began, if that was before this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its words and its function."""
+
+    code: str
+    name: str
+    severity: str
+    when: When
+    needs: tuple[str, ...]
+    recommendation: str
+    fix: str
+    function: Callable[..., Iterable[Fact]]
+    defaults: Mapping[str, Any]
+
+    @property
+    def meaning(self) -> str:
+        """What it means when this check finds something: the first line of its docstring."""
+        return (inspect.getdoc(self.function) or self.name).splitlines()[0]
+
+
+CHECKS: dict[str, Check] = {}
+
+MISSING = {
+    "norms": "no gradient norms were measured",
+    "optimizer": "no optimizer is known: give it to watch(model, optimizer)",
+    "loss": "no loss was seen",
+    "clipping": "it was not seen what the optimizer used",
+    "scale": "no GradScaler is in use",
+    "clearing": "no optimizer was watched from one step to the next",
+    "batches": "the model was not called with tensors while training",
+    "closer": "no closer look was taken",
+}
+"""Why a check has to abstain, by the signal it lacks."""
+
+
+def check(
+    code: str,
+    name: str,
+    severity: Literal["warning", "critical"],
+    *,
+    when: When = "step",
+    needs: tuple[str, ...] = ("norms",),
+    recommendation: str,
+    fix: str,
+) -> Callable[[Callable[..., Iterable[Fact]]], Callable[..., Iterable[Fact]]]:
+    """File a function as the check of this code."""
+
+    def file(function: Callable[..., Iterable[Fact]]) -> Callable[..., Iterable[Fact]]:
+        if code in CHECKS:
+            raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        defaults = {parameter.name: parameter.default for parameter in parameters}
+        CHECKS[code] = Check(code, name, severity, when, needs, recommendation, fix.strip("\n"), function, defaults)
+        return function
+
+    return file
+
+
+def chosen(settings: object) -> list[tuple[Check, dict[str, Any]]]:
+    """The checks to run with their thresholds. `settings`: True, {code: settings or False}, or the path of a TOML file."""
+    if settings is True or settings is None:
+        wanted: Mapping[str, Any] = {}
+    elif isinstance(settings, (str, Path)):
+        wanted = read_settings(Path(settings))
+    elif isinstance(settings, Mapping):
+        wanted = settings
+    else:
+        raise UsageError(f"health must be True, False, {{code: settings}} or a TOML file, got {type(settings).__name__}")
+    for code in wanted:
+        if code not in CHECKS:
+            raise UsageError(f"there is no check {code!r}; there are {', '.join(sorted(CHECKS))}")
+    return [
+        (each, _merged(each, wanted.get(code, True))) for code, each in sorted(CHECKS.items()) if wanted.get(code) is not False
+    ]
+
+
+def _merged(each: Check, given: object) -> dict[str, Any]:
+    if given is True:
+        return dict(each.defaults)
+    if not isinstance(given, Mapping):
+        raise UsageError(f"the settings of {each.code} must be False or a mapping, got {given!r}")
+    for name, value in given.items():
+        if name not in each.defaults:
+            known = ", ".join(f"{key}={default}" for key, default in each.defaults.items()) or "none"
+            raise UsageError(f"{each.code} ({each.name}) has no setting {name!r}; it has {known}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UsageError(f"{each.code}: {name} must be a number, got {value!r}")
+    return {**each.defaults, **given}
+
+
+def read_settings(file: Path) -> Mapping[str, Any]:
+    """Settings by code from a TOML file: tables `[GS201]` with thresholds, `GS405 = false` to silence."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"the health settings {file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the health settings {file} are not TOML: {error}") from error
