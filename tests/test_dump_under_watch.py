@@ -75,6 +75,29 @@ def test_a_critical_step_is_dumped_out_of_schedule(tmp_path: Path) -> None:
     assert weight.isnan().all()
 
 
+def test_a_critical_finding_is_dumped_once(tmp_path: Path) -> None:
+    """Finite, but far too large: judged when the step is made."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    dumper = GradientDumper(tmp_path, start_step=1000, dump_on="critical")
+    with gradsight.watch(model, optimizer, run_dir=tmp_path, dump=dumper) as watched:
+        for _ in range(12):
+            (model(torch.randn(2, 4)).square().mean() * 1e6).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = watched.report()
+    critical = [finding for finding in report.findings if finding.severity == "critical"]
+    assert [finding.code for finding in critical] == ["GS102"]
+    (folder,) = (tmp_path / "gradient_dumper").iterdir()
+    metadata = get_checkpoint_metadata(folder / "full_gradients")
+    assert metadata.reason.startswith("GS102")
+    assert metadata.gradient == "as the optimizer used it, after any clipping"
+    norms = [float(gradient.norm()) for gradient in load_keys(folder / "full_gradients", list(metadata.tensors))]
+    recorded = {step.step: step.total_norm for step in gradsight.open_run(tmp_path).steps()}
+    assert math.hypot(*norms) == pytest.approx(recorded[metadata.step], rel=1e-5)
+
+
 def test_gradients_that_are_never_there_at_once_are_reported(tmp_path: Path) -> None:
     with pytest.warns(GradsightWarning, match="step 0 was due for a dump, but at no moment were all its gradients there"):
         loops.optimizer_in_backward(Case(watched(tmp_path)))  # type: ignore[arg-type]

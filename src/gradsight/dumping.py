@@ -11,16 +11,21 @@ from gradsight.capture import interception
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job
 from gradsight.record.problems import Problems
+from gradsight.records import Finding
 
+_USED = "as the optimizer used it, after any clipping"
 _MIXED = "of several optimizers, as found after the last backward pass"
 
 
 class Dumping:
     """Hands the gradients of due and of critical steps to a dumper."""
 
-    def __init__(self, dumper: GradientDumper, model: nn.Module, several_optimizers: bool, problems: Problems) -> None:
+    def __init__(self, dumper: GradientDumper, model: nn.Module, optimizers: int, problems: Problems) -> None:
         self._dumper, self._model, self._problems = dumper, model, problems
-        self._several = several_optimizers
+        self._several = optimizers > 1
+        self._gradient_when_judged = _USED if optimizers else "true"
+        self._step = self._dumped = -1
+        self._judged: set[tuple[str, int]] = set()
         self._staged: tuple[Job, Facts] | None = None
         if dumper.dump_on is not None and dist.world_size() > 1:
             problems.report("dump-on", "dump_on needs a run of one process; dumps by schedule go on")
@@ -39,6 +44,7 @@ class Dumping:
 
     def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
         """The step is made: what was copied for it is written."""
+        self._step = step
         if self._staged is None:
             if self._dumper.wants(step):
                 text = f"step {step} was due for a dump, but at no moment were all its gradients there at once"
@@ -48,6 +54,19 @@ class Dumping:
         if facts.gradient == "true":
             facts = replace(facts, gradient=gradient)
         self._dumper.commit(job, replace(facts, clip_coef=clip_coef()))
+        self._dumped = step
+
+    def judged(self, finding: Finding) -> None:
+        """A step was judged: dump it once per new finding that is bad enough, from what the optimizer has left in place."""
+        key = (finding.code, finding.first_step)
+        if key in self._judged or dist.world_size() > 1:
+            return
+        self._judged.add(key)
+        there = any(parameter.grad is not None for parameter in self._model.parameters())
+        if there and self._step != self._dumped and self._dumper.wants(self._step, finding.severity):
+            self._dumped = self._step
+            reason = f"{finding.code} {finding.name}"
+            self._dumper.capture(self._model, self._step, Facts(gradient=self._gradient_when_judged, reason=reason))
 
     def close(self) -> None:
         """Wait for the writer, and pass on what went wrong."""

@@ -1,6 +1,6 @@
 """Composes measure and judge: one look at a model's gradients, and the judge of a watched run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from gradsight.measure.units import UnitLife
 from gradsight.measure.update import update_ratios
 from gradsight.names import Named, named_parameters
 from gradsight.record.store import Store
-from gradsight.records import Step
+from gradsight.records import Finding, Step
 from gradsight.verdict import HealthReport, make_report
 
 _FLOAT16_LEAST_EXPONENT = -14
@@ -93,6 +93,8 @@ class Health:
         self._parameters = parameters
         self._optimizers = [unwrapped(optimizer) for optimizer in check_optimizers(optimizers)]
         self._store: Store | None = None
+        self.on_finding: Callable[[Finding], None] | None = None
+        """Who else wants to hear of every new or changed finding."""
         self._judge = Judge(subject_of(model, parameters, self._optimizers), settings, self._on_finding)
         subject = self._judge.window.subject
         whole = [row for row in subject.matrices if not dist.is_sharded(parameters[row].tensor)]
@@ -142,9 +144,11 @@ class Health:
                 value = {"code": each.code, "name": each.name, "reason": each.reason}
                 self._store.add_record("abstention", each.code, self._first_step, value)
 
-    def _on_finding(self, finding: Any) -> None:
+    def _on_finding(self, finding: Finding) -> None:
         if self._store is not None:
             self._store.add_finding(finding)
+        if self.on_finding is not None:
+            self.on_finding(finding)
 
     def _closer(self, measured: Measured) -> Closer:
         """Shares and ratios of a closer look, spread over all parameters."""

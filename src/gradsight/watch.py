@@ -58,7 +58,7 @@ def watch(
     stats: when norms are recorded. histograms: when histograms and update-to-weight ratios are.
     health: True judges every step; {code: settings}, or a TOML file of such, tunes a check, {code: False} silences it; False
       judges nothing. Findings are in the record and in `Watch.report()`.
-    dump: a GradientDumper; its due steps are dumped before clipping, and with dump_on those whose gradient is critical.
+    dump: a GradientDumper; its due steps are dumped before clipping, and with dump_on those that are judged so.
     start_step: the number of the first step. Recorded steps from there on are replaced. None: after the last recorded one.
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of parameters (500).
     """
@@ -95,12 +95,13 @@ class Watch:
         judge = self._health
         self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems, judge)
         tensors = [parameter.tensor for parameter in self._parameters]
-        self._dumping = Dumping(dump, model, len(optimizers) > 1, self._problems) if dump is not None else None
+        self._dumping = Dumping(dump, model, len(optimizers), self._problems) if dump is not None else None
         self._assembler = Assembler(
             tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed, self._dumping
         )
         if judge is not None:
             judge.begin(first_step, self._store)
+            judge.on_finding = self._dumping.judged if self._dumping is not None else None
             self._assembler.serve(judge.looks_closer, judge.units, judge.notes)
         self._capture: OptimizerCapture | ManualCapture
         if optimizers:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsight
 from gradsight.names import named_parameters
 
-STEPS, MICRO_BATCHES, ROWS = 8, 3, 4
+STEPS, MICRO_BATCHES, ROWS = 20, 3, 4
 
 
 class Net(nn.Module):
