@@ -1,10 +1,13 @@
 """Memory while training runs, before it starts, and the batch that fits."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gradsight import MemoryMonitor, predict_peak_memory
 from gradsight.checkpointing.fit import largest, largest_batch
@@ -102,3 +105,15 @@ def test_startup_report_of_what_does_not_fit(make_gpt: Callable[..., Any]) -> No
     assert "✗ Gradient checkpointing: DISABLED" in text
     assert "Recommended batch size: none: not even one sample fits" in text
     assert text.endswith("! The expected peak is above the available memory")
+
+
+def test_tensors_without_memory_do_not_count() -> None:
+    """torch.compile leaves fake ones behind, with sizes that are only symbols."""
+    gc.collect()
+    before = tensor_bytes()
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes) as mode:
+        fixed = torch.empty(1000, 1000)
+        open_sized = mode.from_tensor(torch.empty(50, 3), static_shapes=False)
+    assert not isinstance(open_sized.shape[0], int)
+    assert tensor_bytes() - before < fixed.numel()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gradsight.checkpointing.counter import storages
 from gradsight.errors import UsageError
@@ -72,11 +74,14 @@ def _resident() -> int | None:
 
 
 def tensor_bytes() -> int:
-    """Bytes of all live tensors that Python knows, each storage once, and of their gradients."""
+    """Bytes of all live tensors that Python knows, each storage once, and of their gradients.
+
+    Tensors without memory, such as torch.compile leaves behind, do not count; some of them even have no fixed size.
+    """
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), FakeTensor | FunctionalTensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and tensor.device.type != "meta":
                     sizes.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))
-    return sum(sizes.values())
+    return sum(size for size in sizes.values() if isinstance(size, int))
