@@ -27,7 +27,7 @@ def true_norm() -> float:
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_hugging_face_trainer(accumulated: int, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -67,7 +67,8 @@ def test_hugging_face_trainer(accumulated: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_lightning(algorithm: str, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
+    import lightning
+
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     class Module(lightning.LightningModule):
