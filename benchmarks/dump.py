@@ -6,6 +6,10 @@ Each round measures every way once, one after the other, and the best of all rou
 says more about the neighbours. The first round, with new memory, is told apart.
 """
 
+import sys
+
+sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+
 import argparse
 import os
 import shutil

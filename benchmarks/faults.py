@@ -5,22 +5,20 @@ The thresholds were chosen by looking at the MLP and the GPT only; the CNN and t
     python benchmarks/faults.py [--seeds 3] [--only NAME] [--healthy-seeds 1]
 """
 
+import sys
+
+sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+
 import argparse
 import math
-import sys
+import statistics
 import warnings
 from collections import defaultdict
-from pathlib import Path
 
-sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]  # statistics.py
-import statistics  # noqa: E402
+import torch
+import zoo
 
-sys.path.append(str(Path(__file__).resolve().parent))
-
-import torch  # noqa: E402
-import zoo  # noqa: E402
-
-from gradsight.verdict import HealthReport  # noqa: E402
+from gradsight.verdict import HealthReport
 
 CHOSEN = ("mlp", "gpt")
 

@@ -7,6 +7,10 @@ Memory is the exact peak of live tensor bytes above what was there before the st
     python benchmarks/ghost.py [--rounds 12] [--threads 2] [--clock cpu] [--only scores] [--quick]
 """
 
+import sys
+
+sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+
 import argparse
 import math
 import time

@@ -11,6 +11,10 @@ Every sample's scores are added up over training (its first part left out), weig
     python benchmarks/influence_quality.py [--steps 400] [--quick]
 """
 
+import sys
+
+sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+
 import argparse
 import sysconfig
 import time

@@ -6,18 +6,19 @@ faster half counts, as a ratio to plain training. The A/A ratio (plain training 
     python benchmarks/overhead.py [--pairs 60] [--arms gradsight,wandb,...]
 """
 
+import sys
+
+sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+
 import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]  # statistics.py
 
 ARMS = {
     "plain": "plain training",
