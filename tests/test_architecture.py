@@ -32,9 +32,9 @@ FRONT_DOOR = [
 ]
 
 GROUND = {"errors", "records", "verdict"}
-SHARED = {"dist", "names"}
-"""What every stage may use: ranks, and the names of parameters."""
-STRANGERS = {"capture", "measure", "judge", "ghost", "dump", "checkpointing", "record", "show"}
+SHARED = {"dist", "names", "passes"}
+"""What every stage may use: ranks, the names of parameters, and passes through a model."""
+STRANGERS = {"capture", "measure", "judge", "diagnose", "ghost", "dump", "checkpointing", "record", "show"}
 COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "attach"}
 TOP = {"train", "integrations", "cli", "__main__"}
 

@@ -255,6 +255,64 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """What a tensor held, in a few numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    smallest: float | None
+    """Of the finite values; None where there are none."""
+    largest: float | None
+    nan: int
+    inf: int
+
+
+@dataclass(frozen=True, slots=True)
+class GuiltyOperation:
+    """The first operation of a step with finite inputs and a non-finite output, deliberate fills apart."""
+
+    operation: str
+    """As torch names it: "log", "sqrt", "div"."""
+    phase: str
+    """ "forward", "backward", or "loss": outside the model, between its outputs and backward()."""
+    module: str | None
+    """The model's own dotted name of the innermost module it ran in."""
+    place: str | None
+    """File and line of the user's source."""
+    source: str | None
+    """The text of that line."""
+    inputs: tuple[TensorSummary, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GuiltySample:
+    """One sample of the bad step and its part in it."""
+
+    row: int
+    """Its row in its micro-batch."""
+    sample_id: int | str | None
+    micro_batch: int
+    rank: int
+    norm: float
+    """The exact norm of the sample's own share of the gradient; NaN or infinite where that is not finite."""
+    share: float | None
+    """Its part of the sum of squared norms over the step's samples; None where that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found out about a bad step, and what finding it out cost."""
+
+    operation: GuiltyOperation | None
+    samples: tuple[GuiltySample, ...]
+    """The worst first."""
+    seconds: float
+    notes: tuple[str, ...] = ()
+    """What could not be found out, and why."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryUse:
     """The peak of live tensor bytes of some work, and what those bytes were at that moment."""
 

@@ -1,0 +1,29 @@
+"""One pass of a training step as the model saw it: enough to run it again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Pass:
+    """The arguments of one call of the model, and what came back to its outputs. References, not copies."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rng: Mapping[str, Tensor]
+    """The generators' states before the call, by device: "cpu", "cuda:0"."""
+    buffers: Mapping[str, Tensor]
+    """The model's buffers before the call, where the call may change them (running statistics)."""
+    autocast: tuple[str, str] | None
+    """Device type and dtype of the autocast the model was called under."""
+    training: bool
+    caller: str | None
+    """File and line of the user's call of the model."""
+    output_gradients: tuple[Tensor | None, ...] | None = None
+    """The gradients at the tensors of the output, in the order of its tree; None where they were not kept."""
+    backward_caller: str | None = None
+    """File and line of the user's call of backward."""
+    sample_ids: tuple[int | str, ...] | None = None
