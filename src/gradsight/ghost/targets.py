@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gradsight.dist import local_part
+from gradsight.dist.training import Ranks, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.gram import FactorBook, FactorRecorder
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.passes import aside, eager, is_compiled
-from gradsight.ghost.ranks import Ranks, local, without_reduction
 
 LossFn = Callable[[Any, Any], Tensor]
 Direction = dict[str, Tensor]
@@ -120,7 +121,7 @@ class Targets:
             past[2].synchronize()
             self._refuse_norms(*past[:2])
         self._unread = []
-        parts = {n: local(d) for n, d in direction.items() if local(d).numel()}
+        parts = {n: local_part(d) for n, d in direction.items() if local_part(d).numel()}
         norms = torch.stack([norm.float().to(self._ranks.device) for norm in torch._foreach_norm(list(parts.values()))])
         if self._ranks.sharded:
             norms = self._ranks.sum(norms)
