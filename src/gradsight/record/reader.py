@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsight.errors import RunError, UsageError
 from gradsight.record import frames, schema
+from gradsight.record.scores import all_scores, read_scores, score_files
 from gradsight.record.store import TAIL, recover
 from gradsight.records import Finding, Histogram, Incident, ParameterStat, Problem, SampleScore, Scalar, Step
 from gradsight.verdict import Abstention
@@ -18,7 +19,6 @@ from gradsight.verdict import Abstention
 if TYPE_CHECKING:
     import pyarrow
 
-SCORES = "grad_dotprods"
 INCIDENTS = "incidents"
 
 
@@ -125,16 +125,13 @@ class Run:
 
     def scores(self) -> Iterator[SampleScore]:
         """Every training sample's score, as the ghost engine saved them."""
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        for file in score_files(self.path):
+            for row in read_scores(file).to_pylist():
+                yield SampleScore(**row)
 
-        names = [field.name for field in dataclasses.fields(SampleScore)]
-        for file in sorted((self.path / SCORES).glob("iter_*.parquet")):
-            try:
-                for row in ParquetFile(file).read(columns=names).to_pylist():
-                    yield SampleScore(**row)
-            except (OSError, ArrowException) as error:
-                raise RunError(f"{file} cannot be read: {error}") from error
+    def score_table(self) -> "tuple[pyarrow.Table, list[str]] | None":
+        """All scores as a table, and what to say of files that cannot be read; None where there are no scores at all."""
+        return all_scores(self.path) if score_files(self.path) else None
 
     def incidents(self) -> Iterator[Incident]:
         """The flight recorder's bundles."""
@@ -149,18 +146,19 @@ class Run:
         """The records of one kind as a table with the same columns."""
         if name == "parameter_stats":
             return self._stats_table()
+        if name == "scores":
+            return self._scores_table()
         kinds: dict[str, tuple[type, Callable[[], Iterator[Any]]]] = {
             "steps": (Step, self.steps),
             "histograms": (Histogram, self.histograms),
             "scalars": (Scalar, self.scalars),
             "findings": (Finding, self.findings),
-            "scores": (SampleScore, self.scores),
             "memory": (Scalar, self.memory),
             "incidents": (Incident, self.incidents),
             "problems": (Problem, self.problems),
         }
         if name not in kinds:
-            raise UsageError(f"a run has no table {name!r}; it has {', '.join(sorted([*kinds, 'parameter_stats']))}")
+            raise UsageError(f"a run has no table {name!r}; it has {', '.join(sorted([*kinds, 'parameter_stats', 'scores']))}")
         return _table(*kinds[name])
 
     def close(self) -> None:
@@ -196,6 +194,12 @@ class Run:
             if layout not in layouts:
                 raise RunError(f"{self.path / schema.FILE} is damaged: step {step} has an unknown layout {layout}")
             yield step, layouts[layout], packed
+
+    def _scores_table(self) -> "pyarrow.Table":
+        table, unreadable = all_scores(self.path)
+        if unreadable:
+            raise RunError(unreadable[0])
+        return table
 
     def _stats_table(self) -> "pyarrow.Table":
         """Fifteen million rows are nothing unusual here, so columns are built from the packed arrays."""
@@ -237,8 +241,6 @@ def _table(kind: type, rows: Callable[[], Iterator[Any]]) -> "pyarrow.Table":
         if field.name == "scalars":
             values = [list(value.items()) for value in values]
             columns[field.name] = pyarrow.array(values, pyarrow.map_(pyarrow.string(), pyarrow.float64()))
-        elif field.name == "sample_id":
-            columns[field.name] = pyarrow.array([None if value is None else str(value) for value in values], pyarrow.string())
         else:
             columns[field.name] = pyarrow.array(values, _arrow_type(str(field.type)))
     return pyarrow.table(columns)
