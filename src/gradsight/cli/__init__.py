@@ -14,6 +14,7 @@ _COMMANDS = {
     "check": ("check:check", "Run an unmodified training script and judge its gradients."),
     "demo": ("demo:demo", "One minute, no arguments: train a small GPT under Gradsight and write a report."),
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
+    "influence": ("influence:influence", "Which samples and domains helped or hurt; --export a list or weights."),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
     "report": ("report:report", "Write the report of a run and print its verdict."),
 }

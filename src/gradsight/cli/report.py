@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from gradsight.cli.texts import Texts
 from gradsight.errors import RunError
 from gradsight.record.reader import open_run
 from gradsight.show.markdown import Summary, summarize
@@ -36,7 +37,7 @@ def report(run_dir: Path, /) -> int:
 def _tell(place: Path, summary: Summary, notes: str) -> int:
     """Write one run's report, print its verdict and findings, give its exit code."""
     file = place / "report.md"
-    write_report(file, render(summary) + notes)
+    write_report(file, render(summary, Texts(place)) + notes)
     if summary.health.findings:
         print("\n".join(terminal_lines(summary.health, wants_colour(sys.stdout))))
     else:

@@ -52,6 +52,21 @@ def _level(height: float, low: float, high: float) -> int:
     return round((height - low) / (high - low) * (len(_LEVELS) - 1))
 
 
+def trend(values: Sequence[float | None], low: float, high: float) -> str:
+    """A curve on a plain scale from low to high; a stretch without a value is empty.
+
+    >>> trend([-1.0, 0.0, None, 1.0], -1.0, 1.0)
+    '▁▅ █'
+    """
+    return "".join(" " if value is None else _LEVELS[_plain_level(value, low, high)] for value in values)
+
+
+def _plain_level(value: float, low: float, high: float) -> int:
+    if high <= low:
+        return 3
+    return int((value - low) / (high - low) * (len(_LEVELS) - 1) + 0.5)
+
+
 def bar(share: float, width: int = 30) -> str:
     """A bar for a share of 1.
 

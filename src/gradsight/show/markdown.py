@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
+from gradsight.errors import GradsightError
 from gradsight.records import Finding, Histogram, ParameterStat, Problem, Step, block_of
 from gradsight.show.figures import bar, figure, sparkline
+from gradsight.show.influence import Influence, influence
+from gradsight.show.samples import TextOf, markdown_section
 from gradsight.verdict import SEVERITIES, Abstention, HealthReport, headline, make_report, markdown_sections
 
 _MOST_ROWS = 40
@@ -25,6 +28,7 @@ class ReadableRun(Protocol):
     def problems(self) -> Iterable[Problem]: ...
     def findings(self) -> Iterable[Finding]: ...
     def abstentions(self) -> Iterable[Abstention]: ...
+    def score_table(self) -> tuple[Any, list[str]] | None: ...
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Summary:
     problems: list[Problem]
     config: dict[str, Any]
     health: HealthReport
+    samples: Influence | None = None
+    """What the samples did to the target with most scores; None where none were scored."""
 
     @property
     def verdict(self) -> str:
@@ -96,7 +102,22 @@ def summarize(run: ReadableRun) -> Summary:
         pass
     steps = list(run.steps())
     health = _health(run, steps, last)
-    return Summary(steps, blocks, broken, histogram, list(run.problems()), run.config, health)
+    samples, troubles = _samples(run)
+    return Summary(steps, blocks, broken, histogram, [*run.problems(), *troubles], run.config, health, samples)
+
+
+def _samples(run: ReadableRun) -> tuple[Influence | None, list[Problem]]:
+    """The influence of the samples, and what stood in the way of reading it."""
+    found = run.score_table()
+    if found is None:
+        return None, []
+    table, troubles = found
+    samples = None
+    try:
+        samples = influence(table)
+    except GradsightError as error:
+        troubles = [*troubles, f"the samples' scores cannot be shown: {error}"]
+    return samples, [Problem("scores", text, 0, 1) for text in troubles]
 
 
 def _health(run: ReadableRun, steps: list[Step], last: list[ParameterStat]) -> HealthReport:
@@ -120,12 +141,14 @@ def _is_zero(stat: ParameterStat) -> bool:
     return stat.l2 == 0
 
 
-def report(summary: Summary) -> str:
-    """The whole report as markdown."""
+def report(summary: Summary, text_of: TextOf = lambda sample_id: None) -> str:
+    """The whole report as markdown; text_of gives the samples' text, where it is known."""
     sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
     if summary.steps and summary.config.get("settings", {}).get("watch", {}).get("health", True) is not False:
         sections += markdown_sections(summary.health)
     sections.append(_block_table(summary))
+    if summary.samples is not None:
+        sections.append(markdown_section(summary.samples, text_of))
     sections += [_histogram(summary.histogram), _broken(summary), _problems(summary.problems)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 

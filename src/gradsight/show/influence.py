@@ -1,0 +1,192 @@
+"""What every sample and domain did to a target's loss: a run's scores, made comparable and added up. No torch."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradsight.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+UNSETTLED = 0.1
+"""The share of a run whose scores do not count: at first a model learns which tokens are common, and that from any sample."""
+STRETCHES = 24
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The samples of one domain together."""
+
+    name: str
+    score: float
+    """The mean over its scores."""
+    samples: int
+    below_zero: float
+    """The share of its samples that hurt the target."""
+    over_time: tuple[float | None, ...]
+    """Its mean score in equal stretches of the run; None where none of its samples was seen."""
+
+
+@dataclass(frozen=True)
+class Influence:
+    """Every sample's mean score for one target, worst first. Positive helps."""
+
+    target: str
+    targets: tuple[str, ...]
+    """All that the run has."""
+    normalised: bool
+    first_step: int
+    last_step: int
+    rows: int
+    """Scores that count."""
+    not_finite: int
+    """Scores that are NaN or infinite; they count nowhere."""
+    sample_ids: npt.NDArray[np.object_]
+    sample_domains: npt.NDArray[np.object_]
+    seen: Ints
+    scores: Floats
+    domains: tuple[Domain, ...]
+    """The best first."""
+
+    def histogram(self, bins: int = 12) -> tuple[Ints, Floats]:
+        """Counts of samples and edges of about this many bins of a round width, one of the edges 0; the few samples beyond them
+        count in the outer bins.
+        """
+        low, high = (float(value) for value in np.quantile(self.scores, (0.005, 0.995)))
+        width = _round_width((max(high, 0.0) - min(low, 0.0)) / bins)
+        edges = width * np.arange(np.floor(min(low, -width) / width), np.ceil(max(high, width) / width) + 1)
+        counts, _ = np.histogram(np.clip(self.scores, edges[0], edges[-1]), edges)
+        return counts.astype(np.int64), edges
+
+
+def _round_width(width: float) -> float:
+    """The nearest larger 1, 2 or 5 times a power of ten.
+
+    >>> _round_width(0.17), _round_width(3.0), _round_width(0.0)
+    (0.2, 5.0, 1.0)
+    """
+    if width <= 0:
+        return 1.0
+    power = 10.0 ** np.floor(np.log10(width))
+    return float(next((step * power for step in (1, 2, 5) if step * power >= width), 10 * power))
+
+
+def normalised(steps: npt.NDArray[Any], scores: Floats) -> Floats:
+    """Each score divided by the typical size (root mean square) of its step's: raw ones shrink as training goes on.
+
+    The sign stays: below 0 still hurts. Nothing but the step's own scores enters.
+
+    >>> normalised(np.array([0, 0, 1, 1]), np.array([30.0, -40.0, 0.3, -0.4])).round(2).tolist()
+    [0.85, -1.13, 0.85, -1.13]
+    """
+    _, place = np.unique(steps, return_inverse=True)
+    sizes = np.sqrt(np.bincount(place, scores**2) / np.bincount(place)) if len(scores) else scores
+    return np.divide(scores, sizes[place], out=np.zeros_like(scores), where=sizes[place] > 0)
+
+
+def settled(steps: npt.NDArray[Any], share: float = UNSETTLED) -> npt.NDArray[np.bool_]:
+    """Which scores count: all but those of the first share of the steps.
+
+    >>> settled(np.arange(5), 0.4).tolist()
+    [False, False, True, True, True]
+    """
+    if not len(steps):
+        return np.zeros(0, dtype=bool)
+    first, last = int(steps.min()), int(steps.max())
+    counted: npt.NDArray[np.bool_] = steps >= first + int(share * (last - first + 1))
+    return counted
+
+
+def means(groups: npt.NDArray[Any], values: Floats, count: int) -> Floats:
+    """The mean of the values of each of `count` groups; NaN for a group without any.
+
+    >>> means(np.array([0, 0, 2]), np.array([1.0, 3.0, 5.0]), 3).tolist()
+    [2.0, nan, 5.0]
+    """
+    sizes = np.bincount(groups, minlength=count)
+    found: Floats = np.divide(np.bincount(groups, values, count), sizes, out=np.full(count, np.nan), where=sizes > 0)
+    return found
+
+
+def influence(table: "pyarrow.Table", target: str | None = None, *, raw: bool = False) -> Influence:
+    """The influence of a table of scores on one target: by default normalised by step, without the unsettled beginning."""
+    targets, chosen = _of_target(table["target"], target)
+    steps, scores = table["step"].to_numpy(), table["score"].to_numpy().astype(np.float64)
+    finite = np.isfinite(scores)
+    wanted = chosen & finite
+    if not wanted.any():
+        raise RunError(f"none of the {int(chosen.sum())} scores for this target is finite: there is nothing to compare")
+    if not raw:
+        wanted[wanted] = settled(steps[wanted])
+        scores[wanted] = normalised(steps[wanted], scores[wanted])
+    ids, sample = _codes(table["sample_id"], wanted)
+    names, domain = _codes(table["domain"], wanted)
+    values, steps = scores[wanted], steps[wanted]
+    by_sample = means(sample, values, len(ids))
+    order = np.argsort(by_sample, kind="stable")
+    home = np.zeros(len(ids), dtype=np.int64)
+    home[sample] = domain
+    return Influence(
+        target=targets[0],
+        targets=tuple(sorted(targets)),
+        normalised=not raw,
+        first_step=int(steps.min()),
+        last_step=int(steps.max()),
+        rows=len(values),
+        not_finite=int((chosen & ~finite).sum()),
+        sample_ids=ids[order],
+        sample_domains=names[home][order],
+        seen=np.bincount(sample, minlength=len(ids))[order],
+        scores=by_sample[order],
+        domains=_domains(names, domain, values, steps, home, by_sample),
+    )
+
+
+def _of_target(column: Any, target: str | None) -> tuple[list[str], npt.NDArray[np.bool_]]:
+    """The targets of a table, the chosen one first, and which rows are its; by default the one that has most rows."""
+    names, codes = _codes(column)
+    if not len(names):
+        raise RunError("there are no scores")
+    if target is None:
+        target = names[int(np.bincount(codes).argmax())]
+    if target not in names:
+        raise UsageError(f"there is no target {target!r} in this run; it has {', '.join(sorted(names))}")
+    return [target, *(name for name in names if name != target)], codes == list(names).index(target)
+
+
+def _codes(column: Any, wanted: npt.NDArray[np.bool_] | None = None) -> tuple[npt.NDArray[np.object_], Ints]:
+    """The different values of a column of text and each row's number among them; None is a value too, and the last."""
+    encoded = column.dictionary_encode().combine_chunks()
+    names = np.array([*encoded.dictionary.to_pylist(), None], dtype=object)
+    codes = encoded.indices.fill_null(len(names) - 1).to_numpy(zero_copy_only=False)
+    codes = codes if wanted is None else codes[wanted]
+    used, codes = np.unique(codes, return_inverse=True)
+    return names[used], codes.astype(np.int64)
+
+
+def _domains(
+    names: npt.NDArray[np.object_], domain: Ints, values: Floats, steps: Ints, home: Ints, by_sample: Floats
+) -> tuple[Domain, ...]:
+    """The roll-up by domain, overall and over time, without the samples that have none."""
+    first, length = int(steps.min()), int(steps.max()) - int(steps.min()) + 1
+    stretches = min(STRETCHES, length)
+    cell = domain * stretches + (steps - first) * stretches // length
+    over_time = means(cell, values, len(names) * stretches).reshape(len(names), stretches)
+    score, hurting = means(domain, values, len(names)), means(home, (by_sample < 0).astype(np.float64), len(names))
+    samples = np.bincount(home, minlength=len(names))
+    found = [
+        Domain(name, float(score[k]), int(samples[k]), float(hurting[k]), _known(over_time[k]))
+        for k, name in enumerate(names)
+        if name is not None
+    ]
+    return tuple(sorted(found, key=lambda each: -each.score))
+
+
+def _known(values: Floats) -> tuple[float | None, ...]:
+    return tuple(None if value != value else value for value in values.tolist())
