@@ -135,6 +135,38 @@ def test_honesty_predicts_small_steps_of_sgd_with_clipping() -> None:
     assert honesty.correlation > 0.999
 
 
+def test_honesty_knows_the_momentum_of_sgd() -> None:
+    model, val = small(), pair(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 3e-4, momentum=0.9, dampening=0.2)
+    engine = GhostEngine(model, loss_fn, val, optimizer=optimizer)
+    for number in range(12):
+        step(engine, pair(4, 20 + number))
+        optimizer.step()
+        optimizer.zero_grad()
+    for predicted, measured in engine.honesty()["validation"].pairs:
+        assert abs(predicted - measured) < 0.05 * abs(measured) + 1e-9
+
+
+def test_honesty_of_adam_aware_scores() -> None:
+    """With a second moment that has settled, the prediction has Adam's momentum and scale: right in size, not only in sign."""
+    model, val = small(), pair(8, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-5, betas=(0.9, 0.9999))
+    for number in range(60):
+        loss_fn(model, pair(4, 100 + number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = GhostEngine(model, loss_fn, val, optimizer=optimizer, precondition="adam")
+    for number in range(60):
+        optimizer.param_groups[0]["lr"] = 1e-5 * (1 + number % 7)
+        step(engine, pair(4, 20 + number))
+        optimizer.step()
+        optimizer.zero_grad()
+    honesty = engine.honesty()["validation"]
+    later = honesty.pairs[30:]
+    assert all(abs(predicted - measured) < 0.15 * abs(measured) for predicted, measured in later), later
+    assert honesty.correlation > 0.95
+
+
 @pytest.mark.parametrize("exact_grad", [False, True])
 def test_fifty_steps_of_adamw(exact_grad: bool) -> None:
     """With dropout on: exact_grad trains to the same weights, bit for bit."""

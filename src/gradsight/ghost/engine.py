@@ -16,7 +16,7 @@ from gradsight.ghost.bookkeeping import Books
 from gradsight.ghost.carriers import Tangents, keep
 from gradsight.ghost.concat import Concatenation, refuse_concat
 from gradsight.ghost.gram import Factor
-from gradsight.ghost.honesty import Diary, Honesty
+from gradsight.ghost.honesty import Diary, Honesty, Momentum
 from gradsight.ghost.layout import LayoutMemory
 from gradsight.ghost.ledger import Ledger
 from gradsight.ghost.names import Parameters, unwrap
@@ -84,7 +84,9 @@ class GhostEngine:
         names = tuple(self._parameters.all) if per_parameter else None
         ledger = Ledger(self._targets.names, names, frozenset(self._parameters.trainable), precondition)
         directory = None if run_dir is None else Path(run_dir) / "grad_dotprods"
-        self._books = Books(ledger, Diary(self._targets.names), self._ranks, optimizer, directory, save_interval)
+        self._books = Books(
+            ledger, Diary(self._targets.names, Momentum.of(optimizer)), self._ranks, optimizer, directory, save_interval
+        )
         self._protocol = BatchProtocol(self)
         self._open: Observation | None = None
         self._concatenation: Concatenation | None = None

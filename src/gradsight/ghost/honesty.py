@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradsight.dist.training import Ranks
 
@@ -20,7 +21,8 @@ class Honesty:
 
     target: str
     pairs: tuple[tuple[float, float], ...]
-    """(predicted, measured); predicted is -lr * clip_coef * the sum of scores, added up over the steps between."""
+    """(predicted, measured); predicted is -lr * clip_coef * the sum of scores, with the optimizer's momentum, added up over the
+    steps between."""
 
     @property
     def correlation(self) -> float:
@@ -42,17 +44,42 @@ class StepSum:
     clip_coef: Tensor | float | None = None
 
     @property
-    def factor(self) -> float:
-        """lr * clip_coef; what is not known counts as 1."""
+    def clipped(self) -> float:
+        """What clipping left of the gradient; 1 where that is not known."""
         coef = 1.0 if self.clip_coef is None else float(self.clip_coef)
-        return (1.0 if self.lr is None else self.lr) * (coef if coef == coef else 1.0)
+        return coef if coef == coef else 1.0
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """How an optimizer mixes earlier gradients into a step: m = keep * m + take * g, in Adam corrected for its start at 0."""
+
+    keep: float = 0.0
+    take: float = 1.0
+    corrected: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer | None) -> "Momentum":
+        """That of an optimizer's first group; none where it is not known."""
+        group = {} if optimizer is None else optimizer.param_groups[0]
+        if "betas" in group:
+            return cls(float(group["betas"][0]), 1 - float(group["betas"][0]), corrected=True)
+        return cls(float(group.get("momentum") or 0.0), 1 - float(group.get("dampening") or 0.0))
+
+    def applied(self, sums: Tensor) -> Tensor:
+        """Each step's sums with those of the steps before, as the optimizer adds gradients up."""
+        mixed, rows = torch.zeros_like(sums[0]), []
+        for number, row in enumerate(sums, 1):
+            mixed = self.keep * mixed + (self.take if number > 1 or self.corrected else 1.0) * row
+            rows.append(mixed / (1 - self.keep**number) if self.corrected else mixed)
+        return torch.stack(rows)
 
 
 class Diary:
     """Target losses as measured and steps as predicted, of the last few thousand steps."""
 
-    def __init__(self, targets: tuple[str, ...], length: int = 4096) -> None:
-        self.targets = targets
+    def __init__(self, targets: tuple[str, ...], momentum: Momentum, length: int = 4096) -> None:
+        self.targets, self._momentum = targets, momentum
         self.steps: deque[StepSum] = deque(maxlen=length)
         self._losses: deque[tuple[int, Sequence[Tensor] | list[float]]] = deque(maxlen=length)
         self._waiting = 0
@@ -79,7 +106,9 @@ class Diary:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}
         if self.steps:
             sums = ranks.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
-            changes = -sums * torch.tensor([s.factor for s in self.steps], dtype=torch.float64).unsqueeze(1)
+            clipped = sums * torch.tensor([s.clipped for s in self.steps], dtype=torch.float64).unsqueeze(1)
+            rates = torch.tensor([1.0 if s.lr is None else s.lr for s in self.steps], dtype=torch.float64)
+            changes = -self._momentum.applied(clipped) * rates.unsqueeze(1)
             for (start, old), (end, new) in pairwise(self._losses):
                 between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
                 for k, name in enumerate(self.targets if between else ()):
