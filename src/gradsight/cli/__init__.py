@@ -16,6 +16,7 @@ _COMMANDS = {
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
     "report": ("report:report", "Write the report of a run and print its verdict."),
+    "train": ("train:app", "Train a GPT-2 with every instrument at work."),
 }
 """Where each command lives, and its line in the list of commands: to show that list, no command is loaded."""
 
@@ -44,9 +45,13 @@ def _app(listing: bool) -> App:
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:
-    """The command line, with the arguments of a checked script set apart from ours."""
-    if not tokens or tokens[0] != "check":
-        return tokens
-    from gradsight.cli.check import split_tokens
+    """The command line, with the arguments of a checked script set apart from ours, or with a trainer's config file read."""
+    if tokens and tokens[0] == "check":
+        from gradsight.cli.check import split_tokens
 
-    return split_tokens(tokens)
+        return split_tokens(tokens)
+    if tokens and tokens[0] == "train":
+        from gradsight.cli.train import prepared
+
+        return prepared(tokens)
+    return tokens
