@@ -1,5 +1,6 @@
 """The gradsight command. One command per file; a command's file is loaded when it is called, so help answers without torch."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     try:
         code = _app(listing=not tokens or tokens[0].startswith("-"))(_prepared(tokens), exit_on_error=False)
     except (CycloptsError, UsageError) as error:
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError) and os.environ.get("RANK", "0") == "0":  # all ranks find the same
             print(f"gradsight: {error}", file=sys.stderr)
         return WRONG_USAGE
     except GradsightError as error:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from gradsight.errors import UsageError
-from gradsight.train.config import ALIASES, Settings, flat, from_dict
+from gradsight.train.config import ALIASES, MACHINE, Settings, flat, from_dict
 
 app = App(name="train", name_transform=lambda name: name, result_action="return_value")
 
@@ -24,6 +24,7 @@ def train(
     resume: Annotated[bool, Parameter(group=RUN, negative="")] = False,
     overwrite: Annotated[bool, Parameter(group=RUN, negative="")] = False,
     eval_only: Annotated[bool, Parameter(name="--eval_only", group=RUN, negative="")] = False,
+    num_processes: Annotated[int | None, Parameter(name="--num_processes", group=MACHINE)] = None,
     settings: Settings = DEFAULT,
 ) -> int:
     """Train a GPT-2 with every instrument at work: norms, health, scores of samples, dumps, memory.
@@ -41,7 +42,15 @@ def train(
         Replace the run of the same name.
     eval_only
         Only print the losses of the newest checkpoint, or of the initial weights.
+    num_processes
+        Processes to start on this machine; by default one per GPU. Under torchrun it is torchrun that says.
     """
+    from gradsight.train.launch import processes_to_start, start
+
+    count = processes_to_start(num_processes, settings.device)
+    if count > 1:
+        flags = {"--resume": resume, "--overwrite": overwrite, "--eval_only": eval_only}
+        return start(settings, [flag for flag, wanted in flags.items() if wanted], count)
     from gradsight.train.run import run_training
 
     return run_training(settings, resume=resume, overwrite=overwrite, eval_only=eval_only)

@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -62,6 +62,8 @@ class Training:
     """Samples used so far, in all."""
     seconds: float = 0.0
     """Time spent so far, in all."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """The last look at it."""
 
     def evaluate(self) -> dict[str, float | None]:
         """The losses of train, val and test."""
@@ -115,10 +117,11 @@ def train(run: Training, tools: Instruments) -> int | None:
             optimizer.zero_grad()
             loss = run.processes.mean(loss)
             watched.log(loss=loss, lr=lr)
-            memory = monitor.sample(watched, step) if run.processes.first else {}
+            if run.processes.first:
+                run.memory = monitor.sample(watched, step) or run.memory
             run.step, run.position = step + 1, run.position + run.batches.per_step
             run.seconds += time.perf_counter() - started
-            tell(run, loss, norm, memory)
+            tell(run, loss, norm)
             if due(run.step, settings.eval_interval, settings.max_steps):
                 look(run, watched, log)
             ending = run.processes.any(stopping.signal is not None)
@@ -154,12 +157,12 @@ def epoch_to_log(run: Training) -> int | None:
     return begins if every and begins % every == 0 and begins * length < end else None
 
 
-def tell(run: Training, loss: Tensor, norm: Tensor, memory: dict[str, float]) -> None:
+def tell(run: Training, loss: Tensor, norm: Tensor) -> None:
     """Show progress; the numbers are read from the device only when they are due."""
     run.telling.advance()
     if due(run.step, run.settings.log_interval, run.settings.max_steps):
         whole = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-        run.telling.numbers(loss.item(), whole.item(), memory)
+        run.telling.numbers(loss.item(), whole.item(), run.memory)
 
 
 def look(run: Training, watched: Watch, log: TrainingLog) -> None:

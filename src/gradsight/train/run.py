@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from gradsight.checkpointing.apply import apply_checkpointing
 from gradsight.cli.report import write_report
 from gradsight.dump.dumper import GradientDumper
-from gradsight.errors import UsageError
+from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.record.reader import open_run
 from gradsight.record.tracker import MetricsTracker
@@ -26,6 +26,7 @@ from gradsight.train.config import Settings, to_dict
 from gradsight.train.data import open_corpus
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.loop import Instruments, OnBatch, Training, train
+from gradsight.train.memory import advice, is_out_of_memory, predicted
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.parallel import Processes
 from gradsight.train.progress import Telling
@@ -53,9 +54,14 @@ def run_training(
             return evaluate_only(run)
         if resume:
             go_on(run)
+        introduce(run)
         with instruments(run) as tools:
             ended_by = train(run, tools)
         return finish(run, ended_by)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise GradsightError(advice(settings, processes.device, str(run_dir / "config.json"))) from error
+        raise
     finally:
         processes.close()
 
@@ -113,7 +119,7 @@ def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimize
     torch.manual_seed(settings.seed)
     model = model_from_settings(to_dict(settings)).to(processes.device)
     if settings.gradient_checkpointing:
-        apply_checkpointing(model, "full")
+        apply_checkpointing(model, "full", blocks=[f"transformer.h.{n}" for n in range(model.config.n_layer)])
     model = processes.spread(model, settings.parallel)
     torch.manual_seed(settings.seed + 1 + processes.rank)  # dropout differs from process to process
     adam = settings.optimizer
@@ -122,6 +128,20 @@ def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimize
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     return model, AdamW(groups, lr=settings.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+
+
+def introduce(run: Training) -> None:
+    """Say what is going to be trained on what, and what memory it will take."""
+    samples, settings, order = run.batches.samples, run.settings, run.batches.order
+    if run.processes.first:
+        domains = samples.corpus.domains
+        what = settings.data or "the source of Python's standard library"
+        run.telling.say(f"Data: {what}: {order.epoch_length:,} samples of {settings.block_size} tokens, {len(domains)} domains")
+        if settings.startup_report:
+            run.telling.say(str(predicted(settings, run.processes.device)))
+        steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
+        run.telling.say(f"Training: {settings.architecture}, {settings.method}, {steps}, into {run.run_dir}")
+    run.processes.wait()
 
 
 @contextmanager
