@@ -54,6 +54,7 @@ def evaluate(
             total += loss.by_row(model, batch.pair).sum() * bool(mine)
         found[f"{split}_loss"] = float(processes.sum(total)) / len(rows) if rows else None
     model.train(was_training)
+    processes.reshard(model)
     return found
 
 

@@ -119,7 +119,7 @@ def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimize
     torch.manual_seed(settings.seed)
     model = model_from_settings(to_dict(settings)).to(processes.device)
     if settings.gradient_checkpointing:
-        apply_checkpointing(model, "full", blocks=[f"transformer.h.{n}" for n in range(model.config.n_layer)])
+        apply_checkpointing(model, "full", blocks=[f"transformer.h.{n}" for n in range(len(model.transformer.h))])  # type: ignore[union-attr, arg-type]
     model = processes.spread(model, settings.parallel)
     torch.manual_seed(settings.seed + 1 + processes.rank)  # dropout differs from process to process
     adam = settings.optimizer
