@@ -44,8 +44,9 @@ class Allocation:
 def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor; of a wrapper such as a DTensor those of its parts."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:  # a DTensor names its mesh among them
+            yield from storages(part) if isinstance(part, torch.Tensor) else ()
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:

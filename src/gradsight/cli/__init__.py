@@ -1,5 +1,6 @@
 """The gradsight command. One command per file; a command's file is loaded when it is called, so help answers without torch."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ _COMMANDS = {
     "influence": ("influence:influence", "Which samples and domains helped or hurt; --export a list or weights."),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
     "report": ("report:report", "Write the report of a run and print its verdict."),
+    "train": ("train:app", "Train a GPT-2 with every instrument at work."),
 }
 """Where each command lives, and its line in the list of commands: to show that list, no command is loaded."""
 
@@ -27,7 +29,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     try:
         code = _app(listing=not tokens or tokens[0].startswith("-"))(_prepared(tokens), exit_on_error=False)
     except (CycloptsError, UsageError) as error:
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError) and os.environ.get("RANK", "0") == "0":  # all ranks find the same
             print(f"gradsight: {error}", file=sys.stderr)
         return WRONG_USAGE
     except GradsightError as error:
@@ -45,9 +47,13 @@ def _app(listing: bool) -> App:
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:
-    """The command line, with the arguments of a checked script set apart from ours."""
-    if not tokens or tokens[0] != "check":
-        return tokens
-    from gradsight.cli.check import split_tokens
+    """The command line, with the arguments of a checked script set apart from ours, or with a trainer's config file read."""
+    if tokens and tokens[0] == "check":
+        from gradsight.cli.check import split_tokens
 
-    return split_tokens(tokens)
+        return split_tokens(tokens)
+    if tokens and tokens[0] == "train":
+        from gradsight.cli.train import prepared
+
+        return prepared(tokens)
+    return tokens

@@ -1,7 +1,7 @@
 """GPT-2 models of Hugging Face, built from their configuration: no weights are downloaded."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +41,32 @@ def architecture(name: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def model_from_settings(settings: Mapping[str, Any]) -> "nn.Module":
+    """The freshly initialised model of a run, from the settings in its config.json."""
+    import torch
+
+    train = settings.get("train", settings)
+    shape = train.get("model") or {}
+    model = build_model(train.get("architecture", "char"), block_size=train.get("block_size"), **shape)
+    return model.to(getattr(torch, train.get("model_dtype", "float32")))
+
+
 def build_model(
-    name: str, *, block_size: int | None = None, vocab_size: int | None = None, dropout: float = 0.0
+    name: str,
+    *,
+    block_size: int | None = None,
+    vocab_size: int | None = None,
+    dropout: float = 0.0,
+    n_layer: int | None = None,
+    n_head: int | None = None,
+    n_embd: int | None = None,
 ) -> "nn.Module":
-    """A freshly initialised GPT-2 language model; block_size and vocab_size are the architecture's unless given."""
+    """A freshly initialised GPT-2 language model; every size is the architecture's unless given."""
     shape = architecture(name)
+    width = n_embd or shape.width
+    heads = n_head or max(count for count in range(1, shape.heads + 1) if width % count == 0)
+    if width % heads:
+        raise UsageError(f"the width {width} cannot be shared among {heads} heads: n_embd must be a multiple of n_head")
     block_size, vocabulary = block_size or shape.block_size, vocab_size or shape.vocabulary
     if block_size < 1 or vocabulary < 1 or not 0 <= dropout < 1:
         raise UsageError(
@@ -59,9 +80,9 @@ def build_model(
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
         n_positions=block_size,
-        n_embd=shape.width,
-        n_layer=shape.layers,
-        n_head=shape.heads,
+        n_embd=width,
+        n_layer=n_layer or shape.layers,
+        n_head=heads,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,

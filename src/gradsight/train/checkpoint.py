@@ -1,0 +1,141 @@
+"""Checkpoints: all that a run needs to go on bit for bit. Safetensors and JSON, no pickle; complete or not there at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsight.dist import is_sharded
+from gradsight.errors import RunError, UsageError
+from gradsight.names import named_parameters
+from gradsight.record.problems import say
+from gradsight.train.parallel import Processes
+
+_TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The checkpoint of the latest step; None where there is none."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if (path / _FACTS).is_file()]
+    return max(found, key=_step, default=None)
+
+
+def save(run_dir: Path, model: nn.Module, optimizer: Optimizer, processes: Processes, facts: dict[str, Any], keep: int) -> None:
+    """Write a checkpoint of the step in `facts`; to be called by all processes. The oldest beyond `keep` go."""
+    tensors = {name: value for name, value in _gathered(model, optimizer) if processes.first}
+    for kind, state in _random_state(processes.device).items():
+        for rank, one in enumerate(processes.gather(state) or ()):
+            tensors[f"rng/{rank}/{kind}"] = one
+    if processes.first:
+        folder = run_dir / "checkpoints" / f"step_{facts['step']:06d}"
+        try:
+            _write(folder, tensors, facts)
+        except (OSError, SafetensorError) as error:  # a full disk must not end what the checkpoint was to protect
+            say(f"the checkpoint {folder} cannot be written: {error}. Training goes on; the one before stays")
+        for old in sorted(folder.parent.glob("step_*"), key=_step)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    processes.wait()
+
+
+def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, processes: Processes) -> dict[str, Any]:
+    """Fill model, optimizer and this process's random generators from a checkpoint; gives its facts back."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / _FACTS).read_text())
+        tensors = load_file(folder / _TENSORS)
+    except Exception as error:
+        raise RunError(f"the checkpoint {folder} cannot be read: {error}") from error
+    with torch.no_grad():
+        for name, parameter in _parameters(model):
+            _fill(parameter, tensors, f"model/{name}", folder)
+    if optimizer is None:
+        return facts
+    for name, parameter in _parameters(model):
+        prefix = f"optimizer/{name}/"
+        keys = [key for key in tensors if key.startswith(prefix)]
+        optimizer.state[parameter] = {key.removeprefix(prefix): _like(parameter, tensors[key]) for key in keys}
+    if f"rng/{processes.rank}/cpu" in tensors:
+        torch.set_rng_state(tensors[f"rng/{processes.rank}/cpu"])
+    if processes.device.type == "cuda" and f"rng/{processes.rank}/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"rng/{processes.rank}/cuda"])
+    return facts
+
+
+def _step(folder: Path) -> int:
+    text = folder.name.removeprefix("step_")
+    return int(text) if text.isdigit() else -1
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((parameter.name, parameter.tensor) for parameter in named_parameters(model))
+
+
+def _gathered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor to be kept, whole; of sharded ones every process sends its part."""
+    for name, parameter in _parameters(model):
+        yield f"model/{name}", _whole(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"optimizer/{name}/{key}", _whole(value)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    kept: Tensor = full.detach().cpu().contiguous()
+    return kept
+
+
+def _fill(parameter: Tensor, tensors: dict[str, Tensor], key: str, folder: Path) -> None:
+    found = tensors.get(key)
+    if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
+        what = "does not have it" if found is None else f"has {tuple(found.shape)} {found.dtype}"
+        raise UsageError(
+            f"the checkpoint {folder} is of another model: {key.removeprefix('model/')} is {tuple(parameter.shape)} "
+            f"{parameter.dtype} here, and the checkpoint {what}. Give the settings that the run was started with"
+        )
+    parameter.copy_(_like(parameter, found))
+
+
+def _like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """A whole tensor as the parameter is held: on its device, and sharded like it."""
+    if whole.dim() == 0:
+        return whole  # AdamW's count of steps stays on the CPU
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        return distribute_tensor(whole.to(mesh.device_type), mesh, placements)
+    return whole.to(parameter.device)
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    partial = folder.with_name(f"partial_{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(tensors, partial / _TENSORS)
+    (partial / _FACTS).write_text(json.dumps(facts, indent=1))
+    for file in partial.iterdir():
+        _force(file)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.replace(folder)
+    _force(folder.parent)
+
+
+def _force(path: Path) -> None:
+    """To the disk itself."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,78 @@
+"""The losses of train, val and test, and the file they are kept in."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradsight.train.batches import make_batch, spread_evenly
+from gradsight.train.data import SPLITS
+from gradsight.train.parallel import Processes
+from gradsight.train.samples import Samples
+
+FILE = "training_log.json"
+
+
+class NextTokenLoss:
+    """The mean cross-entropy of the next token, computed in the wanted type."""
+
+    def __init__(self, train_dtype: str, device: torch.device) -> None:
+        self._autocast = {"device_type": device.type, "dtype": torch.bfloat16, "enabled": train_dtype == "bfloat16"}
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.by_row(model, batch).mean()
+
+    def by_row(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The mean loss of each row."""
+        inputs, targets = batch
+        with torch.autocast(**self._autocast):  # type: ignore[arg-type]
+            logits = model(input_ids=inputs).logits
+        return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(1)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loss: NextTokenLoss, samples: Samples, wanted: int, batch_size: int, vocabulary: int, processes: Processes
+) -> dict[str, float | None]:
+    """The mean loss of up to `wanted` samples of each split, evenly spaced; None for a split without samples."""
+    was_training = model.training
+    model.eval()
+    found = {}
+    for split in SPLITS:
+        part = samples.of(split)
+        rows = spread_evenly(len(part), wanted)
+        total = torch.zeros((), device=processes.device)
+        at_once = batch_size * processes.world
+        for start in range(0, len(rows), at_once):
+            mine = rows[start : start + at_once][processes.rank :: processes.world]
+            batch = make_batch(part, mine or rows[:1], vocabulary, processes.device)  # a sharded model needs every process
+            total += loss.by_row(model, batch.pair).sum() * bool(mine)
+        found[f"{split}_loss"] = float(processes.sum(total)) / len(rows) if rows else None
+    model.train(was_training)
+    processes.reshard(model)
+    return found
+
+
+class TrainingLog:
+    """training_log.json: one object per evaluation, rewritten whole or not at all; NaN is null."""
+
+    def __init__(self, run_dir: Path, up_to: int) -> None:
+        self._file = run_dir / FILE
+        self.entries: list[dict[str, Any]] = []
+        if self._file.is_file():
+            self.entries = [entry for entry in json.loads(self._file.read_text()) if entry["step"] < up_to]
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """One evaluation."""
+        plain = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()
+        }
+        self.entries.append(plain)
+        partial = self._file.with_name(f"{FILE}.partial")
+        partial.write_text(json.dumps(self.entries, indent=1) + "\n")
+        os.replace(partial, self._file)

@@ -1,0 +1,91 @@
+"""One process per device, where nobody else has started them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from gradsight.errors import UsageError
+from gradsight.train.config import Settings, to_dict
+
+_GRACE = 30.0
+"""Seconds that the others get to end when one process has failed."""
+
+
+def processes_to_start(wanted: int | None, device: str) -> int:
+    """How many processes to start: 1 is this one. Under torchrun they are there already."""
+    if wanted is not None and wanted < 1:
+        raise UsageError(f"--num_processes must be 1 or more, got {wanted}")
+    if "RANK" in os.environ:
+        return 1
+    if wanted is not None or device == "cpu":
+        return wanted or 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def start(settings: Settings, flags: Sequence[str], count: int) -> int:
+    """Run `gradsight train` in `count` processes of this machine; returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="gradsight-") as folder:
+        config = Path(folder) / "settings.json"
+        config.write_text(json.dumps(to_dict(settings)))
+        command = [sys.executable, "-m", "gradsight", "train", "--config", str(config), *flags]
+        port = _free_port()
+        children = [subprocess.Popen(command, env=_environment(rank, count, port)) for rank in range(count)]
+        return _wait(children)
+
+
+def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun would set, and cores shared out fairly."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    values = {name: str(value) for name, value in own.items()}
+    return {"OMP_NUM_THREADS": threads, **os.environ, **values, "MASTER_ADDR": "127.0.0.1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> int:
+    """Pass signals on, end the others when one fails, and give the first failure's code."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while all(child.poll() in (None, 0) for child in children) and any(child.poll() is None for child in children):
+            time.sleep(0.05)
+        code = next((child.returncode for child in children if child.returncode), 0)
+        _end(children)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _end(children: list[subprocess.Popen[bytes]]) -> None:
+    """Wait for all; those that wait for one that has failed are ended."""
+    until = time.monotonic() + _GRACE
+    failed = any(child.returncode not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM) for child in children)
+    for child in children:
+        if failed and child.poll() is None:
+            child.terminate()
+        try:
+            child.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,101 @@
+"""What a run says about memory: before it starts, and when there was not enough."""
+
+import resource
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gradsight.checkpointing.fit import largest_batch
+from gradsight.checkpointing.predict import predict_peak_memory
+from gradsight.checkpointing.room import available_memory
+from gradsight.checkpointing.startup import HEADROOM, StartupReport, startup_report
+from gradsight.train.config import Settings, to_dict
+from gradsight.train.evaluate import NextTokenLoss
+from gradsight.train.models import ARCHITECTURES, architecture, model_from_settings
+
+_SHORTEST = 16
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
+
+
+def predicted(settings: Settings, device: torch.device) -> StartupReport:
+    """The startup report: device, parameters, expected peak, checkpointing, recommended batch size."""
+    policy = "full" if settings.gradient_checkpointing else None
+    return startup_report(_build_for(settings), settings.batch_size, policy=policy, device=device.type)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; the CPU's allocator says so in words only."""
+    named = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return named or (isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS))
+
+
+def advice(settings: Settings, device: torch.device, config: str) -> str:
+    """What would fit instead, as commands."""
+    room = int(HEADROOM * _room(device))
+    base = f"gradsight train --config {shlex.quote(config)} --overwrite"
+    lines = [f"out of memory on {device.type} with --batch_size {settings.batch_size} and --block_size {settings.block_size}."]
+    lines += ["What should fit:", f"  {base} {_smaller_batch(settings, device, room)}"]
+    if (length := _shorter_block(settings, device, room)) is not None:
+        lines.append(f"  {base} --block_size {length}")
+    if (name := _smaller_architecture(settings)) is not None:
+        lines.append(f"  {base} --architecture {name}")
+    if not settings.gradient_checkpointing:
+        lines += ["Or recompute activations instead of keeping them:", f"  {base} --gradient_checkpointing true"]
+    return "\n".join(lines)
+
+
+def _build_for(settings: Settings) -> Callable[[int], Callable[[], Any]]:
+    """The training step at any batch size, for the predictor."""
+    plain = to_dict(settings)
+    length = settings.block_size or architecture(settings.architecture).block_size
+
+    def build_for(size: int) -> Callable[[], Any]:
+        def build() -> Any:
+            tokens = torch.randint(0, 2, (size, length + 1))
+            loss = NextTokenLoss(settings.train_dtype, torch.device("cpu"))
+            return model_from_settings(plain), (tokens[:, :-1], tokens[:, 1:]), loss
+
+        return build
+
+    return build_for
+
+
+def _room(device: torch.device) -> int:
+    """The memory that this process could have in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    there = (available_memory() or held) + held
+    return there if limit == resource.RLIM_INFINITY else min(there, limit)
+
+
+def _smaller_batch(settings: Settings, device: torch.device, room: int) -> str:
+    """The largest batch that fits, with as many micro-batches as make the same step of it."""
+    policy = "full" if settings.gradient_checkpointing else None
+    fits = largest_batch(_build_for(settings), room, policy=policy, device=device.type)
+    size = max(1, min(fits, settings.batch_size // 2))
+    micro = -(-settings.batch_size * settings.gradient_accumulation_steps // size)
+    return f"--batch_size {size} --gradient_accumulation_steps {micro}"
+
+
+def _shorter_block(settings: Settings, device: torch.device, room: int) -> int | None:
+    """The longest half, quarter, ... of the block that fits."""
+    policy = "full" if settings.gradient_checkpointing else None
+    length = (settings.block_size or 0) // 2
+    while length >= _SHORTEST:
+        build = _build_for(replace(settings, block_size=length))(settings.batch_size)
+        if predict_peak_memory(build, policy=policy, device=device.type).peak_bytes <= room:
+            return length
+        length //= 2
+    return None
+
+
+def _smaller_architecture(settings: Settings) -> str | None:
+    """The next smaller one."""
+    names = list(ARCHITECTURES)
+    place = names.index(settings.architecture)
+    return names[place - 1] if place else None

@@ -1,0 +1,70 @@
+"""What a run says of itself: a bar on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Telling:
+    """Progress of a run; silent on all processes but the first."""
+
+    def __init__(self, total: int, tokens_per_step: int, speaks: bool) -> None:
+        self.console = Console(quiet=not speaks, highlight=False)
+        self._total, self._tokens = total, tokens_per_step
+        self._done = self._begun = 0
+        self._since = time.perf_counter()
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(None),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=self.console, disable=not (speaks and self.console.is_terminal), transient=True)
+        self._task = self._bar.add_task("", total=total, numbers="")
+
+    def start_at(self, step: int) -> None:
+        """So many steps are made already."""
+        self._done = self._begun = step
+        self._bar.update(self._task, completed=step)
+
+    def __enter__(self) -> "Telling":
+        self._since = time.perf_counter()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self) -> None:
+        """A step was made."""
+        self._done += 1
+        self._bar.update(self._task, completed=self._done)
+
+    def pause(self, seconds: float) -> None:
+        """Time spent on something else than steps."""
+        self._since += seconds
+
+    def numbers(self, loss: float, norm: float, memory: Mapping[str, float]) -> None:
+        """The numbers of the last step."""
+        each = (time.perf_counter() - self._since) / max(1, self._done - self._begun)
+        rate = self._tokens / each if each else 0.0
+        if self._bar.disable:
+            left = f"{_duration(each * (self._total - self._done))} left"
+            used = next(
+                (f"  {value:.2f} GB" for name, value in memory.items() if name.endswith(("rss_gb", "allocated_gb"))), ""
+            )
+            self.say(f"step {self._done}/{self._total}  loss {loss:.3f}  norm {norm:.2f}  {rate:,.0f} tokens/s{used}  {left}")
+        else:
+            self._bar.update(self._task, numbers=f"loss {loss:.3f} norm {norm:.2f} {rate:,.0f} tok/s")
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,216 @@
+"""A run from its settings: what is put together before the loop, and what is written after it."""
+
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from gradsight.checkpointing.apply import apply_checkpointing
+from gradsight.cli.report import write_report
+from gradsight.dump.dumper import GradientDumper
+from gradsight.errors import GradsightError, UsageError
+from gradsight.ghost.engine import GhostEngine
+from gradsight.record.reader import open_run
+from gradsight.record.tracker import MetricsTracker
+from gradsight.show.markdown import report, summarize
+from gradsight.train import checkpoint
+from gradsight.train.batches import Batches, validation_pair
+from gradsight.train.config import Settings, to_dict
+from gradsight.train.data import open_corpus
+from gradsight.train.evaluate import NextTokenLoss
+from gradsight.train.loop import Instruments, OnBatch, Training, train
+from gradsight.train.memory import advice, is_out_of_memory, predicted
+from gradsight.train.models import architecture, model_from_settings
+from gradsight.train.parallel import Processes
+from gradsight.train.progress import Telling
+from gradsight.train.samples import Order, Samples, read_weights
+from gradsight.train.scoring import Scoring, forget_scores
+
+
+def run_training(
+    settings: Settings,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    eval_only: bool = False,
+    on_batch: OnBatch | None = None,
+) -> int:
+    """Train, or evaluate, as the settings say; returns the exit code."""
+    settings = resolved(settings)
+    run_dir = Path(settings.results_dir) / settings.name
+    processes = Processes(settings.device)
+    try:
+        if not eval_only:
+            prepare_directory(run_dir, resume, overwrite, processes)
+        run = assemble(settings, run_dir, processes, on_batch)
+        if eval_only:
+            return evaluate_only(run)
+        if resume:
+            go_on(run)
+        introduce(run)
+        with instruments(run) as tools:
+            ended_by = train(run, tools)
+        return finish(run, ended_by)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise GradsightError(advice(settings, processes.device, str(run_dir / "config.json"))) from error
+        raise
+    finally:
+        processes.close()
+
+
+def resolved(settings: Settings) -> Settings:
+    """The settings with what follows from others filled in, so that config.json says all."""
+    size = settings.block_size or architecture(settings.architecture).block_size
+    data, weights = (None if path is None else str(Path(path).absolute()) for path in (settings.data, settings.data_weights))
+    return replace(settings, block_size=size, experiment=settings.name, data=data, data_weights=weights)
+
+
+def prepare_directory(run_dir: Path, resume: bool, overwrite: bool, processes: Processes) -> None:
+    """Make the run directory; refuse to mix two runs in one."""
+    there = (run_dir / "run.sqlite").exists()
+    if resume and checkpoint.newest(run_dir) is None:
+        what = "has no checkpoint yet" if there else "is not there"
+        raise UsageError(f"--resume: {run_dir} {what}. Start it without --resume{' and with --overwrite' if there else ''}")
+    if there and not resume and not overwrite:
+        raise UsageError(
+            f"{run_dir} holds a run already. Continue it with --resume, replace it with --overwrite, "
+            f"or name this one with --experiment NAME"
+        )
+    processes.wait()
+    if processes.first:
+        if there and not resume:
+            shutil.rmtree(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    processes.wait()
+
+
+def assemble(settings: Settings, run_dir: Path, processes: Processes, on_batch: OnBatch | None) -> Training:
+    """Put together everything that the loop needs."""
+    assert settings.block_size is not None
+    samples = Samples(open_corpus(settings.data), settings.block_size)
+    weights = np.ones(len(samples)) if settings.data_weights is None else read_weights(settings.data_weights, samples)
+    model, optimizer = build(settings, processes)
+    loss = NextTokenLoss(settings.train_dtype, processes.device)
+    vocabulary = settings.model.vocab_size or architecture(settings.architecture).vocabulary
+    batches = Batches(
+        samples,
+        Order(weights, settings.seed),
+        settings.batch_size,
+        settings.gradient_accumulation_steps,
+        processes.rank,
+        processes.world,
+        vocabulary,
+        processes.device,
+    )
+    telling = Telling(settings.max_steps, batches.per_step * settings.block_size, speaks=processes.first)
+    return Training(settings, run_dir, processes, model, optimizer, loss, batches, telling, on_batch)
+
+
+def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimizer]:
+    """The model as the processes share it, and its optimizer. Initial weights depend on the seed alone."""
+    torch.manual_seed(settings.seed)
+    model = model_from_settings(to_dict(settings)).to(processes.device)
+    if settings.gradient_checkpointing:
+        apply_checkpointing(model, "full", blocks=[f"transformer.h.{n}" for n in range(len(model.transformer.h))])  # type: ignore[union-attr, arg-type]
+    model = processes.spread(model, settings.parallel)
+    torch.manual_seed(settings.seed + 1 + processes.rank)  # dropout differs from process to process
+    adam = settings.optimizer
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": adam.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return model, AdamW(groups, lr=settings.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+
+
+def introduce(run: Training) -> None:
+    """Say what is going to be trained on what, and what memory it will take."""
+    samples, settings, order = run.batches.samples, run.settings, run.batches.order
+    if run.processes.first:
+        domains = samples.corpus.domains
+        what = settings.data or "the source of Python's standard library"
+        run.telling.say(f"Data: {what}: {order.epoch_length:,} samples of {settings.block_size} tokens, {len(domains)} domains")
+        if settings.startup_report:
+            run.telling.say(str(predicted(settings, run.processes.device)))
+        steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
+        run.telling.say(f"Training: {settings.architecture}, {settings.method}, {steps}, into {run.run_dir}")
+    run.processes.wait()
+
+
+@contextmanager
+def instruments(run: Training) -> Iterator[Instruments]:
+    """The instruments that the settings ask for, closed when the run went well."""
+    settings, callbacks, processes = run.settings, run.settings.trainer.callbacks, run.processes
+    dump = asdict(callbacks.grad_dump)
+    dumper = GradientDumper(run.run_dir, **dump) if dump["enabled"] or dump["dump_on"] else None
+    engine = None
+    if settings.method == "GradDotProd":
+        val = run.batches.samples.of("val")
+        pair = validation_pair(
+            val, settings.val_batch_size, processes.rank, processes.world, run.batches.vocabulary, processes.device
+        )
+        engine = GhostEngine(
+            run.model,
+            run.loss,
+            pair,
+            optimizer=run.optimizer,
+            run_dir=run.run_dir,
+            save_interval=settings.dot_prod_save_interval,
+            **asdict(callbacks.ghost),
+        )
+    tracker = MetricsTracker(run.run_dir if processes.first else None)
+    scoring = Scoring(engine)
+    yield Instruments(scoring, dumper, tracker)
+    scoring.close()
+    if dumper is not None:
+        dumper.close()
+    tracker.close()
+
+
+def go_on(run: Training) -> None:
+    """Take up the newest checkpoint, and forget the scores of steps that will be made again."""
+    folder = checkpoint.newest(run.run_dir)
+    assert folder is not None
+    facts = checkpoint.load(folder, run.model, run.optimizer, run.processes)
+    if facts["data"] != run.batches.samples.fingerprint:
+        raise UsageError(f"--resume: {run.run_dir} was trained on other data: the order of samples would not be the same")
+    run.step, run.position, run.seconds = facts["step"], facts["position"], facts["seconds"]
+    run.telling.start_at(run.step)
+    run.telling.say(f"Resuming after step {run.step}")
+    if run.processes.first:
+        forget_scores(run.run_dir, run.step)
+    run.processes.wait()
+
+
+def evaluate_only(run: Training) -> int:
+    """Print the losses of the newest checkpoint, or of the initial weights."""
+    folder = checkpoint.newest(run.run_dir)
+    if folder is None:
+        run.telling.say(f"Evaluating the initial weights: {run.run_dir} has no checkpoint")
+    else:
+        facts = checkpoint.load(folder, run.model, None, run.processes)
+        run.telling.say(f"Evaluating {folder}: the weights after {facts['step']} steps")
+    for name, value in run.evaluate().items():
+        run.telling.say(f"  {name:<10} {'-' if value is None else format(value, '.4f')}")
+    return 0
+
+
+def finish(run: Training, ended_by: int | None) -> int:
+    """Write the report, say how it went and where everything is; gives the exit code."""
+    if run.processes.first:
+        summary = summarize(open_run(run.run_dir))
+        write_report(run.run_dir / "report.md", report(summary))
+        run.telling.say(f"{run.step} steps, {run.seconds:.0f} s. {summary.verdict}")
+        if ended_by is not None:
+            again = f"gradsight train --resume --results_dir {run.settings.results_dir} --experiment {run.settings.name}"
+            run.telling.say(f"Stopped by {signal.Signals(ended_by).name}; the step was finished and saved. Continue with:")
+            run.telling.say(f"  {again}")
+        run.telling.say(f"run: {run.run_dir}, report: {run.run_dir / 'report.md'}")
+    return 0 if ended_by is None else 128 + ended_by

@@ -1,0 +1,74 @@
+"""The ghost engine beside a training loop that must not stop for it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from gradsight.errors import GradsightError
+from gradsight.ghost.engine import GhostEngine
+from gradsight.record.problems import say
+from gradsight.train.batches import Batch
+
+
+class Scoring:
+    """Scores micro-batches where there is an engine, and goes on without where a pass cannot be scored."""
+
+    def __init__(self, engine: GhostEngine | None) -> None:
+        self._engine = engine
+        self._said = False
+
+    @contextmanager
+    def observe(self, batch: Batch, step: int) -> Iterator[None]:
+        """Around the one backward pass of a micro-batch."""
+        passed = False
+        try:
+            with ExitStack() as stack:
+                if self._engine is not None:
+                    self._enter(stack, self._engine, batch, step)
+                yield
+                passed = True
+        except GradsightError as error:
+            if not passed:
+                raise
+            self._say(f"samples are no longer scored, from step {step} on: {error}")
+            self._engine = None
+
+    def _enter(self, stack: ExitStack, engine: GhostEngine, batch: Batch, step: int) -> None:
+        try:
+            stack.enter_context(engine.observe(batch.sample_ids, batch.domains, step))
+        except GradsightError as error:  # the target's gradient is not finite: there is no direction to score along
+            self._say(f"step {step} is not scored: {error}")
+
+    def save(self, step: int) -> None:
+        """Write the scores of all steps before this one."""
+        if self._engine is not None:
+            try:
+                self._engine.save(step)
+            except (GradsightError, OSError) as error:
+                self._say(f"{error}: scores are lost")
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _say(self, text: str) -> None:
+        if not self._said:
+            say(f"{text}. Training goes on")
+        self._said = True
+
+
+def forget_scores(run_dir: Path, step: int) -> None:
+    """Remove the scores of this step and of all later ones: a resumed run makes them again."""
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    for file in sorted((run_dir / "grad_dotprods").glob("iter_*.parquet")):
+        table = pyarrow.parquet.read_table(file)
+        kept = table.filter(pyarrow.compute.field("step") < step)
+        if kept.num_rows == 0:
+            file.unlink()
+        elif kept.num_rows < table.num_rows:
+            partial = file.with_suffix(".partial")
+            pyarrow.parquet.write_table(kept, partial)
+            partial.replace(file)
