@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from gradsight.health import Health
 from gradsight.incidents import Incidents, Staged, of_ending, of_finding, told
 from gradsight.judge.baseline import Baseline
 from gradsight.measure.norms import Norms
+from gradsight.passes import Pass
+from gradsight.record.diagnoses import numbered
 from gradsight.record.problems import Problems
 from gradsight.record.ring import Ring
 from gradsight.records import Diagnosis, Finding
@@ -45,6 +47,8 @@ class _Pending:
     code: str
     diagnosis: Diagnosis
     staged: Staged | None
+    facts: dict[str, Any]
+    """How it was diagnosed: for running it again."""
     path: str | None = None
 
 
@@ -70,6 +74,7 @@ class Recorder:
         self._last: Norms | None = None
         self._bad_in_a_row = self._large_in_a_row = self._met = 0
         self._diagnosed = -1
+        self._innocent = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
         self._told: list[Finding] = []
         self._known: set[tuple[str, int]] = set()
@@ -91,6 +96,8 @@ class Recorder:
             with self._survives():
                 code = "GS103" if norms.counts[0].any() else "GS104"
                 self._diagnose(step, "nonfinite", code)
+        if norms.counts is None:
+            self._innocent = len(self.calls.calls)
 
     def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
         """An optimizer is about to use a gradient of this norm."""
@@ -110,6 +117,7 @@ class Recorder:
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         if norms is not None and not bad:
             self._remember(norms.total / self._scale)
+        self._innocent = 0
         self.calls.end_step()
 
     def _is_new(self, step: int, scaler: torch.amp.GradScaler | None) -> bool:
@@ -149,7 +157,7 @@ class Recorder:
 
     # What a bad step comes to.
 
-    def _diagnose(self, step: int, kind: str, code: str) -> None:
+    def _diagnose(self, step: int, kind: Literal["nonfinite", "spike"], code: str) -> None:
         """Find out what can be found out while everything is as it was."""
         self._diagnosed = step
         self._met += 1
@@ -158,21 +166,27 @@ class Recorder:
         self._forget()
         passes, notes = self.calls.passes()
         staged = self._stage(passes)
+        first = self._innocent if kind == "nonfinite" else 0
+        facts = {"kind": kind, "scale": self._scale * dist.world_size(), "first_pass": first}
         diagnosis = _nothing("the parameters are spread over ranks: no rank can run the step again by itself")
         if not passes:
             diagnosis = _nothing(
                 "the model itself was not called in this step since it is watched: there is nothing to run again"
             )
         elif not self._sharded:
-            from gradsight.diagnose import diagnose
-
-            root = self.calls.roots[-1] if self.calls.roots else None
-            with interception.suspend():
-                diagnosis = diagnose(self._model, passes, seconds=self._seconds, kind=kind, loss_root=root)
-        diagnosis = _as_of_this_rank(replace(diagnosis, notes=(*notes, *diagnosis.notes)), self._scale)
-        self._pending = _Pending(step, code, diagnosis, staged)
+            diagnosis = self._run_again(passes[first:], kind, facts["scale"])
+        diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
+        diagnosis = numbered(diagnosis, dist.rank(), first + self.calls.dropped, len(passes) + self.calls.dropped)
+        self._pending = _Pending(step, code, diagnosis, staged, facts)
         if dist.rank() != 0:
             self._write_part(self._pending)
+
+    def _run_again(self, passes: list[Pass], kind: Literal["nonfinite", "spike"], scale: float) -> Diagnosis:
+        from gradsight.diagnose.diagnose import diagnose
+
+        root = self.calls.roots[-1] if self.calls.roots else None
+        with interception.suspend():
+            return diagnose(self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale)
 
     def _stage(self, passes: list[Any]) -> Staged | None:
         if self._incidents is None:
@@ -187,7 +201,8 @@ class Recorder:
         if self._incidents is not None and pending.staged is not None and found:
             what = of_ending(pending.step, f"rank{dist.rank()}", f"what rank {dist.rank()} found", pending.diagnosis)
             with self._survives_disk():
-                self._incidents.write(f"step{pending.step}-rank{dist.rank()}", pending.staged, what, None)
+                name = f"step{pending.step}-rank{dist.rank()}"
+                self._incidents.write(name, pending.staged, what | pending.facts, None)
             pending.staged = None
         self._forget()
 
@@ -221,7 +236,7 @@ class Recorder:
             if related and pending is not None:
                 self._write_pending(pending, finding)
             else:
-                self._write(measured.step.step, finding, None, None)
+                self._write(measured.step.step, finding, None)
         if pending is None or measured.step.step < pending.step:
             return
         known = self._health.finding(pending.code) if self._health is not None else None
@@ -233,23 +248,23 @@ class Recorder:
     def _write_pending(self, pending: _Pending, finding: Finding) -> None:
         """The incident of a diagnosed step; several findings of one step share it."""
         if pending.path is None:
-            pending.path = self._write(pending.step, finding, pending.diagnosis, pending.staged)
+            pending.path = self._write(pending.step, finding, pending)
             pending.staged = None
         if self._health is not None:
             self._health.explain(finding.code, pending.diagnosis, pending.path)
 
-    def _write(self, step: int, finding: Finding, diagnosis: Diagnosis | None, staged: Staged | None) -> str | None:
+    def _write(self, step: int, finding: Finding, pending: _Pending | None) -> str | None:
         """Write one incident; its path inside the run directory, or None where it could not be written."""
         if self._incidents is None:
             return None
         name = f"step{step}-{finding.code}"
         with self._survives_disk():
-            staged = staged or self._incidents.stage(self.calls.passes()[0])
-            self._incidents.write(name, staged, of_finding(step, finding, diagnosis), self._ring)
-            path = f"incidents/{name}"
-            if self._health is not None and diagnosis is None:
-                self._health.explain(finding.code, None, path)
-            return path
+            staged = (pending.staged if pending else None) or self._incidents.stage(self.calls.passes()[0])
+            what = of_finding(step, finding, pending.diagnosis if pending else None)
+            self._incidents.write(name, staged, what | (pending.facts if pending else {}), self._ring)
+            if self._health is not None and pending is None:
+                self._health.explain(finding.code, None, f"incidents/{name}")
+            return f"incidents/{name}"
         return None
 
     # When the run ends.
@@ -273,7 +288,7 @@ class Recorder:
             staged = pending.staged if pending is not None else None
             staged = staged or self._incidents.stage(self.calls.passes()[0])
             what = of_ending(step, code, reason, pending.diagnosis if pending is not None else None)
-            self._incidents.write(name, staged, what, self._ring)
+            self._incidents.write(name, staged, what | (pending.facts if pending else {}), self._ring)
 
     def stop(self) -> None:
         """Leave everything as it was found."""
@@ -309,14 +324,6 @@ class Recorder:
 
 def _nothing(note: str) -> Diagnosis:
     return Diagnosis(None, (), 0.0, (note,))
-
-
-def _as_of_this_rank(diagnosis: Diagnosis, scale: float) -> Diagnosis:
-    """With this rank's number; norms without a scaler's factor, and as shares of the mean over the ranks."""
-    factor = scale * dist.world_size()
-    samples = tuple(replace(each, rank=dist.rank(), norm=each.norm / factor) for each in diagnosis.samples)
-    operation = None if diagnosis.operation is None else replace(diagnosis.operation, rank=dist.rank())
-    return replace(diagnosis, samples=samples, operation=operation)
 
 
 def _innermost(model: nn.Module) -> nn.Module:

@@ -32,7 +32,6 @@ class Call:
         "gradient_bytes",
         "gradients",
         "made",
-        "nodes",
         "tensors",
         "too_large",
         "versions",
@@ -46,9 +45,6 @@ class Call:
         self.buffer_versions: list[int] = []
         self.gradients: list[Tensor | None] = []
         """The gradients that came back to the tensors of the output, through whatever uses them."""
-        self.nodes: dict[int, Any] = {}
-        """By place in the output: the autograd node that a gradient came back to. Held from then on: before that, it would keep
-        the activations of a pass alive that nobody wants any more."""
         self.gradient_bytes = 0
         self.too_large = False
 
@@ -186,24 +182,14 @@ class Calls:
                 tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
 
     def passes(self) -> tuple[list[Pass], list[str]]:
-        """The calls of this step with the gradients that came to their outputs from outside the model, and what is missing."""
-        ends = {id(node) for call in self.calls for node in call.nodes.values()}
-        used = _reached([root.grad_fn for root in self.roots], ends)
+        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt."""
         notes: dict[str, None] = {}
         if self.dropped:
             notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
         for call in self.calls:
             notes.update(dict.fromkeys(self._doubts(call)))
-            outside = [place for place, node in call.nodes.items() if id(node) in used]
-            nested = len(outside) > 1 and _build_on_each_other([call.nodes[place] for place in outside])
-            if nested:
-                notes["outputs of the model that depend on each other were both used: their gradients cannot be told apart"] = (
-                    None
-                )
-            known = None if call.too_large or nested or not call.nodes else tuple(call.gradients)
-            if known is not None:
-                known = tuple(gradient if place in outside else None for place, gradient in enumerate(known))
-            call.made.output_gradients = known
+            came_back = not call.too_large and any(gradient is not None for gradient in call.gradients)
+            call.made.output_gradients = tuple(call.gradients) if came_back else None
         return [call.made for call in self.calls], list(notes)
 
     def _doubts(self, call: Call) -> Iterator[str]:
@@ -212,7 +198,7 @@ class Calls:
             yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
         if call.too_large:
             limit = f"{self._most_gradient_bytes / 2**20:.0f} MiB"
-            yield f"the gradients at the model's outputs take more than {limit} and were not kept: no backward pass was run again"
+            yield f"the gradients at the model's outputs take more than {limit}, and were not kept: backward was not run again"
         pairs = zip(self._buffers, call.buffer_versions, strict=True)
         changed = [name for (name, buffer), version in pairs if buffer._version != version and name not in call.made.buffers]
         if changed:
@@ -231,7 +217,6 @@ class Calls:
     def _keep(self, call: Call, place: int, gradient: Tensor) -> None:
         if not interception.inside_backward():  # torch.autograd.grad is not a step's backward
             return
-        call.nodes[place] = torch._C._current_autograd_node()
         known = None if call.too_large else call.gradients[place]
         if known is not None:
             call.gradients[place] = known + gradient.detach()
@@ -296,30 +281,6 @@ def _called(model: nn.Module) -> nn.Module:
     """The module that sees the arguments, however a data-parallel wrapper is called."""
     inner = model._modules.get("module")
     return _called(inner) if type(model).__name__ == "DistributedDataParallel" and inner is not None else model
-
-
-def _reached(starts: Sequence[Any], ends: set[int]) -> set[int]:
-    """Which of the autograd nodes `ends` lie directly below the starts, none of the others in between."""
-    found: set[int] = set()
-    seen: set[int] = set()
-    waiting = [node for node in starts if node is not None]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in ends:
-            found.add(id(node))
-        elif id(node) not in seen:
-            seen.add(id(node))
-            waiting += [below for below, _ in node.next_functions if below is not None]
-    return found
-
-
-def _build_on_each_other(nodes: Sequence[Any]) -> bool:
-    """Whether one of these autograd nodes lies somewhere below another."""
-    for node in nodes:
-        others = {id(other) for other in nodes if other is not node}
-        if _reached([below for below, _ in node.next_functions], others):
-            return True
-    return False
 
 
 def _random_states() -> dict[str, Tensor]:

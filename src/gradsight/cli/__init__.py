@@ -15,6 +15,7 @@ _COMMANDS = {
     "demo": ("demo:demo", "One minute, no arguments: train a small GPT under Gradsight and write a report."),
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
+    "replay": ("replay:replay", "Run a recorded incident again: first bad operation, guilty samples."),
     "report": ("report:report", "Write the report of a run and print its verdict."),
 }
 """Where each command lives, and its line in the list of commands: to show that list, no command is loaded."""

@@ -25,6 +25,7 @@ def unpack_diagnosis(value: Any) -> Diagnosis | None:
         samples=tuple(_sample(each) for each in value["samples"]),
         seconds=float(value["seconds"]),
         notes=tuple(str(note) for note in value["notes"]),
+        micro_batches=int(value.get("micro_batches", 1)),
     )
 
 
@@ -42,6 +43,15 @@ def _sample(value: Mapping[str, Any]) -> GuiltySample:
     return GuiltySample(**{**value, "norm": float(value["norm"]), "share": None if share is None else float(share)})
 
 
+def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagnosis:
+    """With the rank's number, and micro-batches counted from the step's first one of `passes`."""
+    samples = tuple(replace(each, rank=rank, micro_batch=each.micro_batch + first) for each in diagnosis.samples)
+    operation = diagnosis.operation
+    if operation is not None:
+        operation = replace(operation, rank=rank, micro_batch=operation.micro_batch + first)
+    return replace(diagnosis, samples=samples, operation=operation, micro_batches=max(1, passes))
+
+
 def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
     """What the ranks found, as one: the first operation, the samples of all with shares of the whole, the longest time.
 
@@ -55,7 +65,8 @@ def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
     samples = [replace(sample, share=_share(sample, total)) for part in parts for sample in part.samples]
     samples.sort(key=lambda sample: (math.isfinite(sample.norm), -sample.norm if math.isfinite(sample.norm) else 0.0))
     notes = dict.fromkeys(note for part in parts for note in part.notes)
-    return Diagnosis(first, tuple(samples[:_MOST_SAMPLES]), max(part.seconds for part in parts), tuple(notes))
+    seconds, micro_batches = max(part.seconds for part in parts), max(part.micro_batches for part in parts)
+    return Diagnosis(first, tuple(samples[:_MOST_SAMPLES]), seconds, tuple(notes), micro_batches)
 
 
 def _sum_of_squares(samples: Sequence[GuiltySample]) -> float:

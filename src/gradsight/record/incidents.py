@@ -46,14 +46,18 @@ def merged(folder: Path, body: dict[str, Any]) -> Diagnosis | None:
     return merge_diagnoses([part for part in (own, *_parts(folder)) if part is not None])
 
 
-def _parts(folder: Path) -> Iterator[Diagnosis | None]:
+def rank_parts(folder: Path) -> list[Path]:
+    """What other ranks wrote beside this incident."""
     step = folder.name.partition("-")[0]
-    for part in sorted(folder.parent.glob(f"{step}-rank*")):
-        if part != folder and not part.suffix:
-            try:
-                yield unpack_diagnosis(read_document(part).get("diagnosis"))
-            except (RunError, KeyError, TypeError, ValueError):
-                continue
+    return [part for part in sorted(folder.parent.glob(f"{step}-rank*")) if part.name != folder.name and not part.suffix]
+
+
+def _parts(folder: Path) -> Iterator[Diagnosis | None]:
+    for part in rank_parts(folder):
+        try:
+            yield unpack_diagnosis(read_document(part).get("diagnosis"))
+        except (RunError, KeyError, TypeError, ValueError):
+            continue
 
 
 def with_ranks(run_dir: Path, findings: Sequence[Finding]) -> list[Finding]:
