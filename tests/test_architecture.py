@@ -32,8 +32,8 @@ FRONT_DOOR = [
 ]
 
 GROUND = {"errors", "records", "verdict"}
-SHARED = {"dist", "names", "passes"}
-"""What every stage may use: ranks, the names of parameters, and passes through a model."""
+SHARED = {"dist", "names", "passes", "rows"}
+"""What every stage may use: ranks, the names of parameters, passes through a model, and where samples are in them."""
 STRANGERS = {"capture", "measure", "judge", "diagnose", "ghost", "dump", "checkpointing", "record", "show"}
 COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "attach"}
 TOP = {"train", "integrations", "cli", "__main__"}

@@ -272,9 +272,9 @@ class GuiltyOperation:
     """The first operation of a step with finite inputs and a non-finite output, deliberate fills apart."""
 
     operation: str
-    """As torch names it: "log", "sqrt", "div"."""
+    """As torch names it: "log", "sqrt", "div", "to(float16)"; or what was not finite beforehand: "input", "parameter", "buffer"."""
     phase: str
-    """ "forward", "backward", or "loss": outside the model, between its outputs and backward()."""
+    """ "forward", "backward", "loss": outside the model, between its outputs and backward(), or "before": it came into the pass."""
     module: str | None
     """The model's own dotted name of the innermost module it ran in."""
     place: str | None
@@ -283,6 +283,8 @@ class GuiltyOperation:
     """The text of that line."""
     inputs: tuple[TensorSummary, ...]
     micro_batch: int
+    detail: str = ""
+    """What else is known: the argument and its rows, the names of parameters, how sure a guess is."""
 
 
 @dataclass(frozen=True, slots=True)
