@@ -272,9 +272,9 @@ class GuiltyOperation:
     """The first operation of a step with finite inputs and a non-finite output, deliberate fills apart."""
 
     operation: str
-    """As torch names it: "log", "sqrt", "div", "to(float16)"; or what was not finite beforehand: "input", "parameter", "buffer"."""
+    """As torch names it: "log", "div", "to(float16)"; or what was not finite beforehand: "input", "parameter", "buffer"."""
     phase: str
-    """ "forward", "backward", "loss": outside the model, between its outputs and backward(), or "before": it came into the pass."""
+    """ "forward", "backward", "loss" (outside the model, between its outputs and backward()), or "before" it."""
     module: str | None
     """The model's own dotted name of the innermost module it ran in."""
     place: str | None
@@ -312,6 +312,8 @@ class Diagnosis:
     seconds: float
     notes: tuple[str, ...] = ()
     """What could not be found out, and why."""
+    micro_batches: int = 1
+    """How many passes the step had."""
 
 
 @dataclass(frozen=True, slots=True)
