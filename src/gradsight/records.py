@@ -302,9 +302,9 @@ class GuiltyOperation:
     """The first operation of a step with finite inputs and a non-finite output, deliberate fills apart."""
 
     operation: str
-    """As torch names it: "log", "sqrt", "div"."""
+    """As torch names it: "log", "div", "to(float16)"; or what was not finite beforehand: "input", "parameter", "buffer"."""
     phase: str
-    """ "forward", "backward", or "loss": outside the model, between its outputs and backward()."""
+    """ "forward", "backward", "loss" (outside the model, between its outputs and backward()), or "before" it."""
     module: str | None
     """The model's own dotted name of the innermost module it ran in."""
     place: str | None
@@ -313,6 +313,8 @@ class GuiltyOperation:
     """The text of that line."""
     inputs: tuple[TensorSummary, ...]
     micro_batch: int
+    detail: str = ""
+    """What else is known: the argument and its rows, the names of parameters, how sure a guess is."""
     rank: int = 0
 
 
@@ -341,6 +343,8 @@ class Diagnosis:
     seconds: float
     notes: tuple[str, ...] = ()
     """What could not be found out, and why."""
+    micro_batches: int = 1
+    """How many passes the step had."""
 
 
 @dataclass(frozen=True, slots=True)
