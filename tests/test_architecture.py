@@ -32,12 +32,24 @@ FRONT_DOOR = [
 ]
 
 GROUND = {"errors", "records", "verdict", "wording"}
-READERS = {("verdict", "records"), ("wording", "records")}
+READERS = {("verdict", "records"), ("verdict", "wording"), ("wording", "records")}
 """How records are put into words."""
 SHARED = {"dist", "names", "passes", "rows"}
 """What every stage may use: ranks, the names of parameters, passes through a model, and where samples are in them."""
 STRANGERS = {"capture", "measure", "judge", "diagnose", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "incidents", "recording", "replay", "attach"}
+COMPOSERS = {
+    "watch",
+    "assemble",
+    "deliver",
+    "distribution",
+    "dumping",
+    "ending",
+    "health",
+    "incidents",
+    "recording",
+    "replay",
+    "attach",
+}
 TOP = {"train", "integrations", "cli", "__main__"}
 
 

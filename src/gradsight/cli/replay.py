@@ -1,6 +1,7 @@
 """gradsight replay INCIDENT_DIR"""
 
 import json as json_format
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +52,8 @@ def replay(
     told: dict[str, Any] = {name: body.get(name) for name in ("step", "code", "reason", "versions")}
     told |= {"incident": str(incident_dir), "in_process": plain(found) if found is not None else None}
     told |= {"replayed": None, "reproduced": None, "agrees": None}
-    lines = [f"step {body.get('step')}, {body.get('code')}: {body.get('reason')}", "", *_block("found in process:", found)]
+    title = f"step {body.get('step')}, {body.get('code')}: {body.get('reason')}"
+    lines = [*textwrap.wrap(title, 79, subsequent_indent="  "), "", *_block("found in process:", found)]
     code = 0
     if build is None and (model := _model_of_run(incident_dir)) is None:
         lines += ["", f"Not run again: {body.get('replay') or 'give the model with --build file.py:build'}."]
