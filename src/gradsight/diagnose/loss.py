@@ -1,6 +1,7 @@
 """A fault outside the model: between its outputs and backward(), where there is no pass to run again."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +49,8 @@ def _tell(one: Pass, outputs: Sequence[Tensor], loss_root: Tensor | None) -> tup
     state = state_of(loss_root)
     where += f"; the loss is {state}" if state else "; the loss is finite, so the fault is in a derivative"
     for node, value in _again(nodes, one.output_nodes or (), outputs):
-        name = forward_name(node.name())
-        if _breaks(KNOWN[name], value):
-            return name, where, (summary(value),)
+        if _breaks(_function(node), value):
+            return forward_name(node.name()), where, (summary(value),)
     likely = list(dict.fromkeys(name for node in reversed(nodes) if (name := forward_name(node.name())) in RISKY))
     if len(likely) == 1:
         return likely[0], f"likely: no other operation of the loss can do it; {where}", ()
@@ -75,12 +75,33 @@ def _again(nodes: Sequence[Any], stops: Sequence[Any], outputs: Sequence[Tensor]
     values = {stop: y.detach() for stop, y in zip(stops, outputs, strict=False) if stop is not None}
     found = []
     for node in reversed(nodes):
-        function = KNOWN.get(forward_name(node.name()))
+        function = _function(node)
         sources = [source for source, _ in node.next_functions if source is not None]
         if function is not None and len(sources) == 1 and sources[0] in values:
             found.append((node, values[sources[0]]))
             values[node] = function(values[sources[0]])
     return found
+
+
+def _function(node: Any) -> Any:
+    """What a node computed, of its only input; None where that is not known. Settings outlive backward, tensors do not."""
+    name = forward_name(node.name())
+    if name in KNOWN:
+        return KNOWN[name]
+    if name in {"softmax", "log_softmax"}:
+        return partial(getattr(torch, name), dim=_signed(node._saved_dim))
+    if name == "select":
+        return partial(torch.select, dim=_signed(node._saved_dim), index=_signed(node._saved_index))
+    if name == "pow" and isinstance(node._saved_exponent, int | float):
+        return partial(torch.pow, exponent=node._saved_exponent)
+    if name == "clamp" and node.name() == "ClampBackward1":  # the one whose limits are numbers
+        return partial(torch.clamp, min=node._saved_min, max=node._saved_max)
+    return None
+
+
+def _signed(number: int) -> int:
+    """Autograd shows negative settings as large ones."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _breaks(function: Any, value: Tensor) -> bool:
