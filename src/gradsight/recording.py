@@ -167,7 +167,7 @@ class Recorder:
         passes, notes = self.calls.passes()
         staged = self._stage(passes)
         first = self._innocent if kind == "nonfinite" else 0
-        facts = {"kind": kind, "scale": self._scale * dist.world_size(), "first_pass": first}
+        facts: dict[str, Any] = {"kind": kind, "scale": self._scale * dist.world_size(), "first_pass": first}
         diagnosis = _nothing("the parameters are spread over ranks: no rank can run the step again by itself")
         if not passes:
             diagnosis = _nothing(

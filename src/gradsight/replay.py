@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def _replay_part(path: Path, body: Mapping[str, Any], model: nn.Module, seconds:
     passes = unpack_passes(body["passes"], tensors)
     notes = restore(path, body, model, device)
     first, scale = int(body.get("first_pass", 0)), float(body.get("scale", 1.0))
-    kind = "spike" if body.get("kind") == "spike" else "nonfinite"
+    kind: Literal["spike", "nonfinite"] = "spike" if body.get("kind") == "spike" else "nonfinite"
     chosen = [_on_cpu(each) for each in passes[first:]]
     made = diagnose(model, chosen, seconds=seconds, kind=kind, scale=scale)
     return numbered(replace(made, notes=(*notes, *made.notes)), int(body.get("rank", 0)), first, len(passes))
@@ -76,7 +76,8 @@ def _tensors(path: Path, body: Mapping[str, Any], name: str, device: torch.devic
     if file is None:
         raise RunError(f"{path} is damaged: it names no {name}")
     try:
-        return load_file(file, device=str(device))
+        loaded: dict[str, Tensor] = load_file(file, device=str(device))
+        return loaded
     except (SafetensorError, ValueError, OSError) as error:
         raise RunError(f"{file} is damaged: {error}") from error
 

@@ -32,6 +32,7 @@ class Call:
         "gradient_bytes",
         "gradients",
         "made",
+        "nodes",
         "tensors",
         "too_large",
         "versions",
@@ -45,6 +46,9 @@ class Call:
         self.buffer_versions: list[int] = []
         self.gradients: list[Tensor | None] = []
         """The gradients that came back to the tensors of the output, through whatever uses them."""
+        self.nodes: dict[int, Any] = {}
+        """By place in the output: the autograd node that a gradient came back to. Held from then on: before that, it would keep
+        the activations of a pass alive that nobody wants any more."""
         self.gradient_bytes = 0
         self.too_large = False
 
@@ -190,6 +194,7 @@ class Calls:
             notes.update(dict.fromkeys(self._doubts(call)))
             came_back = not call.too_large and any(gradient is not None for gradient in call.gradients)
             call.made.output_gradients = tuple(call.gradients) if came_back else None
+            call.made.output_nodes = tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
         return [call.made for call in self.calls], list(notes)
 
     def _doubts(self, call: Call) -> Iterator[str]:
@@ -217,6 +222,7 @@ class Calls:
     def _keep(self, call: Call, place: int, gradient: Tensor) -> None:
         if not interception.inside_backward():  # torch.autograd.grad is not a step's backward
             return
+        call.nodes[place] = torch._C._current_autograd_node()
         known = None if call.too_large else call.gradients[place]
         if known is not None:
             call.gradients[place] = known + gradient.detach()

@@ -26,8 +26,8 @@ def replay(
 ) -> int:
     """Run a recorded incident again: the first bad operation, the guilty samples.
 
-    What was found in process, at the moment itself, is printed first, and needs nothing else. To run it again takes an incident of
-    a run watched with recorder="batch", and the model: that of `gradsight train` is known, any other comes from --build.
+    What was found in process, at the moment itself, is printed first, and needs nothing else. To run it again takes an incident
+    of a run watched with recorder="batch", and the model: that of `gradsight train` is known, any other comes from --build.
 
     Exits with 2 if the fault was reproduced, 0 if not (or if nothing was run), 64 for wrong usage.
 
