@@ -23,7 +23,7 @@ from gradsight.incidents import Incidents, Staged, of_ending, of_finding, told
 from gradsight.judge.baseline import Baseline
 from gradsight.measure.norms import Norms
 from gradsight.passes import Pass
-from gradsight.record.diagnoses import numbered
+from gradsight.record.diagnoses import is_broken, numbered
 from gradsight.record.problems import Problems
 from gradsight.record.ring import Ring
 from gradsight.records import Diagnosis, Finding
@@ -197,7 +197,7 @@ class Recorder:
 
     def _write_part(self, pending: _Pending) -> None:
         """What a rank other than the first has found: beside the incident that the first one writes."""
-        found = pending.diagnosis.operation is not None or pending.diagnosis.samples
+        found = is_broken(pending.diagnosis) or (pending.facts["kind"] == "spike" and pending.diagnosis.samples)
         if self._incidents is not None and pending.staged is not None and found:
             what = of_ending(pending.step, f"rank{dist.rank()}", f"what rank {dist.rank()} found", pending.diagnosis)
             with self._survives_disk():

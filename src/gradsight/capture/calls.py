@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gradsight.capture import interception
 from gradsight.capture.callers import users_line
 from gradsight.passes import Pass
+from gradsight.rows import tensors_in
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
@@ -176,7 +176,7 @@ class Calls:
 
     def _after(self, output: Any) -> None:
         call = self.calls[-1]
-        found = [output] if isinstance(output, Tensor) else [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        found = [output] if isinstance(output, Tensor) else tensors_in(output)
         if not any(tensor.requires_grad for tensor in found):
             self._held -= self.calls.pop().bytes
             return

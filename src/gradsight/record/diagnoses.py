@@ -55,8 +55,10 @@ def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagno
 def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
     """What the ranks found, as one: the first operation, the samples of all with shares of the whole, the longest time.
 
-    Each rank knows its own samples only, and shares of their sum; the sums are had back from norms and shares.
+    Each rank knows its own samples only, and shares of their sum; the sums are had back from norms and shares. Where some rank
+    found something that is not finite, the others have nothing to add.
     """
+    parts = [part for part in parts if is_broken(part)] or parts
     if len(parts) < 2:
         return parts[0] if parts else None
     found = [part.operation for part in parts if part.operation is not None]
@@ -67,6 +69,11 @@ def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
     notes = dict.fromkeys(note for part in parts for note in part.notes)
     seconds, micro_batches = max(part.seconds for part in parts), max(part.micro_batches for part in parts)
     return Diagnosis(first, tuple(samples[:_MOST_SAMPLES]), seconds, tuple(notes), micro_batches)
+
+
+def is_broken(part: Diagnosis) -> bool:
+    """Whether something that is not finite was found."""
+    return part.operation is not None or any(not math.isfinite(sample.norm) for sample in part.samples)
 
 
 def _sum_of_squares(samples: Sequence[GuiltySample]) -> float:
