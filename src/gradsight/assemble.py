@@ -122,8 +122,14 @@ class _Draft:
 class Companion(Protocol):
     """One who needs the gradients themselves, at the same moments."""
 
-    def look(self, step: int, scaler: torch.amp.GradScaler | None, critical: bool) -> None:
-        """The gradients are true now. `critical`: some are known not to be finite."""
+    everywhere: bool
+    """Whether every rank is to look at its gradients for this one, also where rank 0's are the same."""
+
+    def look(self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None) -> None:
+        """The gradients are true now, with these norms (a scaler's factor in them) where they are known already."""
+
+    def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
+        """An optimizer is about to use gradients of this total norm before clipping. Told where that is known already."""
 
     def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
         """The step is made, and `gradient` says what its gradients were."""
@@ -141,17 +147,18 @@ class Assembler:
         group: dist.OwnGroup | None,
         deliver: Callable[[Measured], None],
         on_failure: Callable[[Exception], None],
-        companion: "Companion | None" = None,
+        companions: "Sequence[Companion]" = (),
     ) -> None:
         self._parameters = parameters
         self._closer: Callable[[int], bool] = lambda step: False
         self._units: UnitLife | None = None
         self._notes: Callable[[], Noted] = Noted
         self._stats, self._histograms = stats, histograms
-        self._deliver, self._on_failure, self._companion = deliver, on_failure, companion
+        self._deliver, self._on_failure, self._companions = deliver, on_failure, companions
         self._group = group if dist.are_spread(parameters) else None
         self._left_out = [not dist.counts_here(parameter) for parameter in parameters] if self._group else []
         self._measures = self._group is not None or dist.rank() == 0
+        self._looks_here = self._measures or any(companion.everywhere for companion in companions)
         self._looks: dict[int, Look] = {}  # by row, until its optimizer has stepped
         self._queue: deque[_Draft] = deque()
         self._in_flight: tuple[_Draft, dist.Gathering, dist.Gathering | None] | None = None
@@ -169,13 +176,13 @@ class Assembler:
         """Measure these gradients now."""
         self._looked = True
         look = self._measure(rows, scaler)
-        if self._companion is not None:
-            self._companion.look(self.step, scaler, look is not None and look.read is not None and look.read.counts is not None)
+        for companion in self._companions:
+            companion.look(self.step, scaler, None if look is None else look.read)
 
     def _measure(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> Look | None:
         """A look at these gradients, if anything is due."""
-        wants_histograms = self._looks_closer()
-        if not self._measures or not (self._stats.due(self.step) or wants_histograms):
+        wants_histograms = self._measures and self._looks_closer()
+        if not self._looks_here or not (self._stats.due(self.step) or wants_histograms):
             return None
         gradients = [self._gradient(row) for row in rows]
         look = Look(list(rows), NormsLook(gradients), None, _scale_of(scaler))
@@ -197,9 +204,20 @@ class Assembler:
             mine = None if len(rows) >= len(look.rows) else {look.rows.index(row) for row in rows if row in look.rows}
             self._draft.probe = ClipProbe(look.norms, mine, lambda place: self._gradient(look.rows[place]))
             self._draft.still_scaled = scaler is not None
-        if looks and self._looks_closer():
+            self._tell_companions(look, self._draft.probe)
+        if looks and self._measures and self._looks_closer():
             self._draft.update_rows = list(rows)
             self._draft.update = UpdateLook([dist.local_part(self._parameters[row]) for row in rows], offset=self.step)
+
+    def _tell_companions(self, look: Look, probe: ClipProbe) -> None:
+        """Of the norm that is about to be used, where knowing it takes no waiting."""
+        if self._companions and look.read is not None:
+            factor = look.factor()
+            still = factor if self._draft.still_scaled else 1.0
+            for companion in self._companions:
+                companion.before_update(
+                    self.step, look.read.total / factor, lambda: probe.coefficient(look.norms, factor / still)
+                )
 
     def after_update(self, rows: Sequence[int], optimizer: Optimizer | None, scaled: bool, skipped: bool | Tensor) -> None:
         """Take what was looked at as what this optimizer stepped with."""
@@ -228,8 +246,8 @@ class Assembler:
             draft.loss = Arrival(draft.notes.loss.reshape(1).clone())
         self._looked = False
         self._sequence = _sequence_number()
-        if self._companion is not None:
-            self._companion.end_step(draft.step, gradient, lambda: _clip_coefficient(draft.used))
+        for companion in self._companions:
+            companion.end_step(draft.step, gradient, lambda: _clip_coefficient(draft.used))
         self._queue.append(draft)
         while self._queue and (len(self._queue) > _LAG or self._queue[0].ready()):
             self._read(self._queue.popleft())

@@ -28,11 +28,12 @@ class Delivery:
         feed: Feed | None,
         problems: Problems,
         judge: Callable[[Measured], None] | None = None,
+        recorder: Callable[[Measured], None] | None = None,
     ) -> None:
         self._names = names
         wanted = sink_detail == "blocks" or (sink_detail is None and len(names) > _MANY_PARAMETERS)
         self._blocks = [block_of(name) for name in names] if wanted else []
-        self._store, self._feed, self._problems, self._judge = store, feed, problems, judge
+        self._store, self._feed, self._problems, self._judge, self._recorder = store, feed, problems, judge, recorder
 
     def __call__(self, measured: Measured) -> None:
         step = measured.step
@@ -57,6 +58,8 @@ class Delivery:
             self._feed.scalars(_shown(measured, names, columns, self._blocks), step.step)
         if self._judge is not None:
             self._judge_it(self._judge, measured)
+        if self._recorder is not None:
+            self._recorder(measured)
 
     def _judge_it(self, judge: Callable[[Measured], None], measured: Measured) -> None:
         """A fault of the judge's own ends the judging, not the record."""

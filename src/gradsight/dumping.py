@@ -10,6 +10,7 @@ from gradsight import dist
 from gradsight.capture import interception
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job
+from gradsight.measure.norms import Norms
 from gradsight.record.problems import Problems
 from gradsight.records import Finding
 
@@ -19,6 +20,8 @@ _MIXED = "of several optimizers, as found after the last backward pass"
 
 class Dumping:
     """Hands the gradients of due and of critical steps to a dumper."""
+
+    everywhere = False
 
     def __init__(self, dumper: GradientDumper, model: nn.Module, optimizers: int, problems: Problems) -> None:
         self._dumper, self._model, self._problems = dumper, model, problems
@@ -30,8 +33,9 @@ class Dumping:
         if dumper.dump_on is not None and dist.world_size() > 1:
             problems.report("dump-on", "dump_on needs a run of one process; dumps by schedule go on")
 
-    def look(self, step: int, scaler: torch.amp.GradScaler | None, critical: bool) -> None:
+    def look(self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None) -> None:
         """The gradients are true now; a later look of the same step replaces this one."""
+        critical = norms is not None and norms.counts is not None
         severity = "critical" if critical and dist.world_size() == 1 else None
         if not self._dumper.wants(step, severity) or interception.inside_backward():
             return
@@ -41,6 +45,9 @@ class Dumping:
         facts = Facts(gradient=_MIXED if self._several else "true", reason=reason, scale=scale, divisor=scale or 1.0)
         job = self._dumper.stage(self._model, step, facts)
         self._staged = None if job is None else (job, facts)
+
+    def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
+        """Copied already."""
 
     def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
         """The step is made: what was copied for it is written."""

@@ -3,19 +3,33 @@
 import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 
 class Ending:
-    """Calls `close` at exit and on SIGTERM, unless cancelled before."""
+    """Calls `close` at exit and on SIGTERM, unless cancelled before.
 
-    def __init__(self, close: Callable[[], None]) -> None:
-        self._close = close
+    `asked` hears of SIGTERM first, `failed` of an exception that nobody has caught.
+    """
+
+    def __init__(
+        self,
+        close: Callable[[], None],
+        asked: Callable[[], None] | None = None,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._close, self._asked, self._failed = close, asked, failed
         self._process = os.getpid()
         self._previous: Any = None
         self._installed = False
+        self._previous_hook = sys.excepthook
+        self._hook = self._on_exception
+        if failed is not None:
+            sys.excepthook = self._hook
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
@@ -24,6 +38,8 @@ class Ending:
     def cancel(self) -> None:
         """Put everything back; where somebody has set a handler since, theirs stays."""
         atexit.unregister(self._at_exit)
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous_hook
         in_main = threading.current_thread() is threading.main_thread()
         if self._installed and in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
@@ -33,10 +49,18 @@ class Ending:
         if os.getpid() == self._process:
             self._close()
 
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Nobody has caught it: say so, then do what would have been done without us."""
+        if self._failed is not None and os.getpid() == self._process:
+            self._failed(error)
+        self._previous_hook(kind, error, trace)
+
     def _on_signal(self, number: int, frame: Any) -> None:
         """Close, then do what would have been done without us. A forked child (a data loader's worker) only does the latter."""
         previous: Callable[..., Any] | int | None = self._previous
         if os.getpid() == self._process:
+            if self._asked is not None:
+                self._asked()
             self._close()
         if callable(previous):
             previous(number, frame)

@@ -1,6 +1,7 @@
 """Composes measure and judge: one look at a model's gradients, and the judge of a watched run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from gradsight.measure.units import UnitLife
 from gradsight.measure.update import update_ratios
 from gradsight.names import Named, named_parameters
 from gradsight.record.store import Store
-from gradsight.records import Finding, Step
+from gradsight.records import Diagnosis, Finding, Step
 from gradsight.verdict import HealthReport, make_report
 
 _FLOAT16_LEAST_EXPONENT = -14
@@ -93,8 +94,9 @@ class Health:
         self._parameters = parameters
         self._optimizers = [unwrapped(optimizer) for optimizer in check_optimizers(optimizers)]
         self._store: Store | None = None
-        self.on_finding: Callable[[Finding], None] | None = None
+        self.on_finding: Sequence[Callable[[Finding], None]] = ()
         """Who else wants to hear of every new or changed finding."""
+        self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
         self._judge = Judge(subject_of(model, parameters, self._optimizers), settings, self._on_finding)
         subject = self._judge.window.subject
         whole = [row for row in subject.matrices if not dist.is_sharded(parameters[row].tensor)]
@@ -134,7 +136,28 @@ class Health:
 
     def report(self) -> HealthReport:
         """The verdict so far."""
-        return _report(self._judge, self._judge.window.steps_seen)
+        report = _report(self._judge, self._judge.window.steps_seen)
+        return replace(report, findings=tuple(self._explained(finding) for finding in report.findings))
+
+    def limits(self) -> dict[str, Mapping[str, Any]]:
+        """The thresholds of every check that is not silenced, by code."""
+        return self._judge.limits()
+
+    def finding(self, code: str) -> Finding | None:
+        """What was found under a code so far."""
+        return next((finding for finding in self._judge.findings() if finding.code == code), None)
+
+    def explain(self, code: str, diagnosis: Diagnosis | None, incident: str | None) -> None:
+        """A finding's first incident was diagnosed, or written: the record and the report say so."""
+        found = self.finding(code)
+        if found is not None and code not in self._causes:
+            self._causes[code] = (diagnosis, incident)
+            if self._store is not None:
+                self._store.add_finding(self._explained(found))
+
+    def _explained(self, finding: Finding) -> Finding:
+        diagnosis, incident = self._causes.get(finding.code, (None, None))
+        return replace(finding, diagnosis=diagnosis, incident=incident)
 
     def finish(self) -> None:
         """The run is over: the last word of every finding, and which checks could not judge."""
@@ -146,9 +169,9 @@ class Health:
 
     def _on_finding(self, finding: Finding) -> None:
         if self._store is not None:
-            self._store.add_finding(finding)
-        if self.on_finding is not None:
-            self.on_finding(finding)
+            self._store.add_finding(self._explained(finding))
+        for tell in self.on_finding:
+            tell(finding)
 
     def _closer(self, measured: Measured) -> Closer:
         """Shares and ratios of a closer look, spread over all parameters."""

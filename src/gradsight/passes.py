@@ -23,7 +23,9 @@ class Pass:
     caller: str | None
     """File and line of the user's call of the model."""
     output_gradients: tuple[Tensor | None, ...] | None = None
-    """The gradients at the tensors of the output, in the order of its tree; None where they were not kept."""
+    """The gradients at the tensors of the output, as `rows.tensors_in(output)` lists them; None where they were not kept."""
+    output_nodes: tuple[Any, ...] | None = None
+    """The autograd nodes (`grad_fn`) of the same tensors, where the process that made them still runs."""
     backward_caller: str | None = None
     """File and line of the user's call of backward."""
     sample_ids: tuple[int | str, ...] | None = None

@@ -1,9 +1,26 @@
 """The types that travel between stages: frozen, plain, without torch."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
 
 from gradsight.errors import UsageError
+
+
+def plain(value: Any) -> Any:
+    """A record as values that JSON knows: mappings, lists, text, and numbers; what is not finite is "nan", "inf" or "-inf".
+
+    >>> plain({"norm": math.inf, "rows": (1, 2.5)})
+    {'norm': 'inf', 'rows': [1, 2.5]}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +213,10 @@ class Finding:
     message: str
     recommendation: str
     fix: str
+    diagnosis: "Diagnosis | None" = None
+    """The guilty operation and the guilty samples, where the step was diagnosed when it happened."""
+    incident: str | None = None
+    """The folder that the flight recorder wrote for it, as a path inside the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +272,16 @@ class Incident:
 
     step: int
     code: str
+    """The finding's, or "exception", or "SIGTERM"."""
     path: str
+    reason: str = ""
+    """What happened, in one line."""
+    diagnosis: "Diagnosis | None" = None
+    """Of all ranks together; None where nothing was diagnosed."""
+    replayable: bool = False
+    """Whether the batch is in it, so that `gradsight replay` can run it again."""
+    damage: str | None = None
+    """Why it cannot be read, where it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +302,9 @@ class GuiltyOperation:
     """The first operation of a step with finite inputs and a non-finite output, deliberate fills apart."""
 
     operation: str
-    """As torch names it: "log", "sqrt", "div"."""
+    """As torch names it: "log", "div", "to(float16)"; or what was not finite beforehand: "input", "parameter", "buffer"."""
     phase: str
-    """ "forward", "backward", or "loss": outside the model, between its outputs and backward()."""
+    """ "forward", "backward", "loss" (outside the model, between its outputs and backward()), or "before" it."""
     module: str | None
     """The model's own dotted name of the innermost module it ran in."""
     place: str | None
@@ -283,6 +313,9 @@ class GuiltyOperation:
     """The text of that line."""
     inputs: tuple[TensorSummary, ...]
     micro_batch: int
+    detail: str = ""
+    """What else is known: the argument and its rows, the names of parameters, how sure a guess is."""
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +343,8 @@ class Diagnosis:
     seconds: float
     notes: tuple[str, ...] = ()
     """What could not be found out, and why."""
+    micro_batches: int = 1
+    """How many passes the step had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from gradsight.records import Finding
+from gradsight.records import Finding, plain
+from gradsight.wording import describe
 
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
@@ -49,10 +50,8 @@ class HealthReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: what is not finite is the text "nan", "inf" or "-inf"."""
-        plain = asdict(self)
-        if not math.isfinite(self.total_norm):
-            plain["total_norm"] = str(self.total_norm)
-        return plain
+        found: dict[str, Any] = plain(self)
+        return found
 
     def to_markdown(self) -> str:
         """The report under its headings: Summary, Issues Detected, Recommendations, Code to Add."""
@@ -128,7 +127,15 @@ def _issues(report: HealthReport) -> list[str]:
         lines.append(f"   - Evidence: {finding.evidence}")
         if finding.parameters:
             lines.append(f"   - Affected layers: {shortened(finding.parameters)}")
+        lines += _cause(finding)
     return lines
+
+
+def _cause(finding: Finding) -> list[str]:
+    """What a finding's diagnosis found, and where its incident is kept; empty where there is neither."""
+    told = describe(finding.diagnosis, width=10_000) if finding.diagnosis is not None else []
+    lines = [f"   - Cause: {line}" if number == 0 else f"     - {line}" for number, line in enumerate(told)]
+    return [*lines, f"   - Kept in `{finding.incident}`"] if finding.incident is not None else lines
 
 
 def shortened(names: Sequence[str], most: int = _NAMED) -> str:

@@ -4,7 +4,8 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -26,9 +27,11 @@ from gradsight.health import Health
 from gradsight.measure.arrival import Arrival
 from gradsight.names import named_parameters
 from gradsight.record.feed import Feed
+from gradsight.record.incidents import with_ranks
 from gradsight.record.problems import Problems
 from gradsight.record.sinks import open_sinks
 from gradsight.record.store import Store, open_store, write_config
+from gradsight.recording import SECONDS, Recorder
 from gradsight.records import Schedule
 from gradsight.verdict import HealthReport
 
@@ -46,8 +49,10 @@ def watch(
     histograms: Schedule = Schedule(step_interval=50),
     health: bool | Mapping[str, Any] | str | os.PathLike[str] = True,
     dump: GradientDumper | None = None,
+    recorder: bool | Literal["batch"] = True,
     start_step: int | None = None,
     sink_detail: Literal["parameters", "blocks"] | None = None,
+    diagnose_seconds: float = SECONDS,
 ) -> "Watch":
     """Record what the gradients of a model do while it trains, at next to no cost.
 
@@ -59,10 +64,15 @@ def watch(
     health: True judges every step; {code: settings}, or a TOML file of such, tunes a check, {code: False} silences it; False
       judges nothing. Findings are in the record and in `Watch.report()`.
     dump: a GradientDumper; its due steps are dumped before clipping, and with dump_on those that are judged so.
+    recorder: True diagnoses a NaN or a spike on the spot (which operation, which samples) and writes what led to it to
+      `incidents/`, without any of your data; "batch" writes the batch, RNG and parameters too, for `gradsight replay`;
+      False does neither.
     start_step: the number of the first step. Recorded steps from there on are replaced. None: after the last recorded one.
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of parameters (500).
+    diagnose_seconds: how long a diagnosis may hold training up; 0 diagnoses nothing.
     """
-    return Watch(model, optimizer, run_dir, sinks, stats, histograms, health, dump, start_step, sink_detail)
+    options = (recorder, diagnose_seconds)
+    return Watch(model, optimizer, run_dir, sinks, stats, histograms, health, dump, start_step, sink_detail, *options)
 
 
 class Watch:
@@ -80,40 +90,53 @@ class Watch:
         dump: GradientDumper | None,
         start_step: int | None,
         sink_detail: str | None,
+        recorder: bool | str = True,
+        diagnose_seconds: float = SECONDS,
     ) -> None:
         optimizers = check_optimizers(optimizer)
         self._parameters = _check_model(model)
         self._names = [parameter.name for parameter in self._parameters]
         _check_detail(sink_detail)
+        _check_recorder(recorder, diagnose_seconds)
         self._problems = Problems()
         self._store: Store | None = None
         self._feed: Feed | None = None
         self._closed = False
+        self._run_dir = None if run_dir is None else Path(run_dir).resolve()
         self._health = None if health is False else Health(model, self._parameters, optimizers, health)
         self._group = dist.own_group()
         first_step = self._open_record(run_dir, sinks, start_step)
         judge = self._health
-        self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems, judge)
+        self._recorder: Recorder | None = None
+        if recorder is not False:
+            settings = (recorder, diagnose_seconds, self._names, run_dir, judge, self._problems, len(optimizers))
+            self._recorder = Recorder(model, *settings)
+        told = self._recorder.delivered if self._recorder is not None else None
+        self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems, judge, told)
         tensors = [parameter.tensor for parameter in self._parameters]
         self._dumping = Dumping(dump, model, len(optimizers), self._problems) if dump is not None else None
+        companions = [companion for companion in (self._dumping, self._recorder) if companion is not None]
         self._assembler = Assembler(
-            tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed, self._dumping
+            tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed, companions
         )
         if judge is not None:
             judge.begin(first_step, self._store)
-            judge.on_finding = self._dumping.judged if self._dumping is not None else None
+            judge.on_finding = [companion.judged for companion in companions]
             self._assembler.serve(judge.looks_closer, judge.units, judge.notes)
         self._capture: OptimizerCapture | ManualCapture
         if optimizers:
             self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
         else:
             self._capture = ManualCapture(model, tensors, self._assembler)
-        self._ending = Ending(lambda: self._close(wait=False))
+        self._ending = Ending(lambda: self._close(wait=False), self._asked_to_end, self._ended_by)
         if self._store is not None:
-            settings = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step, "sink_detail": sink_detail}
-            settings["health"] = os.fspath(health) if isinstance(health, os.PathLike) else health
-            write_config(self._store.path, _config(settings, self._parameters, optimizers))
+            used: dict[str, Any] = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step}
+            used |= {"sink_detail": sink_detail, "recorder": recorder, "diagnose_seconds": diagnose_seconds}
+            used["health"] = os.fspath(health) if isinstance(health, os.PathLike) else health
+            write_config(self._store.path, _config(used, self._parameters, optimizers))
         self._capture.start()
+        if self._recorder is not None:
+            self._recorder.start()
         if judge is not None:
             judge.vitals.start()
 
@@ -138,6 +161,11 @@ class Watch:
         if not self._closed:
             self._assembler.log(take_scalars(scalars))
             self._capture.step()
+
+    def ids(self, sample_ids: Sequence[int | str]) -> None:
+        """What the samples of the next call of the model are called: a diagnosis then names them so, not by their row."""
+        if self._recorder is not None and not self._closed:
+            self._recorder.calls.name_samples(sample_ids)
 
     def log(self, **scalars: Any) -> None:
         """Add loss=, lr= or anything else to the current step: the one under way, or the one just made if none has begun."""
@@ -170,7 +198,8 @@ class Watch:
             raise UsageError("this watch judges nothing: it was opened with health=False")
         if not self._closed:
             self._assembler.flush()
-        return self._health.report()
+        report = self._health.report()
+        return report if self._run_dir is None else replace(report, findings=tuple(with_ranks(self._run_dir, report.findings)))
 
     def close(self) -> None:
         """Write what is left, take every hook away. Closing again does nothing."""
@@ -179,8 +208,19 @@ class Watch:
     def __enter__(self) -> "Watch":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is not None:
+            self._ended_by(error)
         self._close(wait=kind is None)
+
+    def _ended_by(self, error: BaseException) -> None:
+        """An exception ends the run: the flight recorder writes down how things stood."""
+        if self._recorder is not None and not self._closed:
+            self._recorder.failed(self._assembler.step, error)
+
+    def _asked_to_end(self) -> None:
+        if self._recorder is not None and not self._closed:
+            self._recorder.asked_to_end(self._assembler.step)
 
     def _close(self, wait: bool) -> None:
         if self._closed:
@@ -190,6 +230,8 @@ class Watch:
         if self._health is not None:
             self._health.vitals.stop()
         self._ending.cancel()
+        if self._recorder is not None:
+            self._recorder.calls.stop()
         if self._dumping is not None:
             with self._survives("dumps"):
                 self._dumping.close()
@@ -200,6 +242,9 @@ class Watch:
         if self._health is not None:
             with self._survives("judging"):
                 self._health.finish()
+        if self._recorder is not None:
+            with self._survives("recorder"):
+                self._recorder.stop()
         if self._feed is not None:
             with self._survives("sinks"):
                 self._feed.close()
@@ -254,6 +299,8 @@ class Watch:
     def _failed(self, error: Exception) -> None:
         """A fault of ours: training goes on without us."""
         self._capture.stop()
+        if self._recorder is not None:
+            self._recorder.calls.stop()
         if self._health is not None:
             self._health.vitals.stop()
         where = _place(error)
@@ -280,6 +327,13 @@ def _check_model(model: nn.Module) -> list[Any]:
 def _check_detail(detail: str | None) -> None:
     if detail not in (None, "parameters", "blocks"):
         raise UsageError(f"sink_detail must be 'parameters' or 'blocks', got {detail!r}")
+
+
+def _check_recorder(recorder: bool | str, seconds: float) -> None:
+    if recorder not in (True, False, "batch"):
+        raise UsageError(f'recorder must be True, False or "batch", got {recorder!r}')
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise UsageError(f"diagnose_seconds must be 0 or more, got {seconds!r}")
 
 
 def _config(settings: dict[str, Any], parameters: list[Any], optimizers: list[Any]) -> dict[str, Any]:

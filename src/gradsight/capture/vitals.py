@@ -93,7 +93,9 @@ class _ForwardHook:
         self._vitals = vitals
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._vitals is not None and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self._vitals is None or not module.training or interception.suspended():
+            return
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._vitals.on_forward((*args, *kwargs.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardHook":

@@ -17,6 +17,7 @@ _COMMANDS = {
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
     "influence": ("influence:influence", "Which samples and domains helped or hurt; --export a list or weights."),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
+    "replay": ("replay:replay", "Run a recorded incident again: first bad operation, guilty samples."),
     "report": ("report:report", "Write the report of a run and print its verdict."),
     "train": ("train:app", "Train a GPT-2 with every instrument at work."),
 }

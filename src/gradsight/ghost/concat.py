@@ -15,10 +15,10 @@ from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import refuse_mixing
-from gradsight.ghost.oracle import LOSSES
 from gradsight.ghost.rules.registry import DECLINED
 from gradsight.ghost.tangent import name_of
 from gradsight.ghost.targets import Targets
+from gradsight.rows import LOSSES
 
 ADVICE = "Use mode='two_pass', which has no such limit."
 

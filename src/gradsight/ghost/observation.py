@@ -107,7 +107,7 @@ class Observation:
             with torch._C.DisableTorchFunction():
                 call = tell_batch(args, kwargs, self._size, self._batch_dim, self._root)
             if not self.calls:
-                self.tracer.plan.memory.preferred = next(iter(call.layouts.values())).dim
+                self.tracer.plan.memory.preferred = next(iter(call.dims.values()))
                 self._before_call(call)
                 if self._size is None:
                     self._set_probe(call.batch)

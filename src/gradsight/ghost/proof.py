@@ -12,11 +12,11 @@ from gradsight.ghost.gradients import dot
 from gradsight.ghost.layout import LayoutMemory
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import Observation
-from gradsight.ghost.oracle import tolerance
 from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.selfcheck import SelfCheck
 from gradsight.ghost.targets import Direction
 from gradsight.ghost.tracer import Options, Tracer, paused
+from gradsight.rows import tolerance
 
 
 class Proof:

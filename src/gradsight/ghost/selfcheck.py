@@ -13,10 +13,11 @@ from gradsight.ghost.carriers import keep
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.layout import Key, LayoutMemory
 from gradsight.ghost.names import Parameters
-from gradsight.ghost.oracle import TwinError, collecting, rowed, tolerance, twin_scores
+from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
 from gradsight.ghost.targets import Direction
 from gradsight.ghost.tracer import Options, Plan, Tracer, tracing
+from gradsight.rows import collecting, rowed, tolerance
 
 MOST_ROWS = 64
 """How many samples of a batch the twin looks at; of larger ones, evenly spread."""

@@ -121,7 +121,7 @@ class Tracer(TorchFunctionMode):
         """The arguments of a call of the model: those with samples in them are batch data, wherever they were made."""
         for position, x in enumerate(call.flat):
             if isinstance(x, Tensor):
-                if position in call.layouts:
+                if position in call.dims:
                     self._constant.pop(id(x), None)
                 else:
                     self.mark_constant([x])

@@ -13,10 +13,11 @@ from gradsight.errors import UsageError
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import Observation
-from gradsight.ghost.oracle import TwinError, collecting, twin_scores, usable
+from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
 from gradsight.ghost.scores import VerifyReport
 from gradsight.ghost.targets import Direction, LossFn, Targets, check_loss
+from gradsight.rows import collecting, usable
 
 Dots = dict[str, Tensor]
 """<D, gradient> by target."""

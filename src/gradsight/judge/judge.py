@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +77,10 @@ class Judge:
             if lacking and each.finding is None:
                 result.append(Abstention(each.check.code, each.check.name, MISSING[lacking[0]]))
         return result
+
+    def limits(self) -> dict[str, Mapping[str, Any]]:
+        """The settings of every check at work, by code."""
+        return {each.check.code: each.settings for each in self._running}
 
     def finish(self) -> None:
         """The run is over: tell what the findings came to."""

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from gradsight.errors import RunError, UsageError
 from gradsight.record import frames, schema
+from gradsight.record.diagnoses import unpack_diagnosis
+from gradsight.record.incidents import read_incidents, with_ranks
 from gradsight.record.scores import all_scores, read_scores, score_files
 from gradsight.record.store import TAIL, recover
-from gradsight.records import Finding, Histogram, Incident, ParameterStat, Problem, SampleScore, Scalar, Step
+from gradsight.records import Finding, Histogram, Incident, ParameterStat, Problem, SampleScore, Scalar, Step, plain
 from gradsight.verdict import Abstention
 
 if TYPE_CHECKING:
     import pyarrow
-
-INCIDENTS = "incidents"
 
 
 def open_run(run_dir: str | os.PathLike[str]) -> "Run":
@@ -106,8 +106,11 @@ class Run:
 
     def findings(self) -> Iterator[Finding]:
         """What the health instrument judged."""
+        found = []
         for value in self._records("finding"):
-            yield Finding(**{**value, "parameters": tuple(value["parameters"])})
+            diagnosis = unpack_diagnosis(value.get("diagnosis"))
+            found.append(Finding(**{**value, "parameters": tuple(value["parameters"]), "diagnosis": diagnosis}))
+        yield from with_ranks(self.path, found)
 
     def problems(self) -> Iterator[Problem]:
         """Faults of Gradsight's own that training survived."""
@@ -135,12 +138,7 @@ class Run:
 
     def incidents(self) -> Iterator[Incident]:
         """The flight recorder's bundles."""
-        found = []
-        for folder in (self.path / INCIDENTS).glob("step*-*"):
-            number, _, code = folder.name.removeprefix("step").partition("-")
-            if number.isdigit():
-                found.append(Incident(int(number), code, str(folder)))
-        return iter(sorted(found, key=lambda incident: incident.step))
+        return iter(read_incidents(self.path))
 
     def to_arrow(self, name: str) -> "pyarrow.Table":
         """The records of one kind as a table with the same columns."""
@@ -241,6 +239,9 @@ def _table(kind: type, rows: Callable[[], Iterator[Any]]) -> "pyarrow.Table":
         if field.name == "scalars":
             values = [list(value.items()) for value in values]
             columns[field.name] = pyarrow.array(values, pyarrow.map_(pyarrow.string(), pyarrow.float64()))
+        elif field.name == "diagnosis":
+            texts = [None if value is None else json.dumps(plain(value)) for value in values]
+            columns[field.name] = pyarrow.array(texts, pyarrow.string())
         else:
             columns[field.name] = pyarrow.array(values, _arrow_type(str(field.type)))
     return pyarrow.table(columns)

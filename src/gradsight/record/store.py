@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gradsight.errors import RunError
 from gradsight.record import frames, schema
+from gradsight.record.diagnoses import pack_diagnosis
 from gradsight.record.problems import Problems
 from gradsight.record.worker import Worker
 from gradsight.records import Finding, Histogram, Problem, Step
@@ -97,6 +98,7 @@ class Store:
     def add_finding(self, finding: Finding) -> None:
         """A judged fact; told again with more parameters or evidence, it replaces what was told before."""
         value = {name: getattr(finding, name) for name in Finding.__slots__}
+        value["diagnosis"] = pack_diagnosis(finding.diagnosis)
         self.add_record("finding", f"{finding.code}:{finding.first_step}", finding.first_step, value)
 
     def last_step(self) -> int | None:

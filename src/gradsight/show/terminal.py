@@ -4,7 +4,9 @@ import os
 import textwrap
 from typing import TextIO
 
+from gradsight.records import Finding
 from gradsight.verdict import SIGNS, HealthReport, headline, shortened
+from gradsight.wording import describe
 
 _WIDTH = 79
 _COLOURS = {"healthy": "32", "warning": "33", "critical": "31"}
@@ -20,9 +22,17 @@ def terminal_lines(report: HealthReport, colour: bool = False) -> list[str]:
         lines += _wrapped(finding.evidence, "seen: ")
         if finding.parameters:
             lines += _wrapped(shortened(finding.parameters).replace("`", ""), "where: ")
+        lines += _cause(finding)
         lines += _wrapped(finding.recommendation, "do: ")
         lines += [f"      {line}".rstrip() for line in finding.fix.splitlines()]
     return lines
+
+
+def _cause(finding: Finding) -> list[str]:
+    """The diagnosis, and where the incident is kept."""
+    told = describe(finding.diagnosis, _WIDTH - 10) if finding.diagnosis is not None else []
+    lines = [f"   {'cause: ' if number == 0 else '       '}{line}" for number, line in enumerate(told)]
+    return lines + _wrapped(finding.incident, "kept: ") if finding.incident is not None else lines
 
 
 def wants_colour(stream: TextIO) -> bool:

@@ -1,0 +1,315 @@
+"""Keeps what a model was called with during the step under way: references, so that a bad step can be run again.
+
+Only the module given is hooked, and only calls that record gradients are kept. Nothing is copied but the state of the random
+numbers (5 kB) and the few vectors of spectral norms, nothing waits for a device. The newest call is always kept; earlier ones
+of the same step as long as they hold less memory together than the limit.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.capture import interception
+from gradsight.capture.callers import users_line
+from gradsight.passes import Pass
+from gradsight.rows import tensors_in
+
+_SPECTRAL = ("_SpectralNorm", "SpectralNorm")
+_MOST = 256
+"""Calls of one step that are kept, whatever they hold."""
+
+
+class Call:
+    """One call of the model, while its step lasts."""
+
+    __slots__ = (
+        "__weakref__",
+        "buffer_versions",
+        "bytes",
+        "gradient_bytes",
+        "gradients",
+        "made",
+        "nodes",
+        "tensors",
+        "too_large",
+        "versions",
+    )
+
+    def __init__(self, made: Pass, tensors: list[Tensor]) -> None:
+        self.made = made
+        self.tensors = tensors
+        self.versions = [tensor._version for tensor in tensors]
+        self.bytes = sum(tensor.nbytes for tensor in tensors)
+        self.buffer_versions: list[int] = []
+        self.gradients: list[Tensor | None] = []
+        """The gradients that came back to the tensors of the output, through whatever uses them."""
+        self.nodes: dict[int, Any] = {}
+        """By place in the output: the autograd node that a gradient came back to. Held from then on: before that, it would keep
+        the activations of a pass alive that nobody wants any more."""
+        self.gradient_bytes = 0
+        self.too_large = False
+
+    def changed(self) -> bool:
+        """Whether somebody has changed an argument in place since."""
+        return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
+
+
+class Calls:
+    """Hooks one module; `calls` are those of the step under way, the oldest first."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        most_bytes: int,
+        most_gradient_bytes: int,
+        lasting: bool = False,
+        on_failure: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """`lasting`: calls are kept from the end of their step until the model is called again."""
+        self.model = _called(model)
+        self._lasting, self._over, self._on_failure = lasting, False, on_failure
+        self._most_bytes, self._most_gradient_bytes = most_bytes, most_gradient_bytes
+        self.calls: list[Call] = []
+        self.dropped = 0
+        """Calls of this step that were let go."""
+        self.roots: list[Tensor] = []
+        """What backward was called on in this step."""
+        self.backward_caller: str | None = None
+        self._held = 0
+        self._ids: tuple[int | str, ...] | None = None
+        self._handles: list[Any] = []
+        self._compiled: Any = None
+        self._spectral = [
+            (f"{name}.{key}" if name else key, buffer)
+            for name, module in model.named_modules()
+            if type(module).__name__ in _SPECTRAL
+            for key, buffer in module.named_buffers(recurse=False)
+        ]
+        normalising = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+        self._buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in normalising]
+
+    def start(self) -> None:
+        """Begin to watch."""
+        interception.around_backward(self._before_backward, self._after_backward)
+        if getattr(self.model, "_compiled_call_impl", None) is not None:  # hooks inside a compiled call would break its graph
+            self._compiled = self.model._compiled_call_impl
+            self.model._compiled_call_impl = _around(self, self._compiled)
+            return
+        self._handles = [
+            self.model.register_forward_pre_hook(_Before(self), with_kwargs=True),
+            self.model.register_forward_hook(_After(self)),
+        ]
+
+    def stop(self) -> None:
+        """Leave everything as it was found."""
+        interception.around_backward(self._before_backward, self._after_backward, wanted=False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._compiled is not None:
+            self.model._compiled_call_impl, self._compiled = self._compiled, None
+        self.release()
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self._over = True
+        if not self._lasting:
+            self.release()
+
+    def release(self) -> None:
+        """Hold on to nothing."""
+        self.calls.clear()
+        self.roots.clear()
+        self.dropped = self._held = 0
+        self.backward_caller = None
+        self._over = False
+
+    def name_samples(self, ids: Sequence[int | str]) -> None:
+        """What the samples of the next call are called."""
+        self._ids = tuple(ids)
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is about to be called."""
+        if interception.suspended() or torch.compiler.is_compiling():
+            return
+        if self._over:
+            self.release()
+        if torch.is_grad_enabled():
+            self._guarded(self._before, args, kwargs)
+
+    def after(self, output: Any) -> None:
+        """It has returned."""
+        if self.calls and torch.is_grad_enabled() and not interception.suspended() and not torch.compiler.is_compiling():
+            self._guarded(self._after, output)
+
+    def _guarded(self, action: Callable[..., None], *args: Any) -> None:
+        """Nothing of ours may reach the training loop."""
+        try:
+            action(*args)
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        ids, self._ids = self._ids, None
+        made = Pass(
+            args=args,
+            kwargs=kwargs,
+            rng=_random_states(),
+            buffers={name: buffer.clone() for name, buffer in self._spectral},
+            autocast=_autocast(),
+            training=self.model.training,
+            caller=users_line(),
+            sample_ids=ids,
+        )
+        call = Call(made, list(_tensors((*args, *kwargs.values()))))
+        call.buffer_versions = [buffer._version for _, buffer in self._buffers]
+        self._held += call.bytes
+        self.calls.append(call)
+        while len(self.calls) > 1 and (self._held > self._most_bytes or len(self.calls) > _MOST):
+            self._held -= self.calls.pop(0).bytes
+            self.dropped += 1
+
+    def _after(self, output: Any) -> None:
+        call = self.calls[-1]
+        found = [output] if isinstance(output, Tensor) else tensors_in(output)
+        if not any(tensor.requires_grad for tensor in found):
+            self._held -= self.calls.pop().bytes
+            return
+        call.gradients = [None] * len(found)
+        for place, tensor in enumerate(found):
+            if tensor.requires_grad:
+                tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
+
+    def passes(self) -> tuple[list[Pass], list[str]]:
+        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt."""
+        notes: dict[str, None] = {}
+        if self.dropped:
+            notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
+        for call in self.calls:
+            notes.update(dict.fromkeys(self._doubts(call)))
+            came_back = not call.too_large and any(gradient is not None for gradient in call.gradients)
+            call.made.output_gradients = tuple(call.gradients) if came_back else None
+            call.made.output_nodes = tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
+        return [call.made for call in self.calls], list(notes)
+
+    def _doubts(self, call: Call) -> Iterator[str]:
+        """Why running this call again may not be what it was."""
+        if call.changed():
+            yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
+        if call.too_large:
+            limit = f"{self._most_gradient_bytes / 2**20:.0f} MiB"
+            yield f"the gradients at the model's outputs take more than {limit}, and were not kept: backward was not run again"
+        pairs = zip(self._buffers, call.buffer_versions, strict=True)
+        changed = [name for (name, buffer), version in pairs if buffer._version != version and name not in call.made.buffers]
+        if changed:
+            yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
+
+    def _keeper(self, reference: "weakref.ref[Call]", place: int) -> Callable[[Tensor], None]:
+        """Keeps the gradient at one output, as long as the limit allows."""
+
+        def keep(gradient: Tensor) -> None:
+            call = reference()
+            if call is not None:
+                self._guarded(self._keep, call, place, gradient)
+
+        return keep
+
+    def _keep(self, call: Call, place: int, gradient: Tensor) -> None:
+        if not interception.inside_backward():  # torch.autograd.grad is not a step's backward
+            return
+        call.nodes[place] = torch._C._current_autograd_node()
+        known = None if call.too_large else call.gradients[place]
+        if known is not None:
+            call.gradients[place] = known + gradient.detach()
+            return
+        call.gradient_bytes += gradient.nbytes
+        if sum(each.gradient_bytes for each in self.calls) > self._most_gradient_bytes:
+            call.too_large, call.gradients = True, []
+        elif not call.too_large:
+            call.gradients[place] = gradient.detach()
+
+    def _before_backward(self, tensors: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+        self.roots += [root for root in roots if isinstance(root, Tensor)]
+        del self.roots[:-_MOST]
+        self.backward_caller = users_line()
+        for call in self.calls:
+            if call.made.backward_caller is None:
+                call.made.backward_caller = self.backward_caller
+
+    def _after_backward(self) -> None:
+        pass
+
+
+class _Hook:
+    """A hook of ours. A copy of the model, or one that was saved and loaded, has one that does nothing."""
+
+    def __init__(self, calls: Calls | None = None) -> None:
+        self._calls = calls
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._calls is not None:
+            self._calls.before(args, kwargs)
+
+
+class _After(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._calls is not None:
+            self._calls.after(output)
+
+
+def _around(calls: Calls, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled call that is told of before and after, outside of what is compiled."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.before(args, kwargs)
+        output = compiled(*args, **kwargs)
+        calls.after(output)
+        return output
+
+    return call
+
+
+def _called(model: nn.Module) -> nn.Module:
+    """The module that sees the arguments, however a data-parallel wrapper is called."""
+    inner = model._modules.get("module")
+    return _called(inner) if type(model).__name__ == "DistributedDataParallel" and inner is not None else model
+
+
+def _random_states() -> dict[str, Tensor]:
+    """The state of the generators that a model may draw from."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device()
+        states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _autocast() -> tuple[str, str] | None:
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return device, str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return None
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(list(value.values()))
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

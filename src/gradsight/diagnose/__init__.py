@@ -1,0 +1,1 @@
+"""What made a step bad: the operation and the samples, found by running its passes again, aside."""

@@ -1,0 +1,188 @@
+"""Where the samples are in a call of a model: in its arguments, in its outputs, in what its loss functions are given."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradsight.errors import GradsightError
+
+LOSSES = frozenset(
+    {
+        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits, F.kl_div, F.gaussian_nll_loss, F.poisson_nll_loss, F.soft_margin_loss,
+        F.multilabel_soft_margin_loss, F.multi_margin_loss,
+    }
+)  # fmt: skip
+"""Loss functions whose first argument holds rows of samples, and whose other arguments are data."""
+
+
+class NotSeparable(GradsightError):
+    """Samples cannot be taken apart in this model, or are not independent in it."""
+
+
+@dataclass
+class ModelCall:
+    """One call of the model: its arguments, and where the samples are in them."""
+
+    flat: list[Any]
+    spec: Any
+    dims: Mapping[int, int]
+    """The dimension that holds the samples, by the position of the tensor among the arguments' leaves."""
+    batch: int
+
+    def whole(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they came."""
+        args, kwargs = tree_unflatten(self.flat, self.spec)
+        return args, kwargs
+
+    def row(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with sample i alone."""
+        flat = list(self.flat)
+        for position, dim in self.dims.items():
+            size = flat[position].shape[dim] // self.batch
+            flat[position] = flat[position].narrow(dim, i * size, size)
+        args, kwargs = tree_unflatten(flat, self.spec)
+        return args, kwargs
+
+
+def tell_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any], size: int | None, batch_dim: int | None, root: nn.Module
+) -> ModelCall:
+    """Find the samples in the arguments of a call of the model.
+
+    The number of samples is `size` where given; else that of dimension `batch_dim`, by default 0, or 1 where
+    the model says batch_first=False or only dimension 1 is the same in all tensors.
+    """
+    flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+    tensors = {i: x for i, x in enumerate(flat) if isinstance(x, Tensor) and x.dim() > 0}
+    if not tensors:
+        raise NotSeparable(
+            f"the size of the batch cannot be told: {type(root).__name__} was called without a tensor of at least one "
+            "dimension."
+        )
+    dim = batch_dim if batch_dim is not None else _likely_dim(root, list(tensors.values()), size)
+    first = next(iter(tensors.values()))
+    batch = size if size is not None else first.shape[min(dim, first.dim() - 1)]
+    dims = {i: d for i, x in tensors.items() if (d := _find_dim(x, batch, dim)) is not None}
+    if not dims:
+        dims = {i: 0 for i, x in tensors.items() if batch > 0 and x.shape[0] % batch == 0}
+    if not dims or batch == 0:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors.values())
+        raise NotSeparable(
+            f"the size of the batch cannot be told: expected {batch} samples in the tensors that the model was called with, "
+            f"got the shapes {shapes}."
+        )
+    return ModelCall(flat, spec, dims, batch)
+
+
+def _likely_dim(root: nn.Module, tensors: Sequence[Tensor], size: int | None) -> int:
+    if getattr(root, "batch_first", True) is False:
+        return 1
+    by_dim = [{t.shape[d] for t in tensors if t.dim() > d and t.shape[d] != 1} for d in (0, 1)]
+    if size is not None:
+        return 0 if size in by_dim[0] or size == 1 or size not in by_dim[1] else 1
+    return 1 if len(by_dim[0]) > 1 and len(by_dim[1]) == 1 and all(t.dim() > 1 for t in tensors) else 0
+
+
+def _find_dim(tensor: Tensor, batch: int, preferred: int) -> int | None:
+    for dim in (preferred, 0, 1):
+        if dim < tensor.dim() and tensor.shape[dim] == batch:
+            return dim
+    return None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of an output, also those inside objects that torch does not know how to open."""
+    leaves, _ = tree_flatten(value)
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found += [item for item in vars(leaf).values() if isinstance(item, Tensor)]
+    return found
+
+
+class LossInputs(TorchFunctionMode):
+    """Collects what goes into loss functions, for models that return nothing but their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; remember the predictions if it is a loss."""
+        if func in LOSSES:
+            self.seen.append(args[0] if args else (kwargs or {})["input"])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def collecting(seen: list[Tensor]) -> Iterator[None]:
+    """Append to `seen` what loss functions are given in here."""
+    with LossInputs() as mode:
+        yield
+    seen += mode.seen
+
+
+def rowed(outputs: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs that samples have rows in: the model's, or what its loss functions were given."""
+    own = [y for y in outputs if usable(y)]
+    return own or [y for y in losses if usable(y)]
+
+
+def usable(y: Tensor) -> bool:
+    """Whether a tensor can be pulled back by rows."""
+    return y.is_floating_point() and y.requires_grad and y.dim() > 0
+
+
+def part_of(whole: Tensor, alone: Tensor, i: int, batch: int) -> tuple[slice, ...]:
+    """Where in the batch's output sample i's is, after proof that its output alone is that part."""
+    if batch == 1 and whole.shape == alone.shape:
+        return ()
+    dims = [d for d in range(alone.dim()) if whole.shape[d] != alone.shape[d]] if whole.dim() == alone.dim() else []
+    if len(dims) != 1 or whole.shape[dims[0]] != batch * alone.shape[dims[0]]:
+        raise NotSeparable(
+            f"the model's output has shape {tuple(whole.shape)} for {batch} samples but {tuple(alone.shape)} for one: "
+            "the rows of a sample cannot be told in it"
+        )
+    (dim,), size = dims, alone.shape[dims[0]]
+    for part in (slice(i * size, (i + 1) * size), slice(i, None, batch)):
+        index = (slice(None),) * dim + (part,)
+        if close(whole[index], alone):
+            return index
+    raise NotSeparable(
+        f"sample {i} alone gives another output than in the batch: samples are not independent in this model "
+        "(statistics over the batch, or routing that depends on it), or the samples are not where they were looked for"
+    )
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs are the same up to rounding, judged by their largest entry; what is not finite must be so in both.
+
+    >>> nan, one = float("nan"), torch.ones(2)
+    >>> close(one * nan, one * nan), close(one * nan, one), close(one, one + 1e-6)
+    (True, False, True)
+    """
+    a, b = a.detach(), b.detach()
+    if not a.numel():
+        return True
+    difference, size = float((a - b).abs().max()), float(a.abs().max())
+    if difference == difference and size < float("inf"):
+        return difference <= tolerance(a.dtype) * max(size, 1e-30)
+    finite = torch.isfinite(a)
+    return torch.equal(finite, torch.isfinite(b)) and close(a[finite], b[finite])
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may cause in a type."""
+    return {torch.float64: 1e-8, torch.float32: 1e-3}.get(dtype, 1e-1)
