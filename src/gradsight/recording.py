@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +19,7 @@ from gradsight.capture import interception
 from gradsight.capture.calls import Calls
 from gradsight.health import Health
 from gradsight.incidents import Incidents, Staged, of_ending, of_finding, told
-from gradsight.judge.baseline import Baseline
+from gradsight.judge.usual import Usual
 from gradsight.measure.norms import Norms
 from gradsight.passes import Pass
 from gradsight.record.diagnoses import is_broken, numbered
@@ -69,7 +68,7 @@ class Recorder:
         self._incidents = Incidents(run_dir, self._model, with_batch) if run_dir is not None else None
         self._limits = health.limits() if health is not None and optimizers < 2 else {}
         self._by_hand = optimizers == 0
-        self._baseline = Baseline()
+        self._usual = Usual()
         self._steps, self._previous, self._scale = 0, 0.0, 1.0
         self._last: Norms | None = None
         self._bad_in_a_row = self._large_in_a_row = self._met = 0
@@ -141,19 +140,16 @@ class Recorder:
         return _SPIKE if spike is not None and self._is_spike(total, spike) else None
 
     def _is_spike(self, total: float, limits: Mapping[str, float]) -> bool:
-        excess = self._baseline.excess(_logarithm(total)) if self._steps >= 11 and total > limits["least"] else None
+        excess = self._usual.excess(_logarithm(total)) if self._steps >= 11 and total > limits["least"] else None
         if excess is None or total < limits["jump"] * self._previous:
             return False
-        return bool(excess[0][0] > math.log(limits["factor"]) and excess[1][0] > limits["sigmas"])
+        return excess[0] > math.log(limits["factor"]) and excess[1] > limits["sigmas"]
 
     def _remember(self, total: float) -> None:
-        """Take a finite norm into what is usual, unless it is far outside."""
+        """Take a finite norm into what is usual."""
         self._steps += 1
         self._previous = total
-        row = _logarithm(total)
-        excess = self._baseline.excess(row)
-        outlier = excess is not None and bool(excess[0][0] > math.log(10.0) and excess[1][0] > 8.0)
-        self._baseline.enter(row, True, outlier)
+        self._usual.enter(_logarithm(total))
 
     # What a bad step comes to.
 
@@ -333,5 +329,5 @@ def _innermost(model: nn.Module) -> nn.Module:
     return model if inner is None else _innermost(inner)
 
 
-def _logarithm(total: float) -> Any:
-    return np.array([math.log(max(total, 1e-40))])
+def _logarithm(total: float) -> float:
+    return math.log(max(total, 1e-40))
