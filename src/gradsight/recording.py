@@ -73,6 +73,7 @@ class Recorder:
         self._last: Norms | None = None
         self._bad_in_a_row = self._large_in_a_row = self._met = 0
         self._diagnosed = -1
+        self._known_bad = False  # this stretch of bad steps has been met already
         self._innocent = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
         self._told: list[Finding] = []
@@ -91,7 +92,7 @@ class Recorder:
             return
         self._last = norms
         self._scale = 1.0 if scaler is None else scaler.get_scale()
-        if norms.counts is not None and self._health is not None and self._is_new(step, scaler):
+        if norms.counts is not None and self._health is not None and self._is_new(scaler):
             with self._survives():
                 code = "GS103" if norms.counts[0].any() else "GS104"
                 self._diagnose(step, "nonfinite", code)
@@ -114,19 +115,20 @@ class Recorder:
             self.before_update(step, norms.total / self._scale, lambda: None)
         bad = norms is not None and norms.counts is not None
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+        self._known_bad &= bad
         if norms is not None and not bad:
             self._remember(norms.total / self._scale)
         self._innocent = 0
         self.calls.end_step()
 
-    def _is_new(self, step: int, scaler: torch.amp.GradScaler | None) -> bool:
+    def _is_new(self, scaler: torch.amp.GradScaler | None) -> bool:
         """Whether this bad gradient begins an incident. What a GradScaler will settle by itself is none."""
-        if step == self._diagnosed or interception.inside_backward():
+        if self._known_bad or interception.inside_backward():
             return False
         root = self.calls.roots[-1].detach() if self.calls.roots else None
         if scaler is not None and (root is None or bool(torch.isfinite(root).all())):
-            return self._bad_in_a_row == _SCALER_PATIENCE
-        return self._bad_in_a_row == 0
+            return self._bad_in_a_row >= _SCALER_PATIENCE
+        return True
 
     def _too_large(self, total: float, clip_coef: Callable[[], float | None]) -> str | None:
         """The code under which the judge will find this norm, by the same thresholds."""
@@ -155,7 +157,7 @@ class Recorder:
 
     def _diagnose(self, step: int, kind: Literal["nonfinite", "spike"], code: str) -> None:
         """Find out what can be found out while everything is as it was."""
-        self._diagnosed = step
+        self._diagnosed, self._known_bad = step, kind == "nonfinite"
         self._met += 1
         if self._seconds <= 0 or (self._met > _ALWAYS and self._met & (self._met - 1)):
             return
