@@ -3,16 +3,16 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradsight.diagnose.budget import Budget
+from gradsight.diagnose.modes import Eyes, name_of
 from gradsight.diagnose.numbers import dtype_name, state_of, summary
 from gradsight.diagnose.places import Scene, look, source_of
 from gradsight.records import GuiltyOperation
@@ -49,7 +49,7 @@ class Input:
     value: Tensor
 
 
-class Finder(TorchDispatchMode):
+class Finder(Eyes):
     """Watches a forward and a backward pass; `first(tensors)` is the operation that explains why they are not finite.
 
     An operation with finite inputs and a non-finite output is an event, and so is one that makes NaN out of infinities that
@@ -98,7 +98,7 @@ class Finder(TorchDispatchMode):
 
     def _judge(self, func: Any, scene: Scene, inputs: list[Input], given: set[int], outs: list[Tensor]) -> None:
         """Mark every output that is not finite with where that comes from."""
-        name, mutable = _name(func), func._schema.is_mutable
+        name, mutable = name_of(func), hasattr(func, "_schema") and func._schema.is_mutable
         origins: Origins | None = None
         for tensor in outs:
             key = _key(tensor)
@@ -122,11 +122,11 @@ class Finder(TorchDispatchMode):
         of_inf: Origins = frozenset().union(*(marks for marks in infinite if marks))
         made_nan = any(state_of(tensor) == "nan" for tensor in outs)
         if not made_nan:
-            if infinite or _name(func) in FILLS:
+            if infinite or name_of(func) in FILLS:
                 return of_inf
             return self._new(func, scene, inputs, outs)
         certain = {number for number in of_inf if self.events[number].certain}
-        if certain or (of_inf and "softmax" not in _name(func) and "attention" not in _name(func)):
+        if certain or (of_inf and "softmax" not in name_of(func) and "attention" not in name_of(func)):
             return frozenset(certain) or of_inf
         return self._new(func, scene, inputs, outs)
 
@@ -135,7 +135,7 @@ class Finder(TorchDispatchMode):
         return frozenset({len(self.events) - 1})
 
     def _describe(self, func: Any, scene: Scene, inputs: list[Input], outs: list[Tensor]) -> GuiltyOperation:
-        operation, phase, detail = readable(_name(func), outs), "forward", ""
+        operation, phase, detail = readable(name_of(func), outs), "forward", ""
         node = torch._C._current_autograd_node()
         if node is not None and not scene.recomputed:
             phase, made = "backward", self._made(node)
@@ -158,8 +158,10 @@ class Finder(TorchDispatchMode):
 
 def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Input], set[int]]:
     """The tensors that an operation reads, those that it changes as copies; and the memory of all that it is given."""
-    found: list[Input] = []
-    given: set[int] = set()
+    if not hasattr(func, "_schema"):  # a higher-order operation
+        found = [Input(_key(leaf), leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return found, {each.key for each in found}
+    found, given = [], set[int]()
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
@@ -167,7 +169,7 @@ def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
             if not isinstance(tensor, Tensor):
                 continue
             given.add(_key(tensor))
-            if not (written and (argument.is_out or _name(func) in OVERWRITING)):
+            if not (written and (argument.is_out or name_of(func) in OVERWRITING)):
                 found.append(Input(_key(tensor), tensor.clone() if written else tensor))
     return found, given
 
@@ -177,10 +179,6 @@ def _key(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         tensor = tensor._values() if tensor.is_sparse else tensor.values()
     return int(tensor.untyped_storage()._cdata)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return str(func.overloadpacket.__name__)  # type: ignore[attr-defined]
 
 
 def readable(name: str, outs: Sequence[Tensor]) -> str:

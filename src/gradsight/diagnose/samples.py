@@ -102,7 +102,7 @@ def _forward(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def _whole(root: nn.Module, one: Pass, budget: Budget) -> Whole:
     budget.check()
-    tape = Tape()
+    tape = Tape(budget)
     args, kwargs = arguments(one)
     told = tell_batch(args, kwargs, len(one.sample_ids) if one.sample_ids is not None else None, None, root)
     with replaying(root, one):
