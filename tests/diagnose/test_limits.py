@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from diagnose.capture import captured, step
 from diagnose.faults import Body, Half, Length, rows, squared
@@ -50,16 +50,31 @@ def test_gradients_that_were_not_kept() -> None:
     assert any("the gradients at the model's outputs were not kept" in note for note in found.notes), found.notes
 
 
-def test_reentrant_checkpointing_is_said() -> None:
+def test_reentrant_checkpointing_is_seen_through() -> None:
     class Reentrant(Body):
         def forward(self, x: Tensor) -> Tensor:
             return self.last(checkpoint(self.middle, self.first(x), use_reentrant=True))
 
-    model = Reentrant(Length())
+    torch.manual_seed(0)
+    model = Reentrant(nn.Sequential(nn.Dropout(0.3), Length()))
     passes, _ = step(model, [rows((11, 0.0))], squared)
     found = diagnose(model, passes, seconds=60, kind="nonfinite")
-    assert found.operation is None
-    assert "checkpointed with use_reentrant=True" in found.notes[0]
+    assert found.operation is not None, found.notes
+    assert (found.operation.operation, found.operation.phase, found.operation.module) == ("sqrt", "backward", "middle.1")
+    assert [sample.row for sample in found.samples] == [11]
+    assert found.notes == ()
+    assert "apply" not in vars(CheckpointFunction)
+
+
+def test_calls_without_a_gradient_are_no_trouble() -> None:
+    model = nn.Linear(6, 6)
+    with captured(model) as passes:
+        with torch.no_grad():
+            target = model(rows())
+        (model(rows((3, 40.0))) - target).square().mean().backward()
+    found = diagnose(model, passes, seconds=60, kind="spike", most=1)
+    assert found.notes == ()
+    assert [(sample.micro_batch, sample.row) for sample in found.samples] == [(1, 3)]
 
 
 def test_parameters_spread_over_ranks_are_refused(one_rank: Any) -> None:

@@ -26,12 +26,12 @@ class Busy(nn.Module):
         self.last = nn.Linear(6, 6)
         self.generator = torch.Generator().manual_seed(4)
         self.calls = 0
-        self.fail_at = 10**9
+        self.fuse: list[None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen = x.shape
-        if self.calls == self.fail_at:
+        if self.fuse is not None and (not self.fuse or self.fuse.pop()):
             raise RuntimeError("the model broke")
         noise = torch.rand(6, generator=self.generator) + float(np.random.rand()) + random.random()
         x.add_(1.0)
@@ -97,16 +97,15 @@ def test_nothing_is_changed(kind: Any) -> None:
     assert {(sample.micro_batch, sample.row) for sample in found.samples} == {(1, 3)}
 
 
-@pytest.mark.parametrize("calls", [1, 2, 4])
+@pytest.mark.parametrize("calls", [0, 1, 2, 5])
 def test_nothing_is_changed_when_the_model_breaks(calls: int) -> None:
     model, optimizer, passes, fired = busy_step()
-    model.fail_at = model.calls + 1
+    model.fuse = [None] * calls
     before = fingerprint(model, optimizer, passes)
     found = diagnose(model, passes, seconds=60, kind="nonfinite")
     assert_same(before, fingerprint(model, optimizer, passes))
     assert not fired
-    assert found.operation is None
-    assert "running micro-batch 0 for its operations raised RuntimeError: the model broke" in found.notes
+    assert any(note.endswith("raised RuntimeError: the model broke") for note in found.notes), found
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01])

@@ -122,7 +122,32 @@ def hidden_states() -> Case:
     return Case(gpt2(dropout=0.0, checkpointed=False), labelled(), loss, share, 4, 1e-7)
 
 
-CASES = {f.__name__: f for f in (mlp, convolution, lstm, tied, only_loss, hidden_states)}
+class Twofold(nn.Module):
+    """The same tensor twice among the outputs, and two halves of one of which only one goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        left, right = self.first(x).tanh().split(4, dim=-1)
+        y = self.last(left)
+        return {"right": right, "all": (y, right), "y": y}
+
+
+def twofold() -> Case:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        out = model(batch[0])
+        return F.cross_entropy(out["y"], batch[1]) + out["right"].square().mean()
+
+    def share(model: nn.Module, batch: tuple[Tensor, Tensor], row: int) -> Tensor:
+        return loss(model, (batch[0][row : row + 1], batch[1][row : row + 1])) / 16
+
+    return Case(Twofold(), (rows((3, 9.0)), torch.arange(16) % 3), loss, share, 16)
+
+
+CASES = {f.__name__: f for f in (mlp, convolution, lstm, tied, only_loss, hidden_states, twofold)}
 
 
 def norm(gradient: Any) -> float:

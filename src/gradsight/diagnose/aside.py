@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 
 from gradsight.names import clean_name
 from gradsight.passes import Pass
@@ -36,6 +37,7 @@ def replaying(root: nn.Module, one: Pass) -> Iterator[None]:
         stack.enter_context(_hooks_silent(list(root.parameters())))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_plain_checkpoints())
         _autocast(stack, root, one.autocast)
         if "torch._dynamo" in sys.modules:  # compiled code runs uncompiled, so that its operations can be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -132,6 +134,23 @@ def _hooks_silent(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, hooks in held:
             parameter._backward_hooks = hooks
+
+
+@contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Reentrant checkpointing keeps its activations in here: no gradient can be pulled through it without touching `.grad`."""
+    held = vars(CheckpointFunction).get("apply")
+    try:
+        setattr(CheckpointFunction, "apply", staticmethod(_run))  # noqa: B010
+        yield
+    finally:
+        delattr(CheckpointFunction, "apply")
+        if held is not None:
+            setattr(CheckpointFunction, "apply", held)  # noqa: B010
+
+
+def _run(function: Any, _: bool, *args: Any) -> Any:
+    return function(*args)
 
 
 def _autocast(stack: ExitStack, root: nn.Module, wanted: tuple[str, str] | None) -> None:

@@ -97,7 +97,10 @@ def _samples(
     norms: dict[int, Norms] = {}
     troubles: list[str] = []
     first = operation.micro_batch if operation is not None else 0
-    for number in sorted(range(len(passes)), key=lambda n: (n != first, n)):
+    learning = [
+        n for n, one in enumerate(passes) if one.output_gradients is None or any(c is not None for c in one.output_gradients)
+    ]
+    for number in sorted(learning, key=lambda n: (n != first, n)):
         found = norms[number] = Norms()
         with _survived(f"micro-batch {number} for its samples", budget, troubles):
             measure(root, passes[number], budget, found)
@@ -105,7 +108,7 @@ def _samples(
         if budget.is_over():
             break
     samples = guilty(norms, passes, scale)
-    complete = all(number in norms and len(norms[number].by_row) == norms[number].batch > 0 for number in range(len(passes)))
+    complete = all(number in norms and len(norms[number].by_row) == norms[number].batch > 0 for number in learning)
     notes += troubles
     if samples and not complete:
         notes.append(f"the gradients of {len(samples)} samples were taken, not of all: no shares are given")

@@ -75,7 +75,9 @@ def _backward(
     root: nn.Module, finder: Finder, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> GuiltyOperation | None:
     """Pull from the last outputs; if that is clean, from the others too, in case they were used outside."""
-    pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad]
+    pairs = list(
+        {id(y): (y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad}.values()
+    )
     last = ends([y for y, _ in pairs])
     parameters = parameters_of(root)
     for chosen in ([pair for pair, end in zip(pairs, last, strict=True) if end], [] if all(last) else pairs):
