@@ -97,9 +97,7 @@ def _samples(
     norms: dict[int, Norms] = {}
     troubles: list[str] = []
     first = operation.micro_batch if operation is not None else 0
-    learning = [
-        n for n, one in enumerate(passes) if one.output_gradients is None or any(c is not None for c in one.output_gradients)
-    ]
+    learning = [number for number, one in enumerate(passes) if _learns(one)]
     for number in sorted(learning, key=lambda n: (n != first, n)):
         found = norms[number] = Norms()
         with _survived(f"micro-batch {number} for its samples", budget, troubles):
@@ -115,6 +113,11 @@ def _samples(
     if all_broken(samples):
         notes.append(f"the gradients of all {len(samples)} samples are not finite: none stands out")
     return ranked(samples, complete=complete, most=most)
+
+
+def _learns(one: Pass) -> bool:
+    """False for a call that no gradient came back to, such as one without autograd."""
+    return one.output_gradients is None or any(gradient is not None for gradient in one.output_gradients)
 
 
 @contextmanager
