@@ -11,21 +11,14 @@ from gradsight.wording import describe
 
 
 def test_operation_and_sample() -> None:
-    operation = GuiltyOperation(
-        "log",
-        "forward",
-        "head",
-        "/home/me/loss.py:12",
-        "return p.log()",
-        (TensorSummary((16, 10), "float32", 0, 0.98, 0, 0),),
-        2,
-    )
-    samples = (GuiltySample(7, None, 2, 0, 1834.2, 0.94), GuiltySample(1, "doc-9", 0, 1, 20.0, 0.004))
+    given = TensorSummary((16, 10), "float32", 0, 0.98, 0, 0)
+    operation = GuiltyOperation("log", "forward", "head", "/home/me/loss.py:12", "return p.log()", (given,), 2)
+    samples = (GuiltySample(7, None, 2, 0, 1834.2, 0.94), GuiltySample(1, "doc-9", 0, 1, 20.0, 0.04))
     assert describe(Diagnosis(operation, samples, 0.31, micro_batches=4)) == [
         "log in loss.py:12 (`return p.log()`), module head, forward, micro-batch 2",
         "input 16x10 float32, 0 .. 0.98",
-        "sample 7 of micro-batch 2 holds 94% of the squared norm (1.83e+03); next sample",
-        "  'doc-9' (row 1 of micro-batch 0, rank 1), 0.4%",
+        "sample 7 of micro-batch 2 holds 94% of the squared norm (its norm: 1.83e+03);",
+        "  next sample 'doc-9' (row 1 of micro-batch 0, rank 1), 4%",
         "diagnosed in 0.3 s",
     ]
 
