@@ -55,7 +55,7 @@ class Body(nn.Module):
             self.first.weight.copy_(torch.eye(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
+        return self.last(self.middle(self.first(x)))  # layer by layer
 
 
 class Log(nn.Module):
@@ -206,6 +206,11 @@ def large(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum() * 1e20
 
 
+def in_float16(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        return model(x).float().square().mean()
+
+
 def bare() -> nn.Module:
     return Body(nn.Identity())
 
@@ -215,6 +220,13 @@ def identity() -> nn.Module:
     with torch.no_grad():
         model.last.weight.copy_(torch.eye(WIDTH))
         model.last.bias.zero_()
+    return model
+
+
+def doubling() -> nn.Module:
+    model = identity()
+    with torch.no_grad():
+        model.get_submodule("last").weight.mul_(2)
     return model
 
 
@@ -249,6 +261,9 @@ FAULTS = {
     ),
     "fp16 overflow": Fault(
         lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)}
+    ),
+    "fp16 autocast": Fault(
+        doubling, lambda: [rows((5, 6e4))], "addmm", "forward", "last", "layer by layer", {(0, 5)}, in_float16
     ),
     "custom backward": Fault(
         lambda: Body(Custom()), lambda: [rows((8, 3.0))], "div", "backward", "middle", "custom backward", {(0, 8)}

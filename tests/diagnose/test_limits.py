@@ -48,7 +48,11 @@ def test_gradients_that_were_not_kept() -> None:
     passes[0].output_gradients = None
     found = diagnose(model, passes, seconds=60, kind="nonfinite")
     assert found.operation is None
-    assert any("the gradients at the model's outputs were not kept" in note for note in found.notes), found.notes
+    assert found.notes == (
+        "running micro-batch 0 for its operations: "
+        "the forward pass is clean; no gradients at the outputs were kept to look at backward with",
+        "running micro-batch 0 for its samples: the gradients at the model's outputs were not kept",
+    )
 
 
 def test_reentrant_checkpointing_is_seen_through() -> None:

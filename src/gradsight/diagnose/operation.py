@@ -46,8 +46,10 @@ def find_operation(
         forward = finder.first(outputs)
         if cotangents is not None and not any(c is not None and state_of(c) for c in cotangents):
             return _backward(root, finder, outputs, cotangents)
-        if forward is not None or cotangents is None:
+        if forward is not None:
             return forward
+        if cotangents is None:
+            raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
         return outside(one, outputs, number, loss_root)
 
 
