@@ -25,6 +25,9 @@ class Busy(nn.Module):
         self.drop = nn.Dropout(0.3)
         self.last = nn.Linear(6, 6)
         self.generator = torch.Generator().manual_seed(4)
+        self.momentum = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.clipped = nn.Parameter(torch.ones(6) * 5, requires_grad=False)
+        self.queue = torch.zeros(6)
         self.calls = 0
         self.fuse: list[None] | None = None
 
@@ -35,6 +38,9 @@ class Busy(nn.Module):
             raise RuntimeError("the model broke")
         noise = torch.rand(6, generator=self.generator) + float(np.random.rand()) + random.random()
         x.add_(1.0)
+        self.queue[self.calls % 6] += 1.0
+        self.momentum.data = self.momentum.data * 0.9
+        self.clipped.data.mul_(0.9)
         return self.last(self.drop(self.norm(self.first(x)))) * noise.log().log().nan_to_num(1.0).clamp(1, 2)
 
 
@@ -42,6 +48,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer, passes: list
     """Everything that must be the same afterwards: values as bytes, objects by identity."""
     modules = list(model.modules())
     return {
+        "queue": _bits(model.queue),  # type: ignore[arg-type]
         "parameters": [(id(p), p.data_ptr(), p._version, p.requires_grad, _bits(p)) for p in model.parameters()],
         "gradients": [(id(p.grad), None if p.grad is None else (p.grad._version, _bits(p.grad))) for p in model.parameters()],
         "buffers": [(id(b), b._version, _bits(b)) for b in model.buffers()],
@@ -129,7 +136,7 @@ def test_the_guard_can_fail() -> None:
     model(rows())
     after = fingerprint(model, optimizer, passes)
     changed = {name for name in before if before[name] != after[name]}
-    assert {"attributes", "torch", "numpy", "python", "own generator"} <= changed
+    assert {"attributes", "torch", "numpy", "python", "own generator", "queue", "parameters"} <= changed
 
 
 def test_training_goes_on_as_if_nothing_had_been_asked() -> None:

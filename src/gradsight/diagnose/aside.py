@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
+from gradsight.diagnose.modes import Eyes
 from gradsight.names import clean_name
 from gradsight.passes import Pass
 
@@ -29,10 +30,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def replaying(root: nn.Module, one: Pass) -> Iterator[None]:
-    """The state in which the model was called; afterwards modules, buffers, hooks and generators are as they were found."""
+def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
+    """The state in which the model was called; afterwards everything is as it was found. `eyes` are to see the operations."""
     with ExitStack() as stack:
         stack.enter_context(_modules_kept(root))
+        stack.enter_context(_parameters_kept(root))
+        stack.callback(eyes.put_back)
         stack.enter_context(_generators_kept(root))
         stack.enter_context(_hooks_silent(list(root.parameters())))
         stack.enter_context(torch.inference_mode(False))
@@ -71,6 +74,18 @@ def _modules_kept(root: nn.Module) -> Iterator[None]:
     finally:
         for entries, saved in zip(held, before, strict=True):
             _restore(entries, saved)
+
+
+@contextmanager
+def _parameters_kept(root: nn.Module) -> Iterator[None]:
+    """Parameters that a model gives other memory (a momentum encoder's) get theirs back."""
+    held = [(parameter, parameter.data) for parameter in root.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, data in held:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
 
 
 def _restore(entries: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def find_operation(
 ) -> GuiltyOperation | None:
     """The operation that made this pass's gradient non-finite; None where the pass is innocent."""
     finder = Finder(module_names(root), number, one.caller, budget)
-    with replaying(root, one):
+    with replaying(root, one, finder):
         args, kwargs = arguments(one)
         for tensor, event in _before_the_pass(root, one, args, kwargs, number):
             finder.expect(tensor, event)

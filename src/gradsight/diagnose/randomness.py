@@ -44,9 +44,9 @@ class Tape(Eyes):
         self._budget.check()
         name = name_of(func)
         if name not in RANDOM or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
+            return self.run(func, args, kwargs)
         state = _state()
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         if self.row is None:
             self._drawn[state] = (_copied(out), generators())
             return out

@@ -105,7 +105,7 @@ def _whole(root: nn.Module, one: Pass, budget: Budget) -> Whole:
     tape = Tape(budget)
     args, kwargs = arguments(one)
     told = tell_batch(args, kwargs, len(one.sample_ids) if one.sample_ids is not None else None, None, root)
-    with replaying(root, one):
+    with replaying(root, one, tape):
         with tape:
             outputs, rows = _forward(root, *arguments(one))
         totals = _totals(one, outputs)
@@ -161,7 +161,7 @@ def _alone(root: nn.Module, whole: Whole, row: int) -> list[Tensor | None]:
     whole.tape.row = (row, batch)
     args, kwargs = whole.call.row(row)
     copies = replace(whole.one, args=args, kwargs=kwargs)
-    with replaying(root, whole.one), whole.tape:
+    with replaying(root, whole.one, whole.tape), whole.tape:
         _, rows = _forward(root, *arguments(copies))
         if whole.tape.unknown:
             raise _OwnRandomness
