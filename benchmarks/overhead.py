@@ -25,6 +25,8 @@ ARMS = {
     "again": "plain training again (A/A)",
     "gradsight": "gradsight.watch: every step, histograms every 50, record on disk",
     "unjudged": "the same without health",
+    "unrecorded": "the same without the flight recorder",
+    "batch": "the same with a flight recorder that keeps batches",
     "wandb": "wandb.watch, offline, histograms every 50",
     "lightning": "Lightning's grad_norm, every step",
     "loop": "a loop over parameters, every step",
@@ -127,10 +129,11 @@ def mlp_step(arm: str, folder: Path) -> Callable[[], None]:
 def with_tool(arm: str, folder: Path, model: Any, optimizer: Any, loss_of: Callable[[], Any]) -> Callable[[], None]:
     """One training step with one tool looking on."""
     look: Callable[[], object] = lambda: None  # noqa: E731
-    if arm in ("gradsight", "unjudged"):
+    if arm in ("gradsight", "unjudged", "unrecorded", "batch"):
         import gradsight
 
-        gradsight.watch(model, optimizer, run_dir=folder / "run", health=arm == "gradsight")
+        recorder = {"unrecorded": False, "batch": "batch"}.get(arm, True)
+        gradsight.watch(model, optimizer, run_dir=folder / "run", health=arm != "unjudged", recorder=recorder)
     elif arm == "wandb":
         import wandb
 

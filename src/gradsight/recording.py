@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +19,7 @@ from gradsight.capture import interception
 from gradsight.capture.calls import Calls
 from gradsight.health import Health
 from gradsight.incidents import Incidents, Staged, of_ending, of_finding, told
-from gradsight.judge.baseline import Baseline
+from gradsight.judge.usual import Usual
 from gradsight.measure.norms import Norms
 from gradsight.passes import Pass
 from gradsight.record.diagnoses import is_broken, numbered
@@ -69,11 +68,12 @@ class Recorder:
         self._incidents = Incidents(run_dir, self._model, with_batch) if run_dir is not None else None
         self._limits = health.limits() if health is not None and optimizers < 2 else {}
         self._by_hand = optimizers == 0
-        self._baseline = Baseline()
+        self._usual = Usual()
         self._steps, self._previous, self._scale = 0, 0.0, 1.0
         self._last: Norms | None = None
         self._bad_in_a_row = self._large_in_a_row = self._met = 0
         self._diagnosed = -1
+        self._known_bad = False  # this stretch of bad steps has been met already
         self._innocent = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
         self._told: list[Finding] = []
@@ -92,7 +92,7 @@ class Recorder:
             return
         self._last = norms
         self._scale = 1.0 if scaler is None else scaler.get_scale()
-        if norms.counts is not None and self._health is not None and self._is_new(step, scaler):
+        if norms.counts is not None and self._health is not None and self._is_new(scaler):
             with self._survives():
                 code = "GS103" if norms.counts[0].any() else "GS104"
                 self._diagnose(step, "nonfinite", code)
@@ -115,19 +115,20 @@ class Recorder:
             self.before_update(step, norms.total / self._scale, lambda: None)
         bad = norms is not None and norms.counts is not None
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+        self._known_bad &= bad
         if norms is not None and not bad:
             self._remember(norms.total / self._scale)
         self._innocent = 0
         self.calls.end_step()
 
-    def _is_new(self, step: int, scaler: torch.amp.GradScaler | None) -> bool:
+    def _is_new(self, scaler: torch.amp.GradScaler | None) -> bool:
         """Whether this bad gradient begins an incident. What a GradScaler will settle by itself is none."""
-        if step == self._diagnosed or interception.inside_backward():
+        if self._known_bad or interception.inside_backward():
             return False
         root = self.calls.roots[-1].detach() if self.calls.roots else None
         if scaler is not None and (root is None or bool(torch.isfinite(root).all())):
-            return self._bad_in_a_row == _SCALER_PATIENCE
-        return self._bad_in_a_row == 0
+            return self._bad_in_a_row >= _SCALER_PATIENCE
+        return True
 
     def _too_large(self, total: float, clip_coef: Callable[[], float | None]) -> str | None:
         """The code under which the judge will find this norm, by the same thresholds."""
@@ -141,25 +142,22 @@ class Recorder:
         return _SPIKE if spike is not None and self._is_spike(total, spike) else None
 
     def _is_spike(self, total: float, limits: Mapping[str, float]) -> bool:
-        excess = self._baseline.excess(_logarithm(total)) if self._steps >= 11 and total > limits["least"] else None
+        excess = self._usual.excess(_logarithm(total)) if self._steps >= 11 and total > limits["least"] else None
         if excess is None or total < limits["jump"] * self._previous:
             return False
-        return bool(excess[0][0] > math.log(limits["factor"]) and excess[1][0] > limits["sigmas"])
+        return excess[0] > math.log(limits["factor"]) and excess[1] > limits["sigmas"]
 
     def _remember(self, total: float) -> None:
-        """Take a finite norm into what is usual, unless it is far outside."""
+        """Take a finite norm into what is usual."""
         self._steps += 1
         self._previous = total
-        row = _logarithm(total)
-        excess = self._baseline.excess(row)
-        outlier = excess is not None and bool(excess[0][0] > math.log(10.0) and excess[1][0] > 8.0)
-        self._baseline.enter(row, True, outlier)
+        self._usual.enter(_logarithm(total))
 
     # What a bad step comes to.
 
     def _diagnose(self, step: int, kind: Literal["nonfinite", "spike"], code: str) -> None:
         """Find out what can be found out while everything is as it was."""
-        self._diagnosed = step
+        self._diagnosed, self._known_bad = step, kind == "nonfinite"
         self._met += 1
         if self._seconds <= 0 or (self._met > _ALWAYS and self._met & (self._met - 1)):
             return
@@ -333,5 +331,5 @@ def _innermost(model: nn.Module) -> nn.Module:
     return model if inner is None else _innermost(inner)
 
 
-def _logarithm(total: float) -> Any:
-    return np.array([math.log(max(total, 1e-40))])
+def _logarithm(total: float) -> float:
+    return math.log(max(total, 1e-40))

@@ -66,8 +66,8 @@ def _samples(samples: tuple[GuiltySample, ...], several: bool) -> str:
     worst, *rest = samples
     if worst.share is None:
         return f"{named(worst, several)} has the largest gradient norm, {worst.norm:.3g}"
-    then = f"; next {named(rest[0], several)}, {_percent(rest[0].share)}" if rest else ""
-    return f"{named(worst, several)} holds {_percent(worst.share)} of the squared norm ({worst.norm:.3g}){then}"
+    then = f"; next {named(rest[0], several)}, {rest[0].share:.0%}" if rest and (rest[0].share or 0.0) >= 0.01 else ""
+    return f"{named(worst, several)} holds {worst.share:.0%} of the squared norm (its norm: {worst.norm:.3g}){then}"
 
 
 def named(sample: GuiltySample, several: bool = True) -> str:
@@ -105,7 +105,3 @@ def short_place(place: str) -> str:
 
 def _cut(source: str) -> str:
     return source if len(source) <= _SOURCE else source[: _SOURCE - 3] + "..."
-
-
-def _percent(share: float | None) -> str:
-    return "?" if share is None else f"{share:.0%}" if share >= 0.01 else f"{share:.1g}"

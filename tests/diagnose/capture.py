@@ -69,6 +69,7 @@ def step(model: nn.Module, batches: list[Any], loss_of: Callable[[nn.Module, Any
     """Forward and backward over micro-batches; their passes and the last loss."""
     with captured(model) as passes:
         for batch in batches:
-            loss = loss_of(model, batch) / len(batches)
+            loss = loss_of(model, batch)
+            loss = loss / len(batches) if len(batches) > 1 else loss
             loss.backward()
     return passes, loss

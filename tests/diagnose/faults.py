@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Fault:
     rerun: bool = False
     detail: str = ""
     library: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def rows(*special: tuple[int, float], count: int = ROWS, width: int = WIDTH) -> Tensor:
@@ -56,7 +55,7 @@ class Body(nn.Module):
             self.first.weight.copy_(torch.eye(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
+        return self.last(self.middle(self.first(x)))  # layer by layer
 
 
 class Log(nn.Module):
@@ -207,6 +206,11 @@ def large(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum() * 1e20
 
 
+def in_float16(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        return model(x).float().square().mean()
+
+
 def bare() -> nn.Module:
     return Body(nn.Identity())
 
@@ -216,6 +220,13 @@ def identity() -> nn.Module:
     with torch.no_grad():
         model.last.weight.copy_(torch.eye(WIDTH))
         model.last.bias.zero_()
+    return model
+
+
+def doubling() -> nn.Module:
+    model = identity()
+    with torch.no_grad():
+        model.get_submodule("last").weight.mul_(2)
     return model
 
 
@@ -239,16 +250,30 @@ FAULTS = {
         identity, lambda: [rows()], "sqrt", "loss", None, "root in the loss",
         {(0, row) for row in range(ROWS)}, distance_loss, rerun=True,
     ),
-    "log in the model": Fault(lambda: Body(Log()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in the model", {(0, 4)}),
-    "log in place": Fault(lambda: Body(LogInPlace()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in place", {(0, 4)}),
-    "sqrt at zero": Fault(lambda: Body(Length()), lambda: [rows((11, 0.0))], "sqrt", "backward", "middle", "sqrt at zero", {(0, 11)}),
-    "fp16 overflow": Fault(lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)}),
-    "custom backward": Fault(lambda: Body(Custom()), lambda: [rows((8, 3.0))], "div", "backward", "middle", "custom backward", {(0, 8)}),
+    "log in the model": Fault(
+        lambda: Body(Log()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in the model", {(0, 4)}
+    ),
+    "log in place": Fault(
+        lambda: Body(LogInPlace()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in place", {(0, 4)}
+    ),
+    "sqrt at zero": Fault(
+        lambda: Body(Length()), lambda: [rows((11, 0.0))], "sqrt", "backward", "middle", "sqrt at zero", {(0, 11)}
+    ),
+    "fp16 overflow": Fault(
+        lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)}
+    ),
+    "fp16 autocast": Fault(
+        doubling, lambda: [rows((5, 6e4))], "addmm", "forward", "last", "layer by layer", {(0, 5)}, in_float16
+    ),
+    "custom backward": Fault(
+        lambda: Body(Custom()), lambda: [rows((8, 3.0))], "div", "backward", "middle", "custom backward", {(0, 8)}
+    ),
     "one-sided where": Fault(
         lambda: Body(OneSidedWhere()), lambda: [rows((6, 0.0))], "log", "backward", "middle", "one-sided where", {(0, 6)}
     ),
     "nothing to attend to": Fault(
-        lambda: Body(Masked()), lambda: [rows((13, 7.0))], "softmax", "forward", "middle", "nothing left to attend to", {(0, 13)}
+        lambda: Body(Masked()), lambda: [rows((13, 7.0))], "softmax", "forward", "middle", "nothing left to attend to",
+        {(0, 13)},
     ),
     "nan in one sample": Fault(
         bare, lambda: [rows((7, math.nan))], "input", "before", None, "calls the model", {(0, 7)}, detail="argument x, row 7"
@@ -278,10 +303,12 @@ FAULTS = {
         {(0, row) for row in range(ROWS)},
     ),
     "checkpointed GPT-2, forward": Fault(
-        lambda: gpt2(Logarithm()), lambda: [tokens()], "log", "forward", "transformer.h.1.mlp.act", "planted in a block", GPT2, own_loss
+        lambda: gpt2(Logarithm()), lambda: [tokens()], "log", "forward", "transformer.h.1.mlp.act", "planted in a block",
+        GPT2, own_loss,
     ),
     "checkpointed GPT-2, backward": Fault(
-        lambda: gpt2(Root()), lambda: [tokens()], "sqrt", "backward", "transformer.h.1.mlp.act", "planted derivative", GPT2, own_loss
+        lambda: gpt2(Root()), lambda: [tokens()], "sqrt", "backward", "transformer.h.1.mlp.act", "planted derivative",
+        GPT2, own_loss,
     ),
     "GPT-2 in its own code": Fault(
         heavy_gpt2, lambda: [tokens()], "pow", "backward", "transformer.h.1.mlp.act", None, GPT2, own_loss,

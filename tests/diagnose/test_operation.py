@@ -1,4 +1,4 @@
-"""The guilty operation: every planted fault is named with its module, its line and its samples; healthy models are left alone."""
+"""The guilty operation: every planted fault is named with module, line and samples; healthy models are left alone."""
 
 import pytest
 import torch

@@ -79,6 +79,7 @@ class Calls:
         """What backward was called on in this step."""
         self.backward_caller: str | None = None
         self._held = 0
+        self._cuda = torch.cuda.is_available()
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._compiled: Any = None
@@ -159,7 +160,7 @@ class Calls:
         made = Pass(
             args=args,
             kwargs=kwargs,
-            rng=_random_states(),
+            rng=self._random_states(),
             buffers={name: buffer.clone() for name, buffer in self._spectral},
             autocast=_autocast(),
             training=self.model.training,
@@ -173,6 +174,14 @@ class Calls:
         while len(self.calls) > 1 and (self._held > self._most_bytes or len(self.calls) > _MOST):
             self._held -= self.calls.pop(0).bytes
             self.dropped += 1
+
+    def _random_states(self) -> dict[str, Tensor]:
+        """The state of the generators that a model may draw from."""
+        states = {"cpu": torch.get_rng_state()}
+        if self._cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            device = torch.cuda.current_device()
+            states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
+        return states
 
     def _after(self, output: Any) -> None:
         call = self.calls[-1]
@@ -287,15 +296,6 @@ def _called(model: nn.Module) -> nn.Module:
     """The module that sees the arguments, however a data-parallel wrapper is called."""
     inner = model._modules.get("module")
     return _called(inner) if type(model).__name__ == "DistributedDataParallel" and inner is not None else model
-
-
-def _random_states() -> dict[str, Tensor]:
-    """The state of the generators that a model may draw from."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        device = torch.cuda.current_device()
-        states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
-    return states
 
 
 def _autocast() -> tuple[str, str] | None:

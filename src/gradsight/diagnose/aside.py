@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 
+from gradsight.diagnose.modes import Eyes
 from gradsight.names import clean_name
 from gradsight.passes import Pass
 
@@ -28,14 +30,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def replaying(root: nn.Module, one: Pass) -> Iterator[None]:
-    """The state in which the model was called; afterwards modules, buffers, hooks and generators are as they were found."""
+def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
+    """The state in which the model was called; afterwards everything is as it was found. `eyes` are to see the operations."""
     with ExitStack() as stack:
         stack.enter_context(_modules_kept(root))
+        stack.enter_context(_parameters_kept(root))
+        stack.callback(eyes.put_back)
         stack.enter_context(_generators_kept(root))
         stack.enter_context(_hooks_silent(list(root.parameters())))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_plain_checkpoints())
         _autocast(stack, root, one.autocast)
         if "torch._dynamo" in sys.modules:  # compiled code runs uncompiled, so that its operations can be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -69,6 +74,18 @@ def _modules_kept(root: nn.Module) -> Iterator[None]:
     finally:
         for entries, saved in zip(held, before, strict=True):
             _restore(entries, saved)
+
+
+@contextmanager
+def _parameters_kept(root: nn.Module) -> Iterator[None]:
+    """Parameters that a model gives other memory (a momentum encoder's) get theirs back."""
+    held = [(parameter, parameter.data) for parameter in root.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, data in held:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
 
 
 def _restore(entries: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -132,6 +149,23 @@ def _hooks_silent(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, hooks in held:
             parameter._backward_hooks = hooks
+
+
+@contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Reentrant checkpointing keeps its activations in here: no gradient can be pulled through it without touching `.grad`."""
+    held = vars(CheckpointFunction).get("apply")
+    try:
+        setattr(CheckpointFunction, "apply", staticmethod(_run))  # noqa: B010
+        yield
+    finally:
+        delattr(CheckpointFunction, "apply")
+        if held is not None:
+            setattr(CheckpointFunction, "apply", held)  # noqa: B010
+
+
+def _run(function: Any, _: bool, *args: Any) -> Any:
+    return function(*args)
 
 
 def _autocast(stack: ExitStack, root: nn.Module, wanted: tuple[str, str] | None) -> None:

@@ -97,7 +97,8 @@ def _samples(
     norms: dict[int, Norms] = {}
     troubles: list[str] = []
     first = operation.micro_batch if operation is not None else 0
-    for number in sorted(range(len(passes)), key=lambda n: (n != first, n)):
+    learning = [number for number, one in enumerate(passes) if _learns(one)]
+    for number in sorted(learning, key=lambda n: (n != first, n)):
         found = norms[number] = Norms()
         with _survived(f"micro-batch {number} for its samples", budget, troubles):
             measure(root, passes[number], budget, found)
@@ -105,13 +106,18 @@ def _samples(
         if budget.is_over():
             break
     samples = guilty(norms, passes, scale)
-    complete = all(number in norms and len(norms[number].by_row) == norms[number].batch > 0 for number in range(len(passes)))
+    complete = all(number in norms and len(norms[number].by_row) == norms[number].batch > 0 for number in learning)
     notes += troubles
     if samples and not complete:
         notes.append(f"the gradients of {len(samples)} samples were taken, not of all: no shares are given")
     if all_broken(samples):
         notes.append(f"the gradients of all {len(samples)} samples are not finite: none stands out")
     return ranked(samples, complete=complete, most=most)
+
+
+def _learns(one: Pass) -> bool:
+    """False for a call that no gradient came back to, such as one without autograd."""
+    return one.output_gradients is None or any(gradient is not None for gradient in one.output_gradients)
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gradsight.diagnose.budget import Budget
+from gradsight.diagnose.modes import Eyes, key_of, name_of, tensors_of, written
 from gradsight.diagnose.numbers import dtype_name, state_of, summary
 from gradsight.diagnose.places import Scene, look, source_of
 from gradsight.records import GuiltyOperation
@@ -49,7 +48,7 @@ class Input:
     value: Tensor
 
 
-class Finder(TorchDispatchMode):
+class Finder(Eyes):
     """Watches a forward and a backward pass; `first(tensors)` is the operation that explains why they are not finite.
 
     An operation with finite inputs and a non-finite output is an event, and so is one that makes NaN out of infinities that
@@ -70,7 +69,7 @@ class Finder(TorchDispatchMode):
     def expect(self, tensor: Tensor, event: Event) -> None:
         """This tensor comes into the pass and is not finite."""
         self.events.append(event)
-        key = _key(tensor)
+        key = key_of(tensor)
         self._marks[key] = self._marks.get(key, frozenset()) | {len(self.events) - 1}
 
     def first(self, tensors: Iterable[Tensor | None]) -> GuiltyOperation | None:
@@ -78,7 +77,7 @@ class Finder(TorchDispatchMode):
         found: set[int] = set()
         for tensor in tensors:
             if tensor is not None and state_of(tensor):
-                found |= self._marks.get(_key(tensor), frozenset())
+                found |= self._marks.get(key_of(tensor), frozenset())
         ranked = sorted(found, key=lambda number: (not self.events[number].certain, number))
         return self.events[ranked[0]].operation if ranked else None
 
@@ -91,20 +90,19 @@ class Finder(TorchDispatchMode):
         scene = look(self._names)
         self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._scenes.append(scene)
-        inputs, given = _inputs(func, args, kwargs)
-        out = func(*args, **kwargs)
-        self._judge(func, scene, inputs, given, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+        inputs = _inputs(func, args, kwargs)
+        given = {key_of(tensor) for tensor in tensors_of((args, kwargs))}
+        views = given - {key_of(tensor) for tensor in written(func, args, kwargs)}
+        out = self.run(func, args, kwargs)
+        outs = [tensor for tensor in tensors_of(out) if key_of(tensor) not in views]  # what is known of their memory holds
+        self._judge(func, scene, inputs, given, outs)
         return out
 
     def _judge(self, func: Any, scene: Scene, inputs: list[Input], given: set[int], outs: list[Tensor]) -> None:
         """Mark every output that is not finite with where that comes from."""
-        name, mutable = _name(func), func._schema.is_mutable
         origins: Origins | None = None
         for tensor in outs:
-            key = _key(tensor)
-            if key in given and not mutable:  # a view: what is known of its memory holds for it
-                continue
-            state = "" if name in UNINITIALISED else state_of(tensor)
+            key, state = key_of(tensor), "" if name_of(func) in UNINITIALISED else state_of(tensor)
             if key not in given:
                 self._marks.pop(key, None)
             if state:
@@ -122,11 +120,11 @@ class Finder(TorchDispatchMode):
         of_inf: Origins = frozenset().union(*(marks for marks in infinite if marks))
         made_nan = any(state_of(tensor) == "nan" for tensor in outs)
         if not made_nan:
-            if infinite or _name(func) in FILLS:
+            if infinite or name_of(func) in FILLS:
                 return of_inf
             return self._new(func, scene, inputs, outs)
         certain = {number for number in of_inf if self.events[number].certain}
-        if certain or (of_inf and "softmax" not in _name(func) and "attention" not in _name(func)):
+        if certain or (of_inf and "softmax" not in name_of(func) and "attention" not in name_of(func)):
             return frozenset(certain) or of_inf
         return self._new(func, scene, inputs, outs)
 
@@ -135,7 +133,7 @@ class Finder(TorchDispatchMode):
         return frozenset({len(self.events) - 1})
 
     def _describe(self, func: Any, scene: Scene, inputs: list[Input], outs: list[Tensor]) -> GuiltyOperation:
-        operation, phase, detail = readable(_name(func), outs), "forward", ""
+        operation, phase, detail = readable(name_of(func), outs), "forward", ""
         node = torch._C._current_autograd_node()
         if node is not None and not scene.recomputed:
             phase, made = "backward", self._made(node)
@@ -156,31 +154,15 @@ class Finder(TorchDispatchMode):
         return self._scenes[position] if position < len(self._scenes) else Scene(None, None, 0, False)
 
 
-def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Input], set[int]]:
-    """The tensors that an operation reads, those that it changes as copies; and the memory of all that it is given."""
-    found: list[Input] = []
-    given: set[int] = set()
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tree_leaves(value):
-            if not isinstance(tensor, Tensor):
-                continue
-            given.add(_key(tensor))
-            if not (written and (argument.is_out or _name(func) in OVERWRITING)):
-                found.append(Input(_key(tensor), tensor.clone() if written else tensor))
-    return found, given
-
-
-def _key(tensor: Tensor) -> int:
-    """What tells one piece of memory from another."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.is_sparse else tensor.values()
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return str(func.overloadpacket.__name__)  # type: ignore[attr-defined]
+def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Input]:
+    """The tensors that an operation reads; those that it changes as copies."""
+    changed = {id(tensor) for tensor in written(func, args, kwargs)}
+    unread = changed if name_of(func) in OVERWRITING or "out" in kwargs else set[int]()
+    return [
+        Input(key_of(tensor), tensor.clone() if id(tensor) in changed else tensor)
+        for tensor in tensors_of((args, kwargs))
+        if id(tensor) not in unread
+    ]
 
 
 def readable(name: str, outs: Sequence[Tensor]) -> str:

@@ -19,6 +19,8 @@ RISKY = frozenset(
     | {"std", "var", "erfinv"}
 )
 """Operations that make something non-finite out of finite numbers, or whose derivative does."""
+STEEP = frozenset({"sqrt", "pow", "norm", "linalg_vector_norm", "std", "var", "acos", "asin", "atan2", "cdist", "prod"})
+"""Those of them that are finite where their derivative is not."""
 KNOWN: dict[str, Any] = {
     "log": torch.log, "log2": torch.log2, "log10": torch.log10, "log1p": torch.log1p, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
     "exp": torch.exp, "expm1": torch.expm1, "reciprocal": torch.reciprocal, "neg": torch.neg, "abs": torch.abs,
@@ -51,10 +53,19 @@ def _tell(one: Pass, outputs: Sequence[Tensor], loss_root: Tensor | None) -> tup
     for node, value in _again(nodes, one.output_nodes or (), outputs):
         if _breaks(_function(node), value):
             return forward_name(node.name()), where, (summary(value),)
-    likely = list(dict.fromkeys(name for node in reversed(nodes) if (name := forward_name(node.name())) in RISKY))
+    likely = list(dict.fromkeys(forward_name(node.name()) for node in reversed(nodes) if _is_risky(node)))
+    if not state:  # what is infinite itself would have shown in the loss
+        likely = [name for name in likely if name in STEEP] or likely
     if len(likely) == 1:
         return likely[0], f"likely: no other operation of the loss can do it; {where}", ()
     return "loss", f"{where}; likely {' or '.join(likely)}" if likely else where, ()
+
+
+def _is_risky(node: Any) -> bool:
+    name = forward_name(node.name())
+    if name == "pow" and isinstance(exponent := node._saved_exponent, int | float):
+        return exponent < 1
+    return name in RISKY
 
 
 def _between(root: Any, stops: Sequence[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ def find_operation(
 ) -> GuiltyOperation | None:
     """The operation that made this pass's gradient non-finite; None where the pass is innocent."""
     finder = Finder(module_names(root), number, one.caller, budget)
-    with replaying(root, one):
+    with replaying(root, one, finder):
         args, kwargs = arguments(one)
         for tensor, event in _before_the_pass(root, one, args, kwargs, number):
             finder.expect(tensor, event)
@@ -46,8 +46,10 @@ def find_operation(
         forward = finder.first(outputs)
         if cotangents is not None and not any(c is not None and state_of(c) for c in cotangents):
             return _backward(root, finder, outputs, cotangents)
-        if forward is not None or cotangents is None:
+        if forward is not None:
             return forward
+        if cotangents is None:
+            raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
         return outside(one, outputs, number, loss_root)
 
 
@@ -75,7 +77,9 @@ def _backward(
     root: nn.Module, finder: Finder, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> GuiltyOperation | None:
     """Pull from the last outputs; if that is clean, from the others too, in case they were used outside."""
-    pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad]
+    pairs = list(
+        {id(y): (y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad}.values()
+    )
     last = ends([y for y, _ in pairs])
     parameters = parameters_of(root)
     for chosen in ([pair for pair, end in zip(pairs, last, strict=True) if end], [] if all(last) else pairs):

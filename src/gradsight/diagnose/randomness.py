@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.diagnose.aside import generators, set_generators
+from gradsight.diagnose.budget import Budget
+from gradsight.diagnose.modes import Eyes, name_of
 
 RANDOM = frozenset(
     {"bernoulli", "bernoulli_", "native_dropout", "rand", "rand_like", "randn", "randn_like", "normal_", "uniform_"}
@@ -19,15 +20,16 @@ RANDOM = frozenset(
 State = tuple[bytes, ...]
 
 
-class Tape(TorchDispatchMode):
+class Tape(Eyes):
     """Records what a batch draws; then hands out a sample's rows of it.
 
     What is drawn is found by the state of the generators, and the generators go on as in the batch. So recomputation under
     activation checkpointing, which puts the generators back, finds the same numbers again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
         super().__init__()
+        self._budget = budget
         self.row: tuple[int, int] | None = None
         """The sample and the size of the batch; None while recording."""
         self.unknown = False
@@ -39,11 +41,12 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Run the operation; a random one is recorded, or answered from the record."""
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
+        self._budget.check()
+        name = name_of(func)
         if name not in RANDOM or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
+            return self.run(func, args, kwargs)
         state = _state()
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         if self.row is None:
             self._drawn[state] = (_copied(out), generators())
             return out

@@ -34,22 +34,8 @@ def pull(
     pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
     if not pairs or not inputs:
         raise NoGradient("no output of the model depends on a trainable parameter")
-    try:
-        found = torch.autograd.grad(
-            [y for y, _ in pairs],
-            inputs,
-            [c.to(y) for y, c in pairs],
-            allow_unused=True,
-            retain_graph=keep,
-        )
-    except RuntimeError as error:
-        if "use_reentrant" in str(error):
-            raise NoGradient(
-                "the model is checkpointed with use_reentrant=True, through which no gradient can be pulled aside: "
-                "use use_reentrant=False"
-            ) from None
-        raise
-    return list(found)
+    outs, given = [y for y, _ in pairs], [c.to(y) for y, c in pairs]
+    return list(torch.autograd.grad(outs, inputs, given, allow_unused=True, retain_graph=keep))
 
 
 def parameters_of(root: nn.Module) -> list[Tensor]:

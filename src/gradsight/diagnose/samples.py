@@ -102,17 +102,17 @@ def _forward(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def _whole(root: nn.Module, one: Pass, budget: Budget) -> Whole:
     budget.check()
-    tape = Tape()
+    tape = Tape(budget)
     args, kwargs = arguments(one)
     told = tell_batch(args, kwargs, len(one.sample_ids) if one.sample_ids is not None else None, None, root)
-    with replaying(root, one):
+    with replaying(root, one, tape):
         with tape:
             outputs, rows = _forward(root, *arguments(one))
         totals = _totals(one, outputs)
         chosen = _direct(rows, _at_rows(rows, outputs, totals))
-        last = _last(outputs, totals)
+        last = _direct(outputs, {number: c for number, c in enumerate(totals) if c is not None})
         with tape:  # recomputation draws again
-            gradient = pull(*last, parameters_of(root))
+            gradient = pull([outputs[n] for n in last], list(last.values()), parameters_of(root))
     values = {number: rows[number].detach() for number in chosen}
     return Whole(one, told, tape, values, chosen, gradient)
 
@@ -123,12 +123,6 @@ def _totals(one: Pass, outputs: Sequence[Tensor]) -> list[Tensor | None]:
     if kept is None or len(kept) != len(outputs) or all(c is None for c in kept):
         raise NoGradient("the gradients at the model's outputs were not kept")
     return [c if y.requires_grad else None for y, c in zip(outputs, kept, strict=True)]
-
-
-def _last(outputs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [(y, c) for y, c in zip(outputs, totals, strict=True) if c is not None]
-    pairs = [pair for pair, end in zip(pairs, ends([y for y, _ in pairs]), strict=True) if end]
-    return [y for y, _ in pairs], [c for _, c in pairs]
 
 
 def _at_rows(rows: Sequence[Tensor], outputs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> dict[int, Tensor]:
@@ -147,7 +141,7 @@ def _at_rows(rows: Sequence[Tensor], outputs: Sequence[Tensor], totals: Sequence
 def _direct(rows: Sequence[Tensor], totals: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Of each gradient the part that did not come through another of these tensors; what is left of none is dropped."""
     chosen: dict[int, Tensor] = {}
-    waiting = list(totals)
+    waiting = list({id(rows[number]): number for number in totals}.values())  # a tensor may be listed twice
     while waiting:
         last = [n for n, end in zip(waiting, ends([rows[n] for n in waiting]), strict=True) if end]
         for number in last:
@@ -167,7 +161,7 @@ def _alone(root: nn.Module, whole: Whole, row: int) -> list[Tensor | None]:
     whole.tape.row = (row, batch)
     args, kwargs = whole.call.row(row)
     copies = replace(whole.one, args=args, kwargs=kwargs)
-    with replaying(root, whole.one), whole.tape:
+    with replaying(root, whole.one, whole.tape), whole.tape:
         _, rows = _forward(root, *arguments(copies))
         if whole.tape.unknown:
             raise _OwnRandomness

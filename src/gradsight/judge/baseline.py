@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_LENGTH = 50
-_REFRESH = 10
-_WARM_UP = 10
-_NEW_LEVEL = 25
-_NORMAL = 1.4826
-_LEAST_SPREAD = 0.05
+LENGTH = 50
+REFRESH = 10
+WARM_UP = 10
+NEW_LEVEL = 25
+NORMAL = 1.4826
+LEAST_SPREAD = 0.05
 _FLOOR, _CEILING = -100.0, 700.0
 """The logarithms that stand for zero and for infinity."""
 
@@ -44,21 +44,21 @@ class Baseline:
         """Take in the `logarithms` of a step, unless it is part of an incident or not finite."""
         if incident or not finite:
             self._held += 1
-            if self._held < _NEW_LEVEL or not finite:
+            if self._held < NEW_LEVEL or not finite:
                 return
             self._ring, self._count, self.median, self.spread = None, 0, None, None
         self._held = 0
         if self._ring is None or self._ring.shape[1] != len(row):
-            self._ring, self._count = np.empty((_LENGTH, len(row))), 0
-        self._ring[self._count % _LENGTH] = row
+            self._ring, self._count = np.empty((LENGTH, len(row))), 0
+        self._ring[self._count % LENGTH] = row
         self._count += 1
-        if self._count >= _WARM_UP and (self._count % _REFRESH == 0):
-            self._refresh(self._ring[: min(self._count, _LENGTH)])
+        if self._count >= WARM_UP and (self._count % REFRESH == 0):
+            self._refresh(self._ring[: min(self._count, LENGTH)])
 
     def _refresh(self, rows: Floats) -> None:
         self.median = np.median(rows, axis=0)
         deviation = np.median(np.abs(rows - self.median), axis=0)
-        self.spread = np.maximum(_NORMAL * deviation, _LEAST_SPREAD)
+        self.spread = np.maximum(NORMAL * deviation, LEAST_SPREAD)
 
 
 def logarithms(l2: Floats, total: float) -> Floats:
