@@ -54,6 +54,9 @@ def run_training(
             return evaluate_only(run)
         if resume:
             go_on(run)
+        if run.step >= settings.max_steps:
+            run.telling.say(f"Nothing to do: {run.step} of {settings.max_steps} steps are made. Give a larger --max_steps")
+            return 0
         introduce(run)
         with instruments(run) as tools:
             ended_by = train(run, tools)
@@ -146,7 +149,7 @@ def introduce(run: Training) -> None:
 
 @contextmanager
 def instruments(run: Training) -> Iterator[Instruments]:
-    """The instruments that the settings ask for, closed when the run went well."""
+    """The instruments that the settings ask for; closed, they have written everything."""
     settings, callbacks, processes = run.settings, run.settings.trainer.callbacks, run.processes
     dump = asdict(callbacks.grad_dump)
     dumper = GradientDumper(run.run_dir, **dump) if dump["enabled"] or dump["dump_on"] else None
@@ -167,11 +170,16 @@ def instruments(run: Training) -> Iterator[Instruments]:
         )
     tracker = MetricsTracker(run.run_dir if processes.first else None)
     scoring = Scoring(engine)
-    yield Instruments(scoring, dumper, tracker)
-    scoring.close()
-    if dumper is not None:
-        dumper.close()
-    tracker.close()
+    went_well = False
+    try:
+        yield Instruments(scoring, dumper, tracker)
+        went_well = True
+    finally:
+        tracker.close()
+        if went_well or processes.world == 1:  # else the other processes would be waited for in vain
+            scoring.close()
+            if dumper is not None:
+                dumper.close()
 
 
 def go_on(run: Training) -> None:

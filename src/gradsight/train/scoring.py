@@ -50,11 +50,14 @@ class Scoring:
     def close(self) -> None:
         """Write what is left."""
         if self._engine is not None:
-            self._engine.close()
+            try:
+                self._engine.close()
+            except (GradsightError, OSError) as error:
+                self._say(f"{error}: scores are lost")
 
     def _say(self, text: str) -> None:
         if not self._said:
-            say(f"{text}. Training goes on")
+            say(f"{text.rstrip('.')}. Training goes on")
         self._said = True
 
 
