@@ -87,3 +87,36 @@ def test_all_instruments_at_once(tmp_path: Path) -> None:
         names = list(gradsight.get_checkpoint_metadata(folder).tensors)
         for name, gradient in zip(names, gradsight.load_keys(folder, names), strict=True):
             assert float(gradient.norm()) == pytest.approx(stats[step, name], rel=1e-5)
+
+
+@pytest.mark.parametrize("refresh_every", [1, 3])
+def test_the_recorder_names_samples_beside_the_engine(tmp_path: Path, refresh_every: int) -> None:
+    """The engine's own passes over its target are no part of the step that the flight recorder diagnoses."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+
+    def loss_fn(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+        return (nn.functional.cross_entropy(model(rows[0]), rows[1], reduction="none")).mean()
+
+    target = torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+    engine = gradsight.GhostEngine(model, loss_fn, target, optimizer=optimizer, refresh_every=refresh_every)
+    with gradsight.watch(model, optimizer, run_dir=tmp_path) as watched:
+        for step in range(31):
+            rows = torch.randn(5, 4, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+            if step == 30:
+                rows[0][2] *= 1000.0
+            ids = [f"sample {step}-{row}" for row in range(5)]
+            watched.ids(ids)
+            with engine.observe(sample_ids=ids):
+                loss_fn(model, rows).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (incident,) = gradsight.open_run(tmp_path).incidents()
+    assert (incident.step, incident.code) == (30, "GS201")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.samples[0].sample_id == "sample 30-2"
+    assert incident.diagnosis.samples[0].share == pytest.approx(1.0, abs=1e-3)
+    assert incident.diagnosis.micro_batches == 1
+    assert not incident.diagnosis.notes

@@ -1,6 +1,7 @@
-"""One pass of a training step as the model saw it: enough to run it again."""
+"""One pass of a training step as the model saw it: enough to run it again; and passes that are no part of training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,3 +30,22 @@ class Pass:
     backward_caller: str | None = None
     """File and line of the user's call of backward."""
     sample_ids: tuple[int | str, ...] | None = None
+
+
+_unseen = 0
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A pass of an instrument's own: the other instruments look away."""
+    global _unseen
+    _unseen += 1
+    try:
+        yield
+    finally:
+        _unseen -= 1
+
+
+def is_unseen() -> bool:
+    """Whether the pass under way is an instrument's own."""
+    return _unseen > 0

@@ -5,14 +5,15 @@ reduction. GradScaler is watched because it multiplies gradients, and because a 
 Everything is put back when the last observer leaves.
 """
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+
+from gradsight.passes import is_unseen
 
 
 class Observer(Protocol):
@@ -38,7 +39,6 @@ _observers: list[Observer] = []
 _around: list[tuple[Callable[[Any], None], Callable[[], None]]] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
 _depth = 0
-_suspended = 0
 _lock = threading.RLock()  # a signal may close a watch while this is held
 
 
@@ -73,22 +73,6 @@ def inside_backward() -> bool:
     return _depth > 0
 
 
-@contextlib.contextmanager
-def suspend() -> Iterator[None]:
-    """What runs inside is ours, not the training's: nobody is told of it."""
-    global _suspended
-    _suspended += 1
-    try:
-        yield
-    finally:
-        _suspended -= 1
-
-
-def suspended() -> bool:
-    """Whether something of ours is running the model now."""
-    return _suspended > 0
-
-
 def _install() -> None:
     scaler = torch.amp.GradScaler
     _replace(torch.autograd, "backward", _backward)
@@ -103,7 +87,7 @@ def _replace(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs) if _observers and not _suspended else original(*args, **kwargs)
+        return wrap(original, *args, **kwargs) if _observers and not is_unseen() else original(*args, **kwargs)
 
     _originals.append((owner, name, original, replacement))
     setattr(owner, name, replacement)

@@ -10,6 +10,7 @@ from torch import nn
 
 from gradsight import rows
 from gradsight.errors import GradsightError
+from gradsight.passes import unseen
 from gradsight.rows import ModelCall, NotSeparable, tensors_in
 
 __all__ = ["ModelCall", "aside", "eager", "is_compiled", "tell_batch", "tensors_in"]
@@ -20,7 +21,7 @@ def aside(root: nn.Module) -> Iterator[None]:
     """Evaluation mode, with gradients, the modules' modes and the random generators restored afterwards."""
     modes = [(module, module.training) for module in root.modules()]
     devices = {p.device for p in root.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+    with unseen(), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         try:
             for module, _ in modes:
                 module.training = False
