@@ -2,77 +2,85 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradsight.cli.report import write_report
+from gradsight.cli.texts import Texts
+from gradsight.show.terminal import wants_colour
 
-_STEPS = 150
-_LENGTH = 128
-_BATCH = 16
+if TYPE_CHECKING:
+    from gradsight.train.demonstration import Demonstration
+
+NOT_FOUND = 2
 
 
 def demo(*, run_dir: Path | None = None) -> int:
-    """Train a small GPT on the Python standard library's source under Gradsight, and write a report. No arguments needed.
+    """Train a small GPT on the Python standard library's source with every instrument at work, and find a planted fault.
+
+    About a minute, no arguments needed, nothing is downloaded. One sample of one batch is poisoned on the way; the demo exits
+    with 0 if the flight recorder names it, and with 2 if it does not.
 
     Parameters
     ----------
     run_dir
         Where the run goes; by default a new directory under runs/.
     """
-    run_dir = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    print(f"Training a small GPT on the Python standard library's own source; the record goes to {run_dir}.")
-    seconds = _train(run_dir)
+    started = time.perf_counter()
+    print("A small GPT learns the source of Python's standard library, with all five")
+    print("instruments at work. On the way one sample of one batch is poisoned.\n", flush=True)
+    from gradsight.train.demonstration import Demonstration
 
+    code = perform(Demonstration(), run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
+    print(f"{time.perf_counter() - started:.0f} s in all.")
+    return code
+
+
+def perform(planned: "Demonstration", run_dir: Path) -> int:
+    """Measure memory, train, and show what came of it; returns the exit code."""
+    from gradsight.train.demonstration import measure_memory, run
+
+    print("measuring the memory of a step, plain and with activation checkpointing", flush=True)
+    memory = measure_memory(planned)
+    with _telling(planned.steps) as tell:
+        poisoned = run(planned, run_dir, memory, tell)
+    print()
+    return show(run_dir, planned, poisoned)
+
+
+def show(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
+    """Write the report, print what it comes to, and give the exit code: 0 if the planted fault was found."""
+    from gradsight.cli.outline import outline
     from gradsight.record.reader import open_run
     from gradsight.show.markdown import report, summarize
 
-    summary = summarize(open_run(run_dir))
-    file = run_dir / "report.md"
-    write_report(file, report(summary))
-    first, last = summary.steps[0], summary.steps[-1]
-    print(f"{len(summary.steps)} steps in {seconds:.0f} s: loss {first.loss:.3f} → {last.loss:.3f}")
-    print(summary.verdict)
-    print(f"report: {file}")
-    return 0
+    run, texts = open_run(run_dir), Texts(run_dir)
+    summary = summarize(run)
+    write_report(run_dir / "report.md", report(summary, texts))
+    found, lines = outline(run, summary, texts, planned, poisoned, wants_colour(sys.stdout))
+    print("\n".join(lines))
+    print(f"\nThe report: {run_dir / 'report.md'}")
+    print(f"More:       gradsight influence {run_dir}")
+    print(f"            gradsight dump show {run_dir}")
+    return 0 if found else NOT_FOUND
 
 
-def _train(run_dir: Path) -> float:
-    import numpy as np
-    import torch
+@contextmanager
+def _telling(steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar on a terminal, plain lines elsewhere."""
+    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    terminal = sys.stdout.isatty()
+    with Progress(*columns, console=Console(), disable=not terminal, transient=True) as progress:
+        task = progress.add_task("training", total=steps, loss="")
 
-    from gradsight.records import Schedule
-    from gradsight.train.data import sample_windows, standard_library
-    from gradsight.train.gpt import GPT, GPTConfig, next_token_loss
-    from gradsight.watch import watch
+        def tell(step: int, loss: float) -> None:
+            progress.update(task, advance=1, loss=f"step {step}  loss {loss:.2f}")
+            if not terminal and (step % 20 == 0 or step == steps - 1):
+                print(f"training: step {step} of {steps}, loss {loss:.2f}", flush=True)
 
-    torch.manual_seed(0)
-    generator = np.random.default_rng(0)
-    text = np.concatenate(list(standard_library().parts["train"].values()))
-    model = GPT(GPTConfig(block_size=_LENGTH, width=192, heads=6, layers=4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    started = time.perf_counter()
-    with watch(model, optimizer, run_dir=run_dir, histograms=Schedule(step_interval=25)) as watched, _progress() as progress:
-        task = progress.add_task("training", total=_STEPS, loss="")
-        for step in range(_STEPS):
-            windows = torch.from_numpy(sample_windows(text, _LENGTH + 1, _BATCH, generator))
-            loss = next_token_loss(model(windows[:, :-1]), windows[:, 1:])
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            watched.log(loss=loss)
-            progress.update(task, advance=1, loss=f"loss {loss.item():.3f}")
-            if not sys.stdout.isatty() and step % 25 == 0:
-                print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    return time.perf_counter() - started
-
-
-def _progress() -> Progress:
-    """A bar on a terminal; elsewhere plain lines are printed instead."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stdout.isatty())
+        yield tell

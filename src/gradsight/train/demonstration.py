@@ -33,7 +33,7 @@ Weighted = tuple[Tensor, Tensor]
 class Demonstration:
     """What is trained, and the fault that is planted."""
 
-    steps: int = 160
+    steps: int = 120
     batch_size: int = 16
     block_size: int = 128
     width: int = 128
@@ -41,7 +41,7 @@ class Demonstration:
     heads: int = 4
     rate: float = 2e-3
     target_rows: int = 32
-    poisoned_step: int = 100
+    poisoned_step: int = 80
     poisoned_row: int = 5
     poison: float = 1000.0
     """The weight of the poisoned sample, where all others have 1."""
