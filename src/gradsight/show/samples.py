@@ -1,8 +1,10 @@
 """The influence of samples and domains as text: for a terminal of 80 columns, and for report.md. No torch."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from rich.cells import cell_len, set_cell_size
 
 from gradsight.show.figures import bar, figure, trend
@@ -12,6 +14,8 @@ TextOf = Callable[[str], str | None]
 """A sample's text by its id; None where that is not known."""
 _WIDTH = 79
 _MOST_DOMAINS = 30
+_OFTEN = 3
+"""Times that a typical sample must have been seen for its mean to say much."""
 
 
 def terminal_lines(found: Influence, top: int, text_of: TextOf, by: str = "sample", colour: bool = False) -> list[str]:
@@ -56,7 +60,7 @@ def shortened(text: str, width: int) -> str:
     """Text on one line of a width; whatever could move a terminal's cursor is a dot.
 
     >>> shortened("if x:\\n\\treturn \\x1b[31mred", 30).rstrip()
-    'if x:⏎ return ·[31mred'
+    'if x:⏎return ·[31mred'
     >>> shortened("abcdefgh", 5)
     'abcd…'
     """
@@ -65,7 +69,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def _plain(text: str) -> str:
-    line = text.replace("\r\n", "\n").replace("\n", "⏎").replace("\t", " ")
+    line = re.sub(r"\s*\n\s*", "⏎", text.strip(" \t")).replace("\t", " ")
     return "".join(sign if sign.isprintable() else "·" for sign in line)
 
 
@@ -86,6 +90,8 @@ def _notes(found: Influence) -> list[str]:
             "1 is the typical size of a score in its step; above 0 helps the target.",
             f"The first {UNSETTLED:.0%} of the steps do not count: any sample teaches common tokens.",
         ]
+    if float(np.median(found.seen)) < _OFTEN:
+        lines.append("Few looks at most samples: one score is mostly noise. Domains are surer.")
     if found.not_finite:
         lines.append(f"{found.not_finite:,} scores are NaN or infinite; they count nowhere.")
     others = [name for name in found.targets if name != found.target]
@@ -102,10 +108,10 @@ def _number(found: Influence, value: float) -> str:
 def _histogram(found: Influence, colour: bool) -> list[str]:
     counts, edges = found.histogram()
     lines = [f"  {'score':>9}  {'samples':>7}"]
-    for count, low in zip(counts.tolist(), edges.tolist(), strict=False):
+    for count, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         drawn = bar(count / max(counts.max(), 1), 50) or ("▏" if count else "")
-        tint = "31" if low < -edges[-1] / 1000 else "32"
-        lines.append(f"  {'≥ ' + _number(found, low):>9}  {count:>7,}  {_tinted(drawn, tint, colour)}".rstrip())
+        reach = f"< {_number(found, high)}" if low == edges[0] else f"≥ {_number(found, low)}"
+        lines.append(f"  {reach:>9}  {count:>7,}  {_tinted(drawn, '31' if low + high < 0 else '32', colour)}".rstrip())
     below = float((found.scores < 0).mean())
     return [*lines, f"  mean {_number(found, float(found.scores.mean()))}; {below:.1%} of the samples are below 0"]
 
