@@ -1,8 +1,8 @@
 """gradsight influence, and the samples in the report: what is shown, what is exported, what is refused."""
 
-import csv
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 import gradsight
 from gradsight.cli import WRONG_USAGE, main
@@ -161,6 +161,7 @@ def test_an_empty_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 DATASET = TensorDataset(torch.arange(10))
+SAMPLERS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "influence" / "samplers.py"))
 
 
 def test_keep_list_for_a_plain_sampler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,8 +169,7 @@ def test_keep_list_for_a_plain_sampler(tmp_path: Path, capsys: pytest.CaptureFix
     code, out, _ = said(capsys, ordinary(tmp_path), "--export", keep)
     assert code == 0
     assert f"{keep}: 8 samples to keep, 2 left out" in out
-    ids = [int(line) for line in keep.read_text().splitlines() if not line.startswith("#")]
-    loader = DataLoader(DATASET, batch_size=4, sampler=SubsetRandomSampler(ids))
+    loader = DataLoader(DATASET, batch_size=4, sampler=SAMPLERS["kept"](str(keep)))
     assert sorted(torch.cat([batch for (batch,) in loader]).tolist()) == list(range(2, 10))
     said(capsys, tmp_path, "--export", keep, "--drop", 0.5)
     assert {int(line) for line in keep.read_text().splitlines()[1:]} == {5, 6, 7, 8, 9}
@@ -180,15 +180,15 @@ def test_weights_for_a_plain_sampler(tmp_path: Path, capsys: pytest.CaptureFixtu
     code, out, _ = said(capsys, ordinary(tmp_path), "--export", file)
     assert code == 0
     assert "the weights of 10 samples; samples that are not in it weigh 1" in out
-    with file.open() as opened:
-        rows = csv.DictReader(line for line in opened if not line.startswith("#"))
-        weights = {int(each["sample_id"]): float(each["weight"]) for each in rows}
+    sampler = SAMPLERS["weighted"](str(file), 12)
+    weights = sampler.weights.tolist()
     assert weights[0] == weights[1] == 0
-    assert sum(weights.values()) == pytest.approx(10, rel=1e-3)
+    assert sum(weights[:10]) == pytest.approx(10, rel=1e-3)
+    assert weights[10:] == [1.0, 1.0], "never scored"
     assert weights[9] / weights[2] == pytest.approx(7.5 / 0.5, rel=1e-3)
     torch.manual_seed(0)
-    sampler = WeightedRandomSampler([weights.get(number, 1.0) for number in range(10)], num_samples=200)
-    drawn = torch.cat([batch for (batch,) in DataLoader(DATASET, batch_size=50, sampler=sampler)]).tolist()
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=4, sampler=sampler)
+    drawn = torch.cat([batch for _ in range(20) for (batch,) in loader]).tolist()
     assert drawn.count(9) > drawn.count(3) > drawn.count(0) == 0
 
 

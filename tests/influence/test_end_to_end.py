@@ -10,7 +10,7 @@ import pytest
 from gradsight.cli import main
 from gradsight.train.samples import open_samples, read_weights
 
-STEPS, PAGE = 80, 4096
+STEPS, PAGE = 120, 4096
 
 
 def write_data(folder: Path, share: float) -> None:
