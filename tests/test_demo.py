@@ -40,7 +40,7 @@ def test_it_finds_the_sample_that_it_poisoned(done: Path, capsys: pytest.Capture
     assert f"culprit        sample {sample} (row 3): 100.0% of the squared gradient norm" in out
     assert "✅ found: the step and the sample are right" in out
     assert "% saved, gradients bit for bit the same" in out
-    assert "step32, step39: every gradient, complete and checked" in out
+    assert "step32, step39: every gradient, whole, with checksums" in out
     assert "best domains" in out
     assert "worst domains" in out
 

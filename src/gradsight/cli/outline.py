@@ -36,7 +36,7 @@ def outline(
     lines += ["", tinted("The planted fault", _TITLE), *_fault(finding, culprit, texts, planned, poisoned)]
     lines.append(tinted(f"  {verdict}", _GOOD if found else _BAD))
     if summary.samples is not None:
-        lines += ["", tinted("What helped the validation loss, and what did not", _TITLE), *_samples(summary.samples, texts)]
+        lines += ["", tinted("What helped the validation loss, and what did not", _TITLE), *_samples(summary.samples, texts, poisoned)]
     lines += ["", tinted("Memory and gradients on disk", _TITLE), *_memory(run)]
     return found, lines
 
@@ -75,15 +75,16 @@ def _fault(
         yield _line("kept in", finding.incident)
 
 
-def _samples(found: Influence, texts: Texts) -> Iterator[str]:
+def _samples(found: Influence, texts: Texts, poisoned: int) -> Iterator[str]:
     few = found.domains[:2], found.domains[-2:]
     values = [value for each in found.domains for value in each.over_time if value is not None]
     for label, domains in (("best", few[0]), ("worst", few[1])):
         for number, each in enumerate(domains):
             yield _line(f"{label} domains" if number == 0 else "", _domain(each, min(values), max(values)))
     for label, place in (("best sample", -1), ("worst sample", 0)):
-        domain, text = found.sample_domains[place], texts(str(found.sample_ids[place])) or "–"
-        yield _line(label, f"{found.scores[place]:+.2f}  {domain}: {text}")
+        sample_id, domain = str(found.sample_ids[place]), found.sample_domains[place]
+        who = f"the poisoned one, {domain}" if sample_id == str(poisoned) else domain
+        yield _line(label, f"{found.scores[place]:+.2f}  {who}: {texts(sample_id) or '–'}")
 
 
 def _domain(domain: Domain, low: float, high: float) -> str:
@@ -97,4 +98,4 @@ def _memory(run: "Run") -> Iterator[str]:
     yield _line("one step", f"{plain:.0f} MB plain, {less:.0f} MB with activation checkpointing")
     yield _line("", f"{memory['checkpointing/reduction']:.0%} saved, {same}")
     dumps = sorted((run.path / "gradient_dumper").glob("step*"), key=lambda folder: int(folder.name.removeprefix("step")))
-    yield _line("dumped", ", ".join(folder.name for folder in dumps) + ": every gradient, complete and checked")
+    yield _line("dumped", ", ".join(folder.name for folder in dumps) + ": every gradient, whole, with checksums")
