@@ -121,6 +121,12 @@ def test_front_door_is_frozen() -> None:
         assert getattr(gradsight, name).__name__ == name
 
 
+def test_the_front_door_stands_whatever_was_imported_before() -> None:
+    code = "import gradsight.watch, gradsight; from gradsight import watch; assert watch is gradsight.watch; watch.__code__"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'wacth'; it has .*watch"):
         _ = gradsight.wacth

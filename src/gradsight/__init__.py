@@ -4,7 +4,9 @@ The names below are the whole public surface. They are loaded when first used, s
 torch nor numpy.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 _FRONT_DOOR = {
@@ -37,6 +39,17 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"gradsight.{_FRONT_DOOR[name]}"), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Importing the module gradsight.watch must not put it in the place of the function of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _FRONT_DOOR and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -36,7 +36,11 @@ def outline(
     lines += ["", tinted("The planted fault", _TITLE), *_fault(finding, culprit, texts, planned, poisoned)]
     lines.append(tinted(f"  {verdict}", _GOOD if found else _BAD))
     if summary.samples is not None:
-        lines += ["", tinted("What helped the validation loss, and what did not", _TITLE), *_samples(summary.samples, texts, poisoned)]
+        lines += [
+            "",
+            tinted("What helped the validation loss, and what did not", _TITLE),
+            *_samples(summary.samples, texts, poisoned),
+        ]
     lines += ["", tinted("Memory and gradients on disk", _TITLE), *_memory(run)]
     return found, lines
 
