@@ -21,7 +21,7 @@ from gradsight.health import Health
 from gradsight.incidents import Incidents, Staged, of_ending, of_finding, told
 from gradsight.judge.usual import Usual
 from gradsight.measure.norms import Norms
-from gradsight.passes import Pass, unseen
+from gradsight.passes import Pass
 from gradsight.record.diagnoses import is_broken, numbered
 from gradsight.record.problems import Problems
 from gradsight.record.ring import Ring
@@ -183,7 +183,7 @@ class Recorder:
         from gradsight.diagnose.diagnose import diagnose
 
         root = self.calls.roots[-1] if self.calls.roots else None
-        with unseen():
+        with interception.suspend():
             return diagnose(self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale)
 
     def _stage(self, passes: list[Any]) -> Staged | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradsight.capture import interception
 from gradsight.capture.callers import users_line
-from gradsight.passes import Pass, is_unseen
+from gradsight.passes import Pass
 from gradsight.rows import tensors_in
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
@@ -134,7 +134,7 @@ class Calls:
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if is_unseen() or torch.compiler.is_compiling():
+        if interception.suspended() or torch.compiler.is_compiling():
             return
         if self._over:
             self.release()
@@ -143,7 +143,7 @@ class Calls:
 
     def after(self, output: Any) -> None:
         """It has returned."""
-        if self.calls and torch.is_grad_enabled() and not is_unseen() and not torch.compiler.is_compiling():
+        if self.calls and torch.is_grad_enabled() and not interception.suspended() and not torch.compiler.is_compiling():
             self._guarded(self._after, output)
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from gradsight.passes import is_unseen
+from gradsight.passes import is_unseen, unseen
 
 
 class Observer(Protocol):
@@ -71,6 +71,11 @@ def around_backward(before: Callable[[Any], None], after: Callable[[], None], wa
 def inside_backward() -> bool:
     """Whether a backward pass is running now, in any thread: on accelerators, hooks run in threads of the engine's."""
     return _depth > 0
+
+
+suspend = unseen
+"""What runs inside is ours, not the training's: nobody is told of it."""
+suspended = is_unseen
 
 
 def _install() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.capture import interception
-from gradsight.passes import is_unseen
 
 _BATCHES = 12
 """Batches compared with the one before; then the model is left alone."""
@@ -94,7 +93,7 @@ class _ForwardHook:
         self._vitals = vitals
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._vitals is None or not module.training or is_unseen():
+        if self._vitals is None or not module.training or interception.suspended():
             return
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._vitals.on_forward((*args, *kwargs.values()))
