@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from gradsight.records import Finding, Histogram, ParameterStat, Problem, Step, block_of
+from gradsight.records import Finding, Histogram, Incident, ParameterStat, Problem, Step, block_of
 from gradsight.show.figures import bar, figure, sparkline
 from gradsight.verdict import SEVERITIES, Abstention, HealthReport, headline, make_report, markdown_sections
+from gradsight.wording import describe
 
 _MOST_ROWS = 40
 _NAMED = 8
@@ -25,6 +26,7 @@ class ReadableRun(Protocol):
     def problems(self) -> Iterable[Problem]: ...
     def findings(self) -> Iterable[Finding]: ...
     def abstentions(self) -> Iterable[Abstention]: ...
+    def incidents(self) -> Iterable[Incident]: ...
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Summary:
     problems: list[Problem]
     config: dict[str, Any]
     health: HealthReport
+    incidents: list[Incident] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -96,7 +99,7 @@ def summarize(run: ReadableRun) -> Summary:
         pass
     steps = list(run.steps())
     health = _health(run, steps, last)
-    return Summary(steps, blocks, broken, histogram, list(run.problems()), run.config, health)
+    return Summary(steps, blocks, broken, histogram, list(run.problems()), run.config, health, list(run.incidents()))
 
 
 def _health(run: ReadableRun, steps: list[Step], last: list[ParameterStat]) -> HealthReport:
@@ -126,7 +129,7 @@ def report(summary: Summary) -> str:
     if summary.steps and summary.config.get("settings", {}).get("watch", {}).get("health", True) is not False:
         sections += markdown_sections(summary.health)
     sections.append(_block_table(summary))
-    sections += [_histogram(summary.histogram), _broken(summary), _problems(summary.problems)]
+    sections += [_histogram(summary.histogram), _broken(summary), _incidents(summary), _problems(summary.problems)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
@@ -230,6 +233,22 @@ def _broken(summary: Summary) -> list[str]:
         lines.append(f"- step {step}{note}: {', '.join(f'`{name}`' for name in names[:3])}{more}")
     if len(summary.broken) > _NAMED:
         lines.append(f"- and {len(summary.broken) - _NAMED} more steps")
+    return lines
+
+
+def _incidents(summary: Summary) -> list[str]:
+    """The flight recorder's bundles; what a finding has said already is not said again."""
+    if not summary.incidents:
+        return []
+    lines = ["## Incidents", ""]
+    said = {finding.incident for finding in summary.health.findings}
+    for incident in summary.incidents:
+        place = f"incidents/step{incident.step}-{incident.code}"
+        again = "; `gradsight replay` can run it again" if incident.replayable else ""
+        what = incident.damage or incident.reason
+        lines.append(f"- step {incident.step}, {incident.code}: {what} (`{place}`{again})")
+        if incident.diagnosis is not None and place not in said:
+            lines += [f"  - {line}" for line in describe(incident.diagnosis, width=10_000)]
     return lines
 
 
