@@ -125,8 +125,8 @@ class Recorder:
         """Whether this bad gradient begins an incident. What a GradScaler will settle by itself is none."""
         if self._known_bad or interception.inside_backward():
             return False
-        root = self.calls.roots[-1].detach() if self.calls.roots else None
-        if scaler is not None and (root is None or bool(torch.isfinite(root).all())):
+        root = self.calls.root
+        if scaler is not None and (root is None or bool(torch.isfinite(root.detach()).all())):
             return self._bad_in_a_row >= _SCALER_PATIENCE
         return True
 
@@ -182,7 +182,7 @@ class Recorder:
     def _run_again(self, passes: list[Pass], kind: Literal["nonfinite", "spike"], scale: float) -> Diagnosis:
         from gradsight.diagnose.diagnose import diagnose
 
-        root = self.calls.roots[-1] if self.calls.roots else None
+        root = self.calls.root
         with interception.suspend():
             return diagnose(self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale)
 

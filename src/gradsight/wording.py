@@ -31,6 +31,7 @@ def _operation(found: GuiltyOperation, several: bool) -> Iterator[str]:
     if found.source:
         where += f" (`{_cut(found.source)}`)"
     within = f", micro-batch {found.micro_batch}" if several else ""
+    within += f", rank {found.rank}" if found.rank else ""
     if found.phase == "before":
         yield from _before(found, where, within)
         return

@@ -54,7 +54,7 @@ def test_a_pass_holds_what_the_model_was_called_with() -> None:
         assert second.output_gradients is None
         assert second.sample_ids is None
         assert notes == []
-        assert calls.roots[-1] is loss
+        assert calls.root is loss
 
 
 def test_evaluation_is_not_kept_and_a_step_lets_go() -> None:
@@ -72,7 +72,8 @@ def test_evaluation_is_not_kept_and_a_step_lets_go() -> None:
         del x
         gc.collect()
         assert held() is None
-        assert calls_of(watch).calls == calls_of(watch).roots == []
+        assert calls_of(watch).calls == []
+        assert calls_of(watch).root is None
 
 
 def test_a_pass_that_nobody_uses_keeps_no_activations() -> None:
@@ -230,6 +231,16 @@ def test_the_ring_is_bounded_in_bytes() -> None:
     ring.add(Step(2000, 0.0, loss=7.0), 2.5, [3, 5], np.array([1.0, 2.0]), np.array([1.0, 2.0]))
     assert ring.arrays()["l2"][-1, [3, 4, 5]].tolist()[::2] == [1.0, 2.0]
     assert ring.arrays()["loss"][-1] == 7.0
+
+
+def test_ids_are_numbers_or_text() -> None:
+    model = mlp()
+    with watched(model) as watch:
+        watch.ids(torch.tensor([7, 8]))
+        model(torch.randn(2, 4)).sum().backward()
+        assert calls_of(watch).passes()[0][0].sample_ids == (7, 8)
+        with pytest.raises(UsageError, match=r"sample ids must be integers or text, got 1\.5"):
+            watch.ids([1, 1.5])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

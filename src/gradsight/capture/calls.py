@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradsight.capture import interception
 from gradsight.capture.callers import users_line
+from gradsight.errors import UsageError
 from gradsight.passes import Pass
 from gradsight.rows import tensors_in
 
@@ -75,9 +76,8 @@ class Calls:
         self.calls: list[Call] = []
         self.dropped = 0
         """Calls of this step that were let go."""
-        self.roots: list[Tensor] = []
-        """What backward was called on in this step."""
-        self.backward_caller: str | None = None
+        self.root: Tensor | None = None
+        """What backward was last called on in this step."""
         self._held = 0
         self._cuda = torch.cuda.is_available()
         self._ids: tuple[int | str, ...] | None = None
@@ -123,14 +123,18 @@ class Calls:
     def release(self) -> None:
         """Hold on to nothing."""
         self.calls.clear()
-        self.roots.clear()
+        self.root = None
         self.dropped = self._held = 0
-        self.backward_caller = None
         self._over = False
 
-    def name_samples(self, ids: Sequence[int | str]) -> None:
+    def name_samples(self, ids: Sequence[int | str] | Tensor) -> None:
         """What the samples of the next call are called."""
-        self._ids = tuple(ids)
+        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if not all(isinstance(each, (int, str)) for each in given):
+            raise UsageError(
+                f"sample ids must be integers or text, got {next(x for x in given if not isinstance(x, (int, str)))!r}"
+            )
+        self._ids = tuple(given)
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
@@ -244,12 +248,11 @@ class Calls:
 
     def _before_backward(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
-        self.roots += [root for root in roots if isinstance(root, Tensor)]
-        del self.roots[:-_MOST]
-        self.backward_caller = users_line()
+        self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
+        caller = users_line() if self.calls else None
         for call in self.calls:
             if call.made.backward_caller is None:
-                call.made.backward_caller = self.backward_caller
+                call.made.backward_caller = caller
 
     def _after_backward(self) -> None:
         pass
