@@ -88,6 +88,21 @@ def imports() -> list[tuple[str, str]]:
     return [(name, module) for name, module in found if module.split(".")[0] == "gradsight"]
 
 
+def test_only_dist_knows_torch_distributed() -> None:
+    """The writer of distributed checkpoints names that format's own types; nothing else does."""
+    knowing = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and any(
+            name.startswith("torch.distributed")
+            for name in (getattr(node, "module", None) or "", *(a.name for a in node.names))
+        )
+    }
+    assert {path for path in knowing if not path.startswith("dist/")} == {"dump/full.py"}
+
+
 def test_imports_point_one_way() -> None:
     wrong = [f"{name} -> {module}" for name, module in imports() if not may_import(part(name), part(module))]
     assert not wrong, wrong

@@ -36,8 +36,8 @@ def _operation(found: GuiltyOperation, several: bool) -> Iterator[str]:
         yield from _before(found, where, within)
         return
     if found.phase == "loss":
-        what = "the loss" if found.operation == "loss" else f"{found.operation}, in the loss"
-        yield f"{what}: outside the model,{where}{within}"
+        what = "the loss" if found.operation == "loss" else f"{found.operation} in the loss"
+        yield f"{what}, outside the model{where.replace(' in', ':', 1)}{within}"
     else:
         module = f", module {found.module}" if found.module else ", the model itself" if found.module == "" else ""
         yield f"{found.operation}{where}{module}, {found.phase}{within}"

@@ -33,6 +33,8 @@ class Fault:
     rerun: bool = False
     detail: str = ""
     library: str = ""
+    compiled: Callable[[nn.Module], None] | None = None
+    """Compiles the model after its step."""
 
 
 def rows(*special: tuple[int, float], count: int = ROWS, width: int = WIDTH) -> Tensor:
@@ -237,6 +239,14 @@ def wide() -> Tensor:
     return x
 
 
+def compiled_in_place(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+def compiled_in_part(model: nn.Module) -> None:
+    model.middle = torch.compile(model.middle, backend="eager")
+
+
 GPT2 = {(0, row) for row in range(3)}
 
 FAULTS = {
@@ -317,6 +327,14 @@ FAULTS = {
     "compiled": Fault(
         lambda: torch.compile(Body(Half()), backend="eager"), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle",
         "fp16 overflow", {(0, 2)},
+    ),
+    "compiled in part": Fault(
+        lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)},
+        compiled=compiled_in_part,
+    ),
+    "compiled in place": Fault(
+        lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)},
+        compiled=compiled_in_place,
     ),
 }  # fmt: skip
 

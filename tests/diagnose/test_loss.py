@@ -12,7 +12,7 @@ from gradsight.diagnose.diagnose import diagnose
 from gradsight.records import GuiltyOperation
 
 LIKELY = "likely: no other operation of the loss can do it; "
-OUTSIDE = "the model's outputs are finite, the gradients that came back to them are not"
+OUTSIDE = "the outputs are finite, the gradients that came back are not"
 
 
 def divided(model: nn.Module, x: Tensor) -> Tensor:

@@ -346,7 +346,7 @@ def test_ranks_that_do_not_meet(tmp_path: Path, model: nn.Module, monkeypatch: p
     def fail() -> None:
         raise RuntimeError("timed out")
 
-    monkeypatch.setattr("gradsight.dump.ranks.Ranks.join", fail)
+    monkeypatch.setattr("gradsight.dist.writing.Ranks.join", fail)
     dumper = GradientDumper(tmp_path)
     with pytest.warns(GradsightWarning, match=r"the ranks did not meet \(timed out\); dump\(\) must be called on every rank"):
         assert dumper.dump(model, 0) is None

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from gradsight.dist.writing import Place
 from gradsight.dump.gradients import Row
 from gradsight.dump.plan import Fault, Offer, Plan, decide
-from gradsight.dump.ranks import Place
 
 
 def replica(name: str, length: int = 4, crc: int = 1) -> Row:

@@ -6,7 +6,7 @@ gradient that the batch's loss sent to the model's outputs: ||J_i^T c_i||. Whole
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 from gradsight.diagnose.aside import arguments, replaying
 from gradsight.diagnose.budget import Budget
-from gradsight.diagnose.numbers import state_of
 from gradsight.diagnose.randomness import Tape
 from gradsight.diagnose.rerun import NoGradient, call, ends, parameters_of, pull
-from gradsight.dist import rank
 from gradsight.passes import Pass
-from gradsight.records import GuiltySample
 from gradsight.rows import ModelCall, NotSeparable, collecting, part_of, rowed, tell_batch, tolerance
 
 _MISSING = 0.01
@@ -196,43 +193,3 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return a if b is None else b
     return a + b
-
-
-def guilty(norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float) -> list[GuiltySample]:
-    """All samples with their norms, as samples of this rank."""
-    return list(_samples(norms, passes, scale))
-
-
-def _samples(norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float) -> Iterator[GuiltySample]:
-    for number, found in sorted(norms.items()):
-        ids = passes[number].sample_ids
-        for row, norm in sorted(found.by_row.items()):
-            yield GuiltySample(row, None if ids is None else ids[row], number, rank(), norm / scale, None)
-
-
-def ranked(samples: Sequence[GuiltySample], *, complete: bool = True, most: int | None = None) -> tuple[GuiltySample, ...]:
-    """The worst first, with their shares: those that are not finite, and if there are none, the largest.
-
-    `complete` says that no sample of the step is missing; else there are no shares. Several ranks' samples may be put together.
-
-    >>> two = [GuiltySample(row, None, 0, 0, norm, None) for row, norm in enumerate((1.0, 3.0))]
-    >>> [(sample.row, sample.share) for sample in ranked(two)]
-    [(1, 0.9), (0, 0.1)]
-    """
-    broken = [sample for sample in samples if not math.isfinite(sample.norm)]
-    if broken:
-        return tuple(replace(sample, share=None) for sample in broken[:most])
-    total = sum(sample.norm**2 for sample in samples)
-    known = complete and 0 < total < math.inf
-    worst = sorted(samples, key=lambda sample: -sample.norm)[:most]
-    return tuple(replace(sample, share=sample.norm**2 / total if known else None) for sample in worst)
-
-
-def all_broken(samples: Sequence[GuiltySample]) -> bool:
-    """Whether every sample's gradient is not finite, so that none stands out."""
-    return len(samples) > 1 and all(not math.isfinite(sample.norm) for sample in samples)
-
-
-def is_finite(one: Pass) -> bool:
-    """Whether everything that came back to a pass's outputs is finite."""
-    return not any(c is not None and state_of(c) for c in one.output_gradients or ())

@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsight.dist import local_part, reduces_gradients
+from gradsight.dist.writing import Place, place_of, sharding
 from gradsight.dump.manifest import ITEM_BYTES
-from gradsight.dump.ranks import Place, place_of, sharding
 from gradsight.errors import UsageError
 from gradsight.names import named_parameters
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from gradsight.dist.writing import Ranks
 from gradsight.dump import files, full, sampled
 from gradsight.dump.full import Shard
 from gradsight.dump.gradients import Gradients, Row
 from gradsight.dump.layout import Layout
 from gradsight.dump.manifest import NAME, Chunk, Entry, Manifest, Stored, encode
 from gradsight.dump.plan import Fault, Offer, Plan, decide
-from gradsight.dump.ranks import Ranks
 from gradsight.dump.staging import Buffer, Span
 
 T = TypeVar("T")

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsight.dist.training import Ranks
 from gradsight.errors import GradsightError, GradsightWarning
 from gradsight.ghost.clipping import ClipMeter
 from gradsight.ghost.honesty import Diary
 from gradsight.ghost.ledger import Entry, Ledger, to_host, write
 from gradsight.ghost.names import Parameters
-from gradsight.ghost.ranks import Ranks
 
 
 class Books:

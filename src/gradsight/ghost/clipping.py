@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gradsight.ghost.ranks import local
+from gradsight.dist import local_part
 
 ENTRIES = 64
 """How many entries of each gradient are looked at."""
@@ -38,4 +38,4 @@ class ClipMeter:
 
 
 def _head(grad: Tensor) -> Tensor:
-    return local(grad.detach()).reshape(-1)[:ENTRIES]
+    return local_part(grad.detach()).reshape(-1)[:ENTRIES]

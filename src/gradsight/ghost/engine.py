@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.dist.training import Ranks
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.bookkeeping import Books
 from gradsight.ghost.carriers import Tangents, keep
@@ -24,7 +25,6 @@ from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.precondition import adam_scales
 from gradsight.ghost.proof import Proof
 from gradsight.ghost.protocol import BatchProtocol
-from gradsight.ghost.ranks import Ranks
 from gradsight.ghost.rules.registry import DECLINED
 from gradsight.ghost.scores import Scores, VerifyReport
 from gradsight.ghost.targets import LossFn, Staleness, Targets, check_targets

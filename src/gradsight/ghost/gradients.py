@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradsight.ghost.ranks import local
+from gradsight.dist import local_part
 
 
 def gradients(
@@ -41,6 +41,6 @@ def gradients(
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> of this process's parts, in fp32 or wider."""
-    x, y = local(a).reshape(-1), local(b).reshape(-1)
+    x, y = local_part(a).reshape(-1), local_part(b).reshape(-1)
     wide = torch.promote_types(torch.float32, torch.promote_types(x.dtype, y.dtype))
     return torch.dot(x.to(wide), y.to(wide))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gradsight.ghost.ranks import Ranks
+from gradsight.dist.training import Ranks
 
 UNSETTLED = 128
 """How many steps may wait on the device before they are read, all at once."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.dist.training import Ranks
 from gradsight.errors import GradsightError
-from gradsight.ghost.ranks import Ranks
 
 
 @dataclass

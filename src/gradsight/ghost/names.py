@@ -1,10 +1,12 @@
 """The model behind its wrappers, and its parameters by name."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradsight.ghost.ranks import is_sharded
+from gradsight.dist import is_sharded
 
 WRAPPINGS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -38,6 +40,10 @@ class Parameters:
         self.all = {own_name(name): parameter for name, parameter in named}
         self.trainable = {name: p for name, p in self.all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self.trainable.items()}
+        self.device = named[0][1].device
+        """Where the first parameter lives."""
+        self.score_dtype = _widest(self.trainable.values())
+        """What scores are kept in: fp32, or fp64 for a model in fp64."""
         self._sharded = any(is_sharded(p) for p in self.all.values())
         self._places = self._find_places() if self._sharded else []
 
@@ -62,15 +68,9 @@ class Parameters:
                     places.append((module, attribute, self._names[id(parameter)]))
         return places
 
-    @property
-    def device(self) -> torch.device:
-        """Where the first parameter lives."""
-        return next(iter(self.all.values())).device
 
-    @property
-    def score_dtype(self) -> torch.dtype:
-        """What scores are kept in: fp32, or fp64 for a model in fp64."""
-        wide = torch.float32
-        for parameter in self.trainable.values():
-            wide = torch.promote_types(wide, parameter.dtype)
-        return wide
+def _widest(parameters: Iterable[Tensor]) -> torch.dtype:
+    wide = torch.float32
+    for dtype in {parameter.dtype for parameter in parameters}:
+        wide = torch.promote_types(wide, dtype)
+    return wide

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradsight.dist import local_part
+from gradsight.dist.training import Ranks, like
 from gradsight.errors import GradsightError
 from gradsight.ghost.carriers import keep
 from gradsight.ghost.gradients import dot, gradients
@@ -14,7 +15,6 @@ from gradsight.ghost.layout import Key, LayoutMemory
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
-from gradsight.ghost.ranks import Ranks, is_sharded, local
 from gradsight.ghost.targets import Direction
 from gradsight.ghost.tracer import Options, Plan, Tracer, tracing
 from gradsight.rows import collecting, rowed, tolerance
@@ -51,27 +51,12 @@ def random_direction(parameters: Parameters) -> Direction:
     """A direction in which every parameter has its part, scaled to unit length each; the same on every call."""
     direction = {}
     for seed, (name, parameter) in enumerate(parameters.trainable.items()):
-        part = local(parameter)
+        part = local_part(parameter)
         generator = torch.Generator().manual_seed(seed)
         values = torch.randn(part.shape, generator=generator, dtype=torch.float32).to(part.device, torch.float32)
         values = (values / max(parameter.numel(), 1) ** 0.5).to(torch.promote_types(part.dtype, torch.float32))
-        direction[name] = _like(parameter, values)
+        direction[name] = like(parameter, values)
     return direction
-
-
-def _like(parameter: Any, values: Tensor) -> Tensor:
-    if not is_sharded(parameter):
-        return values
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 class SelfCheck:

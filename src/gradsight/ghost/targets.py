@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gradsight.dist import local_part
+from gradsight.dist.training import Ranks, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.gram import FactorBook, FactorRecorder
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.passes import aside, eager, is_compiled
-from gradsight.ghost.ranks import Ranks, local, without_reduction
 
 LossFn = Callable[[Any, Any], Tensor]
 Direction = dict[str, Tensor]
@@ -62,7 +63,7 @@ class Targets:
         self.directions: dict[str, Direction] = {}
         self.losses: dict[str, Tensor] = {}
         self.factors = FactorBook()
-        self._unread: list[tuple[str, dict[str, Tensor], Any]] = []
+        self._unread: list[tuple[str, list[str], Tensor, Any]] = []
         self._model, self._root, self._loss_fn, self._batches, self._ranks = model, root, loss_fn, batches, ranks
 
     def refresh(self, parameters: Parameters, scales: Direction | None = None, compare: bool = False) -> dict[str, Tensor]:
@@ -117,29 +118,30 @@ class Targets:
         if not direction:
             raise GradsightError(f"the loss of target {name!r} depends on no trainable parameter: it gives no direction")
         for past in self._unread:
-            past[2].synchronize()
-            self._refuse_norms(*past[:2])
+            past[3].synchronize()
+            _refuse_norms(*past[:3])
         self._unread = []
-        parts = {n: local(d) for n, d in direction.items() if local(d).numel()}
+        parts = {n: local_part(d) for n, d in direction.items() if local_part(d).numel()}
         norms = torch.stack([norm.float().to(self._ranks.device) for norm in torch._foreach_norm(list(parts.values()))])
         if self._ranks.sharded:
             norms = self._ranks.sum(norms)
-        named = dict(zip(parts, norms.unbind(), strict=True))
         if norms.device.type != "cuda":
-            self._refuse_norms(name, named)
+            _refuse_norms(name, list(parts), norms)
             return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         host = norms.to("cpu", non_blocking=True)
         event.record()
-        self._unread.append((name, dict(zip(parts, host.unbind(), strict=True)), event))
+        self._unread.append((name, list(parts), host, event))
 
-    def _refuse_norms(self, name: str, norms: Mapping[str, Tensor]) -> None:
-        bad = [parameter for parameter, norm in norms.items() if not torch.isfinite(norm)]
-        if bad:
-            raise GradsightError(
-                f"the gradient of target {name!r} holds NaN or Inf (in {', '.join(bad[:3])}), so no sample can be scored "
-                "along it. Look at the target's loss; training itself can go on without observe()."
-            )
+
+def _refuse_norms(target: str, names: list[str], norms: Tensor) -> None:
+    finite = torch.isfinite(norms).tolist()
+    bad = [name for name, good in zip(names, finite, strict=True) if not good]
+    if bad:
+        raise GradsightError(
+            f"the gradient of target {target!r} holds NaN or Inf (in {', '.join(bad[:3])}), so no sample can be scored "
+            "along it. Look at the target's loss; training itself can go on without observe()."
+        )
 
 
 def check_loss(loss: Any, where: str) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from gradsight.dist.training import without_reduction
 from gradsight.errors import UsageError
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import Observation
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
-from gradsight.ghost.ranks import without_reduction
 from gradsight.ghost.scores import VerifyReport
 from gradsight.ghost.targets import Direction, LossFn, Targets, check_loss
 from gradsight.rows import collecting, usable

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsight import GradientDumper
-from gradsight.dump import files, ranks
+from gradsight.dist import writing
+from gradsight.dump import files
 from gradsight.errors import GradsightWarning
 from gradsight.names import named_parameters
 
@@ -148,7 +149,7 @@ def one_rank_only(out: Path) -> None:
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     run = out / "one_rank_only"
-    ranks.JOINING = timedelta(seconds=1)
+    writing.JOINING = timedelta(seconds=1)
     if dist.get_rank() == 0:
         with GradientDumper(run) as dumper:
             assert dumper.dump(model, 0) is None

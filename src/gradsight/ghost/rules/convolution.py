@@ -10,7 +10,7 @@ from torch import Tensor
 from gradsight.ghost.carriers import Carrier
 from gradsight.ghost.fallback import row_dots, score_table
 from gradsight.ghost.layout import Layout
-from gradsight.ghost.rules.linear import bias_dots
+from gradsight.ghost.rules.linear import bias_dots, sum_and_dots
 from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.tangent import autocast_dtype, precision
 
@@ -99,23 +99,17 @@ class SplitConvolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layout, (weight_carrier, bias_carrier), (stride, padding, dilation, groups), probe = ctx.rest
         need_x, need_weight, need_bias, need_scores, *_ = ctx.needs_input_grad
-        batch, wide = probe.shape[1], torch.promote_types(grad.dtype, torch.float32)
+        batch = probe.shape[1]
         options = (None, stride, padding, dilation, False, [0] * len(stride), groups)
         backward = torch.ops.aten.convolution_backward
         dx = backward(grad, x, weight, *options, [True, False, False])[0] if need_x else None
         dw = db = None
-        pairs = []
+        pairs: list[tuple[int, Tensor]] = []
         if need_weight:
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
-            flat = [direction.reshape(-1).to(wide) for _, direction in tangents]
-            dw, dots = torch.zeros_like(weight, dtype=wide), grad.new_empty(len(flat), batch, dtype=wide)
-            for i, (g, xi) in enumerate(zip(layout.rows(grad, batch), layout.rows(x, batch), strict=True)):
-                shapes = [t if t.dim() == grad.dim() else t.unsqueeze(0) for t in (g, xi)]
-                one = backward(*shapes, weight, *options, [False, True, False])[1].to(wide)
-                for k, direction in enumerate(flat):
-                    dots[k, i] = torch.dot(one.reshape(-1), direction)
-                dw += one
-            pairs = [(slot, dots[k]) for k, (slot, _) in enumerate(tangents)]
+            rows = [layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)]
+            each = (backward(g, xi, weight, *options, [False, True, False])[1] for g, xi in zip(*rows, strict=True))
+            dw, pairs = sum_and_dots(each, weight, tangents)
         if need_bias:
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)

@@ -1,6 +1,6 @@
 """Linear layers: torch.nn.functional.linear, and addmm as in Hugging Face's Conv1D."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,23 +166,26 @@ def split_outer(
 ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """The sum over samples of left_i^T right_i, and each sample's dot with the directions.
 
-    One product at a time, so the scratch is one weight's worth; sums are kept in fp32 or wider.
+    One product at a time, so the scratch is one weight's worth.
     """
-    rows, columns = layout.rows(left, batch), layout.rows(right, batch)
-    wide = torch.promote_types(left.dtype, torch.float32)
-    total = left.new_empty(left.shape[-1], right.shape[-1], dtype=wide)
-    scratch = torch.empty_like(total, dtype=left.dtype)
-    dots = left.new_empty(len(tangents), batch, dtype=wide)
-    flat = [direction.to(wide).reshape(-1) for _, direction in tangents]
-    for i in range(batch):
-        a, b = rows[i].reshape(-1, left.shape[-1]), columns[i].reshape(-1, right.shape[-1])
-        first_in_place = i == 0 and wide == left.dtype
-        product = torch.mm(a.t(), b, out=total if first_in_place else scratch)
-        one = product.reshape(-1).to(wide)
-        for k, direction in enumerate(flat):
-            torch.dot(one, direction, out=dots[k, i])
-        if i == 0 and not first_in_place:
-            total.copy_(product)
-        elif i > 0:
-            total += product
-    return total, [(slot, dots[k]) for k, (slot, _) in enumerate(tangents)]
+    rows, columns = (layout.rows(t, batch).reshape(batch, -1, t.shape[-1]).unbind() for t in (left, right))
+    scratch = left.new_empty(left.shape[-1], right.shape[-1])
+    products = (torch.mm(a.t(), b, out=scratch) for a, b in zip(rows, columns, strict=True))
+    return sum_and_dots(products, scratch, tangents)
+
+
+def sum_and_dots(gradients: Iterable[Tensor], like: Tensor, tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    """The sum of the samples' gradients, and each one's dot with the directions, in fp32 or wider.
+
+    The gradients come one by one, and may all come in the same memory.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    total = torch.zeros_like(like, dtype=wide)
+    directions = [direction.to(wide).reshape(-1) for _, direction in tangents]
+    dots: list[list[Tensor]] = [[] for _ in tangents]
+    for gradient in gradients:
+        flat = gradient.reshape(-1).to(wide)
+        for found, direction in zip(dots, directions, strict=True):
+            found.append(torch.dot(flat, direction))
+        total += gradient
+    return total, [(slot, torch.stack(found)) for (slot, _), found in zip(tangents, dots, strict=True)]

@@ -1,4 +1,4 @@
-"""What the dumps need of torch.distributed: a group of their own, and where a shard lies in its tensor.
+"""The ranks that write a dump together, in a group of their own, and where a shard lies in its tensor.
 
 Everything works undistributed too. Nothing here runs on the group that training uses.
 """

@@ -1,4 +1,4 @@
-"""What the engine needs to know of other processes; everything here also works in one process."""
+"""The processes that train a model together: sums, means and shards over a group of our own."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,21 +9,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsight.dist import is_sharded, local_part
 from gradsight.errors import GradsightError
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a parameter or gradient is a DTensor."""
-    if not dist.is_available():
-        return False
+def like(parameter: Any, values: Tensor) -> Tensor:
+    """This process's part of a tensor, as a whole that lies on the processes as the parameter does."""
+    if not is_sharded(parameter):
+        return values
     from torch.distributed.tensor import DTensor
 
-    return isinstance(tensor, DTensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    whole: Tensor = DTensor.from_local(
+        values,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
 
 
 class Ranks:
@@ -77,7 +81,7 @@ class Ranks:
         """The whole of a tensor of which each process holds some rows, by padding to equal shards."""
         if not is_sharded(sharded):
             return sharded
-        part, rows = local(sharded), -(-sharded.shape[0] // self.size)
+        part, rows = local_part(sharded), -(-sharded.shape[0] // self.size)
         padded = part.new_zeros((rows, *sharded.shape[1:]))
         padded[: part.shape[0]] = part
         whole = part.new_empty((rows * self.size, *sharded.shape[1:]))

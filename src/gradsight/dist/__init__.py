@@ -1,4 +1,4 @@
-"""The only module that knows torch.distributed and DTensor. Everything here also works in one plain process."""
+"""The only place that knows torch.distributed and DTensor. Everything here also works in one plain process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
