@@ -35,6 +35,7 @@ _ALWAYS = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
 _SCALER_PATIENCE = 8
 """Overflows in a row that a GradScaler is trusted to settle by itself."""
+_OWN = ("gradsight.ghost.", "gradsight.capture.")
 _SPIKE, _EXPLODING = "GS201", "GS102"
 
 
@@ -97,7 +98,7 @@ class Recorder:
                 code = "GS103" if norms.counts[0].any() else "GS104"
                 self._diagnose(step, "nonfinite", code)
         if norms.counts is None:
-            self._innocent = len(self.calls.calls)
+            self._innocent = len(self.calls.used())
 
     def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
         """An optimizer is about to use a gradient of this norm."""
@@ -183,7 +184,7 @@ class Recorder:
         from gradsight.diagnose.diagnose import diagnose
 
         root = self.calls.root
-        with interception.suspend():
+        with interception.suspend(), _own_hooks_silent(self._model):
             return diagnose(self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale)
 
     def _stage(self, passes: list[Any]) -> Staged | None:
@@ -322,6 +323,24 @@ class Recorder:
 
 def _nothing(note: str) -> Diagnosis:
     return Diagnosis(None, (), 0.0, (note,))
+
+
+@contextmanager
+def _own_hooks_silent(model: nn.Module) -> Iterator[None]:
+    """Hooks of ours (the ghost engine's, say) see the training, not its diagnosis."""
+    silenced = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            ours = [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_OWN)]
+            silenced += [(hooks, dict(hooks))] if ours else []
+            for key in ours:
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in silenced:
+            hooks.clear()
+            hooks.update(before)
 
 
 def _innermost(model: nn.Module) -> nn.Module:

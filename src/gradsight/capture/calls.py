@@ -138,7 +138,7 @@ class Calls:
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if interception.suspended() or torch.compiler.is_compiling():
+        if _is_aside():
             return
         if self._over:
             self.release()
@@ -147,7 +147,7 @@ class Calls:
 
     def after(self, output: Any) -> None:
         """It has returned."""
-        if self.calls and torch.is_grad_enabled() and not interception.suspended() and not torch.compiler.is_compiling():
+        if self.calls and torch.is_grad_enabled() and not _is_aside():
             self._guarded(self._after, output)
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
@@ -198,17 +198,22 @@ class Calls:
             if tensor.requires_grad:
                 tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
 
+    def used(self) -> list[Call]:
+        """The calls whose outputs a gradient came back to: those that the step is made of. Before backward, all of them."""
+        return [call for call in self.calls if call.nodes] or self.calls
+
     def passes(self) -> tuple[list[Pass], list[str]]:
         """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt."""
+        used = self.used()
         notes: dict[str, None] = {}
         if self.dropped:
             notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
-        for call in self.calls:
+        for call in used:
             notes.update(dict.fromkeys(self._doubts(call)))
             came_back = not call.too_large and any(gradient is not None for gradient in call.gradients)
             call.made.output_gradients = tuple(call.gradients) if came_back else None
             call.made.output_nodes = tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
-        return [call.made for call in self.calls], list(notes)
+        return [call.made for call in used], list(notes)
 
     def _doubts(self, call: Call) -> Iterator[str]:
         """Why running this call again may not be what it was."""
@@ -299,6 +304,11 @@ def _called(model: nn.Module) -> nn.Module:
     """The module that sees the arguments, however a data-parallel wrapper is called."""
     inner = model._modules.get("module")
     return _called(inner) if type(model).__name__ == "DistributedDataParallel" and inner is not None else model
+
+
+def _is_aside() -> bool:
+    """Whether a call is no pass of the training: ours, one being compiled, or one inside torch.func."""
+    return interception.suspended() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _autocast() -> tuple[str, str] | None:
