@@ -239,9 +239,11 @@ class Recorder:
         if pending is None or measured.step.step < pending.step:
             return
         known = self._health.finding(pending.code) if self._health is not None else None
-        if pending.path is None and pending.staged is not None and known is not None and not measured.step.skipped:
+        broken = measured.norms is not None and measured.norms.counts is not None
+        confirmed = known is not None and not measured.step.skipped and (broken or pending.facts["kind"] == "spike")
+        if known is not None and confirmed and pending.path is None and pending.staged is not None:
             self._write_pending(pending, known)  # the same thing again: the judge tells of it once only
-        if measured.norms is None or measured.norms.counts is None or pending.path is not None:
+        if not broken or pending.path is not None:
             self._forget()
 
     def _write_pending(self, pending: _Pending, finding: Finding) -> None:
@@ -260,7 +262,7 @@ class Recorder:
         with self._survives_disk():
             staged = (pending.staged if pending else None) or self._incidents.stage(self.calls.passes()[0])
             what = of_finding(step, finding, pending.diagnosis if pending else None)
-            self._incidents.write(name, staged, what | (pending.facts if pending else {}), self._ring)
+            self._incidents.write(name, staged, what | (pending.facts if pending else {"after": True}), self._ring)
             if self._health is not None and pending is None:
                 self._health.explain(finding.code, None, f"incidents/{name}")
             return f"incidents/{name}"
