@@ -135,6 +135,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
         "from gradsight.cli import main; main(['--help'])",
         "from gradsight.cli import main; main(['report', '--help'])",
         "from gradsight.cli import main; main(['check', '--help'])",
+        "from gradsight.cli import main; main(['replay', '--help'])",
         "import gradsight.judge.judge",
         "import gradsight.wording",
         "import gradsight.dump.reader, gradsight.dump.verify, gradsight.dump.diff, gradsight.dump.statistics",
