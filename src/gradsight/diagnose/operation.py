@@ -15,6 +15,7 @@ from gradsight.diagnose.loss import outside
 from gradsight.diagnose.numbers import state_of, summary
 from gradsight.diagnose.places import module_names, source_of
 from gradsight.diagnose.rerun import NoGradient, Rerun, call, call_step, ends, parameters_of, pull
+from gradsight.errors import GradsightError
 from gradsight.names import clean_name, named_parameters
 from gradsight.passes import Pass
 from gradsight.records import GuiltyOperation
@@ -89,6 +90,8 @@ def _backward(
             found = pull([y for y, _ in chosen], [c for _, c in chosen], parameters, keep=not all(last))
         if (guilty := finder.first(found)) is not None:
             return guilty
+        if any(gradient is not None and state_of(gradient) for gradient in found):
+            raise GradsightError("the gradient is not finite because of what was filled in on purpose, or cannot be followed")
     if not pairs:
         raise NoGradient("no gradient reached the model's outputs")
     return None
