@@ -15,7 +15,6 @@ from gradsight.diagnose.loss import outside
 from gradsight.diagnose.numbers import state_of, summary
 from gradsight.diagnose.places import module_names, source_of
 from gradsight.diagnose.rerun import NoGradient, Rerun, call, call_step, ends, parameters_of, pull
-from gradsight.errors import GradsightError
 from gradsight.names import clean_name, named_parameters
 from gradsight.passes import Pass
 from gradsight.records import GuiltyOperation
@@ -44,14 +43,22 @@ def find_operation(
         with finder:
             outputs = call(root, args, kwargs)
         cotangents = _cotangents(one, outputs)
-        forward = finder.first(outputs)
         if cotangents is not None and not any(c is not None and state_of(c) for c in cotangents):
             return _backward(root, finder, outputs, cotangents)
-        if forward is not None:
+        if (forward := _forward(finder, outputs)) is not None:
             return forward
         if cotangents is None:
             raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
         return outside(one, outputs, number, loss_root)
+
+
+def _forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
+    """What made outputs non-finite; infinities that the model wrote into them on purpose are no fault."""
+    if (certain := finder.first(outputs, certain=True)) is not None:
+        return certain
+    likely = finder.first(outputs)
+    broken = any(state_of(y) == "nan" for y in outputs)
+    return likely if likely is not None and (broken or likely.phase == "before") else None
 
 
 def _whole_step(root: nn.Module, number: int, finder: Finder, rerun: Rerun) -> GuiltyOperation | None:
@@ -90,8 +97,6 @@ def _backward(
             found = pull([y for y, _ in chosen], [c for _, c in chosen], parameters, keep=not all(last))
         if (guilty := finder.first(found)) is not None:
             return guilty
-        if any(gradient is not None and state_of(gradient) for gradient in found):
-            raise GradsightError("the gradient is not finite because of what was filled in on purpose, or cannot be followed")
     if not pairs:
         raise NoGradient("no gradient reached the model's outputs")
     return None
