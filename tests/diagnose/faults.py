@@ -118,6 +118,21 @@ class Masked(nn.Module):
         return weights * x.masked_fill(hidden, float("-inf")).softmax(-1)  # nothing left to attend to
 
 
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor * torch.full((), float("inf"))  # infinitely many
+
+
+class ZeroTimes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((WIDTH,), float("-inf"))
+        return (x.detach() * mask).exp() + x  # zero times infinity
+
+
 class Recurrent(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -284,6 +299,17 @@ FAULTS = {
     "nothing to attend to": Fault(
         lambda: Body(Masked()), lambda: [rows((13, 7.0))], "softmax", "forward", "middle", "nothing left to attend to",
         {(0, 13)},
+    ),
+    "an infinity that was not meant well": Fault(
+        lambda: Body(Times()), lambda: [rows()], "full", "forward", "middle", "infinitely many",
+        {(0, row) for row in range(ROWS)},
+        lambda model, x: model(x).sum(),
+    ),
+    "zero times a mask": Fault(
+        lambda: Body(ZeroTimes()), lambda: [rows((12, 0.0))], "mul", "forward", "middle", "zero times infinity", {(0, 12)},
+    ),
+    "minus infinity in the data": Fault(
+        bare, lambda: [rows((3, -math.inf))], "input", "before", None, "calls the model", {(0, 3)}, detail="argument x, row 3"
     ),
     "nan in one sample": Fault(
         bare, lambda: [rows((7, math.nan))], "input", "before", None, "calls the model", {(0, 7)}, detail="argument x, row 7"

@@ -209,6 +209,27 @@ def masked_out(model: nn.Module, count: int) -> Iterator[float]:
         yield norm(torch.autograd.grad(loss, list(model.parameters())))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "transformer", "experts"])
+def test_coarse_numbers_do_not_look_like_mixed_samples(name: str) -> None:
+    case = build(name, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        passes, _ = step(case.model.train(), [case.batch], case.loss_fn)
+    found = diagnose(case.model, passes, seconds=60, kind="spike")
+    assert (len(found.samples), found.notes) == (BATCH, ())
+
+
+def test_a_loss_with_a_dimension_of_its_own_is_a_loss() -> None:
+    class Unsqueezed(OnlyLoss):
+        def forward(self, **batch: Tensor) -> Tensor:
+            return super().forward(**batch)[None]
+
+    torch.manual_seed(0)
+    model = Unsqueezed()
+    passes, _ = step(model, [labelled()], lambda model, batch: model(**batch).sum())
+    found = diagnose(model, passes, seconds=60, kind="spike")
+    assert (len(found.samples), found.notes) == (4, ())
+
+
 def test_dropout_that_is_one_operation() -> None:
     """As it is on a GPU."""
 

@@ -43,14 +43,22 @@ def find_operation(
         with finder:
             outputs = call(root, args, kwargs)
         cotangents = _cotangents(one, outputs)
-        forward = finder.first(outputs)
         if cotangents is not None and not any(c is not None and state_of(c) for c in cotangents):
             return _backward(root, finder, outputs, cotangents)
-        if forward is not None:
+        if (forward := _forward(finder, outputs)) is not None:
             return forward
         if cotangents is None:
             raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
         return outside(one, outputs, number, loss_root)
+
+
+def _forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
+    """What made outputs non-finite; infinities that the model wrote into them on purpose are no fault."""
+    if (certain := finder.first(outputs, certain=True)) is not None:
+        return certain
+    likely = finder.first(outputs)
+    broken = any(state_of(y) == "nan" for y in outputs)
+    return likely if likely is not None and (broken or likely.phase == "before") else None
 
 
 def _whole_step(root: nn.Module, number: int, finder: Finder, rerun: Rerun) -> GuiltyOperation | None:
