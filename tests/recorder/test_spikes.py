@@ -84,3 +84,49 @@ def test_a_silenced_check_is_not_diagnosed(tmp_path: Path) -> None:
         assert watch._recorder is not None
         assert watch._recorder._met == 0
     assert list(gradsight.open_run(tmp_path).incidents()) == []
+
+
+def test_what_only_the_judge_sees_is_kept_and_says_that_it_was_late(tmp_path: Path) -> None:
+    """One parameter jumps, the norm over all hardly does: known when the step is judged, not before."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.usual = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.small * x[:, 0] + self.usual * x[:, 1]
+
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+    with gradsight.watch(model, optimizer, run_dir=tmp_path) as watch:
+        for step in range(STEPS):
+            x = torch.tensor([[0.5 if step == BAD else 0.01, 1.0]]) * (1 + step % 3 / 100)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (finding,) = [each for each in watch.report().findings if each.code == "GS201"]
+    assert finding.parameters == ("small",)
+    assert finding.diagnosis is not None
+    assert finding.diagnosis.notes == (
+        "the step was seen to be bad only after the optimizer had used its gradient: it was not run again",
+    )
+    assert finding.incident == f"incidents/step{BAD}-GS201"
+
+
+def test_without_time_the_batch_is_still_that_of_the_bad_step(tmp_path: Path) -> None:
+    """The parameters too: they were written before the optimizer used the gradient."""
+    from gradsight.replay import replay
+
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsight.watch(model, optimizer, run_dir=tmp_path, recorder="batch", diagnose_seconds=0):
+        x = torch.randn(4, 4)
+        x[3, 1] = float("nan")
+        model(x).sum().backward()
+        optimizer.step()
+    (incident,) = gradsight.open_run(tmp_path).incidents()
+    assert (incident.code, incident.diagnosis) == ("GS103", None)
+    again = replay(Path(incident.path), linear(), 30, None)
+    assert (again.reproduced, again.agrees) == (True, None)
+    assert [sample.row for sample in again.diagnosis.samples] == [3]
