@@ -105,4 +105,5 @@ def short_place(place: str) -> str:
 
 
 def _cut(source: str) -> str:
+    source = source.split("  #")[0]
     return source if len(source) <= _SOURCE else source[: _SOURCE - 3] + "..."

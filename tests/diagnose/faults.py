@@ -219,6 +219,10 @@ def distance_loss(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x).square().sum(-1).sqrt().mean()  # root in the loss
 
 
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum()
+
+
 def large(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum() * 1e20
 
@@ -278,6 +282,9 @@ FAULTS = {
     "log in the model": Fault(
         lambda: Body(Log()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in the model", {(0, 4)}
     ),
+    "log in the model under a plain sum": Fault(
+        lambda: Body(Log()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in the model", {(0, 4)}, summed
+    ),
     "log in place": Fault(
         lambda: Body(LogInPlace()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in place", {(0, 4)}
     ),
@@ -303,7 +310,7 @@ FAULTS = {
     "an infinity that was not meant well": Fault(
         lambda: Body(Times()), lambda: [rows()], "full", "forward", "middle", "infinitely many",
         {(0, row) for row in range(ROWS)},
-        lambda model, x: model(x).sum(),
+        summed,
     ),
     "zero times a mask": Fault(
         lambda: Body(ZeroTimes()), lambda: [rows((12, 0.0))], "mul", "forward", "middle", "zero times infinity", {(0, 12)},

@@ -138,8 +138,9 @@ class Finder(Eyes):
         if node is not None and not scene.recomputed:
             phase, made = "backward", self._made(node)
             if scene.file is None:  # no Python of a custom backward: what the user wrote is the forward operation
-                detail = f"{operation} in the backward of {forward_name(node.name())}"
-                operation, scene = forward_name(node.name()), made
+                forward = forward_name(node.name())
+                detail = f"{operation} in the backward of {forward}" if operation != forward else ""
+                operation, scene = forward, made
             else:
                 scene = Scene(made.module, scene.file, scene.line, scene.recomputed)
         if scene.module is None and self.whole_step:
