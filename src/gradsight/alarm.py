@@ -1,4 +1,4 @@
-"""Knows a bad step when it comes, before the optimizer uses its gradient, by the judge's own thresholds; on every rank alike."""
+"""Knows a bad step when it comes, before the optimizer uses its gradient, by the judge's thresholds; on every rank alike."""
 
 import math
 from collections.abc import Callable, Mapping
