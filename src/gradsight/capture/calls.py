@@ -53,6 +53,10 @@ class Call:
         self.gradient_bytes = 0
         self.too_large = False
 
+    def drop_gradients(self) -> None:
+        """They take too much memory."""
+        self.too_large, self.gradients, self.gradient_bytes = True, [], 0
+
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""
         return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
@@ -221,7 +225,7 @@ class Calls:
             yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
         if call.too_large:
             limit = f"{self._most_gradient_bytes / 2**20:.0f} MiB"
-            yield f"the gradients at the model's outputs take more than {limit}, and were not kept: backward was not run again"
+            yield f"gradients at the model's outputs were not kept beyond {limit}: where they are missing, backward was not run again"
         pairs = zip(self._buffers, call.buffer_versions, strict=True)
         changed = [name for (name, buffer), version in pairs if buffer._version != version and name not in call.made.buffers]
         if changed:
@@ -241,15 +245,17 @@ class Calls:
         if not interception.inside_backward():  # torch.autograd.grad is not a step's backward
             return
         call.nodes[place] = torch._C._current_autograd_node()
-        known = None if call.too_large else call.gradients[place]
-        if known is not None:
-            call.gradients[place] = known + gradient.detach()
+        if call.too_large:
             return
-        call.gradient_bytes += gradient.nbytes
-        if sum(each.gradient_bytes for each in self.calls) > self._most_gradient_bytes:
-            call.too_large, call.gradients = True, []
-        elif not call.too_large:
-            call.gradients[place] = gradient.detach()
+        known = call.gradients[place]
+        call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
+        call.gradient_bytes += gradient.nbytes if known is None else 0
+        held = sum(each.gradient_bytes for each in self.calls)
+        for each in [*(other for other in self.calls if other is not call), call]:  # the oldest go first, the newest last
+            if held <= self._most_gradient_bytes:
+                return
+            held -= each.gradient_bytes
+            each.drop_gradients()
 
     def _before_backward(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
