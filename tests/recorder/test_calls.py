@@ -126,8 +126,20 @@ def test_large_output_gradients_are_not_kept_and_say_so() -> None:
         (one,), notes = calls_of(watch).passes()
         assert one.output_gradients is None
         assert notes == [
-            "the gradients at the model's outputs take more than 1 MiB, and were not kept: backward was not run again"
+            "gradients at the model's outputs beyond 1 MiB were not kept: where they are missing, backward was not run again"
         ]
+
+
+def test_of_many_gradients_the_newest_are_kept() -> None:
+    """A NaN is met at once, and so in the newest micro-batch."""
+    model = nn.Linear(4, 1000)
+    with watched(model) as watch:
+        calls_of(watch)._most_gradient_bytes = 2**20
+        for _ in range(5):
+            model(torch.randn(100, 4)).square().sum().backward()
+        passes, notes = calls_of(watch).passes()
+        assert [each.output_gradients is not None for each in passes] == [False, False, False, True, True]
+        assert len(notes) == 1
 
 
 def test_a_batch_changed_in_place_says_so() -> None:

@@ -225,7 +225,8 @@ class Calls:
             yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
         if call.too_large:
             limit = f"{self._most_gradient_bytes / 2**20:.0f} MiB"
-            yield f"gradients at the model's outputs were not kept beyond {limit}: where they are missing, backward was not run again"
+            missing = "where they are missing, backward was not run again"
+            yield f"gradients at the model's outputs beyond {limit} were not kept: {missing}"
         pairs = zip(self._buffers, call.buffer_versions, strict=True)
         changed = [name for (name, buffer), version in pairs if buffer._version != version and name not in call.made.buffers]
         if changed:
