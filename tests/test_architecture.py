@@ -37,19 +37,8 @@ READERS = {("verdict", "records"), ("verdict", "wording"), ("wording", "records"
 SHARED = {"dist", "names", "passes", "rows"}
 """What every stage may use: ranks, the names of parameters, passes through a model, and where samples are in them."""
 STRANGERS = {"capture", "measure", "judge", "diagnose", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {
-    "watch",
-    "assemble",
-    "deliver",
-    "distribution",
-    "dumping",
-    "ending",
-    "health",
-    "incidents",
-    "recording",
-    "replay",
-    "attach",
-}
+COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "attach"}
+COMPOSERS |= {"alarm", "incidents", "recording", "replay"}
 TOP = {"train", "integrations", "cli", "__main__"}
 
 
@@ -141,6 +130,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
         "from gradsight.cli import main; main(['--help'])",
         "from gradsight.cli import main; main(['report', '--help'])",
         "from gradsight.cli import main; main(['check', '--help'])",
+        "from gradsight.cli import main; main(['replay', '--help'])",
         "import gradsight.judge.judge",
         "import gradsight.wording",
         "import gradsight.dump.reader, gradsight.dump.verify, gradsight.dump.diff, gradsight.dump.statistics",

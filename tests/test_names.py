@@ -29,6 +29,8 @@ def test_wrappers_leave_no_trace() -> None:
     assert names(nn.DataParallel(Net())) == PLAIN
     model = Net()
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1] = torch.compile(model.blocks[1])
+    assert [clean_name(model, name) for name, _ in model.named_parameters()] == PLAIN
     wrapped = torch.compile(nn.DataParallel(model))
     assert names(wrapped) == PLAIN
     assert [clean_name(wrapped, name) for name, _ in wrapped.named_parameters()] == PLAIN

@@ -50,7 +50,8 @@ def clean_name(model: nn.Module, name: str) -> str:
     for component in name.split("."):
         if not _is_wrapping(module, component):
             parts.append(component)
-        module = getattr(module, "_modules", {}).get(component) or module
+        child = getattr(module, "_modules", {}).get(component)
+        module = module if child is None else child  # not its truth: a compiled module refuses to be asked for its length
     return ".".join(parts)
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from gradsight import dist
+from gradsight.alarm import EXPLODING, INF, NAN, SPIKE, Alarm
 from gradsight.assemble import Measured
 from gradsight.capture import interception
 from gradsight.capture.calls import Calls
 from gradsight.health import Health
 from gradsight.incidents import Incidents, Staged, of_ending, of_finding, told
-from gradsight.judge.usual import Usual
 from gradsight.measure.norms import Norms
 from gradsight.passes import Pass
 from gradsight.record.diagnoses import is_broken, numbered
@@ -33,9 +33,12 @@ _HELD = {False: (256 * 2**20, 64 * 2**20), True: (2**30, 2**30)}
 """Bytes of arguments and of output gradients that may be held until a step ends; the latter where batches are to be written."""
 _ALWAYS = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
-_SCALER_PATIENCE = 8
-"""Overflows in a row that a GradScaler is trusted to settle by itself."""
-_SPIKE, _EXPLODING = "GS201", "GS102"
+_OWN = ("gradsight.ghost.", "gradsight.capture.")
+_DIAGNOSED = (NAN, INF, SPIKE, EXPLODING)
+_NOT_CALLED = "the model itself was not called in this step since it is watched: there is nothing to run again"
+_TOO_LATE = "the step was seen to be bad only after the optimizer had used its gradient: it was not run again"
+
+Kind = Literal["nonfinite", "spike"]
 
 
 @dataclass(slots=True)
@@ -44,7 +47,7 @@ class _Pending:
 
     step: int
     code: str
-    diagnosis: Diagnosis
+    diagnosis: Diagnosis | None
     staged: Staged | None
     facts: dict[str, Any]
     """How it was diagnosed: for running it again."""
@@ -63,17 +66,13 @@ class Recorder:
         with_batch = mode == "batch"
         self.calls = Calls(model, *_HELD[with_batch], lasting=with_batch, on_failure=self._failed)
         self._model, self._seconds, self._health, self._problems = _innermost(model), seconds, health, problems
-        self._sharded = dist.are_spread(list(model.parameters()))
         self._ring = Ring(names) if run_dir is not None and dist.rank() == 0 else None
         self._incidents = Incidents(run_dir, self._model, with_batch) if run_dir is not None else None
-        self._limits = health.limits() if health is not None and optimizers < 2 else {}
-        self._by_hand = optimizers == 0
-        self._usual = Usual()
-        self._steps, self._previous, self._scale = 0, 0.0, 1.0
+        self._alarm = Alarm(_limits(health, optimizers))
+        self._with_batch, self._by_hand = with_batch, optimizers == 0
         self._last: Norms | None = None
-        self._bad_in_a_row = self._large_in_a_row = self._met = 0
-        self._diagnosed = -1
-        self._known_bad = False  # this stretch of bad steps has been met already
+        self._scale = 1.0
+        self._met = 0
         self._innocent = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
         self._told: list[Finding] = []
@@ -90,100 +89,63 @@ class Recorder:
         """The gradients are true now; a bad step is diagnosed at once, and once."""
         if norms is None or self._stopped:
             return
-        self._last = norms
-        self._scale = 1.0 if scaler is None else scaler.get_scale()
-        if norms.counts is not None and self._health is not None and self._is_new(scaler):
-            with self._survives():
-                code = "GS103" if norms.counts[0].any() else "GS104"
-                self._diagnose(step, "nonfinite", code)
+        self._last, self._scale = norms, 1.0 if scaler is None else scaler.get_scale()
         if norms.counts is None:
-            self._innocent = len(self.calls.calls)
+            self._innocent = len(self.calls.used())
+            return
+        code = None if interception.inside_backward() else self._alarm.not_finite(norms, scaler, self.calls.root)
+        if code is not None:
+            with self._survives():
+                self._meet(step, "nonfinite", code)
 
     def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
         """An optimizer is about to use a gradient of this norm."""
-        if self._stopped or self._health is None or not math.isfinite(total) or step == self._diagnosed:
+        if self._stopped or not math.isfinite(total):
             return
-        code = self._too_large(total, clip_coef)
+        code = self._alarm.too_large(total, clip_coef)
         if code is not None:
             with self._survives():
-                self._diagnose(step, "spike", code)
+                self._meet(step, "spike", code)
 
     def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
         """The step is made."""
         norms, self._last = self._last, None
-        if norms is not None and self._by_hand:
-            self.before_update(step, norms.total / self._scale, lambda: None)
-        bad = norms is not None and norms.counts is not None
-        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
-        self._known_bad &= bad
-        if norms is not None and not bad:
-            self._remember(norms.total / self._scale)
+        if norms is not None:
+            total = norms.total / self._scale
+            if self._by_hand:
+                self.before_update(step, total, lambda: None)
+            self._alarm.end_step(norms.counts is None, total)
         self._innocent = 0
         self.calls.end_step()
 
-    def _is_new(self, scaler: torch.amp.GradScaler | None) -> bool:
-        """Whether this bad gradient begins an incident. What a GradScaler will settle by itself is none."""
-        if self._known_bad or interception.inside_backward():
-            return False
-        root = self.calls.roots[-1].detach() if self.calls.roots else None
-        if scaler is not None and (root is None or bool(torch.isfinite(root).all())):
-            return self._bad_in_a_row >= _SCALER_PATIENCE
-        return True
-
-    def _too_large(self, total: float, clip_coef: Callable[[], float | None]) -> str | None:
-        """The code under which the judge will find this norm, by the same thresholds."""
-        exploding, spike = self._limits.get(_EXPLODING), self._limits.get(_SPIKE)
-        if exploding is not None and total > exploding["limit"] and total * (clip_coef() or 1.0) > exploding["limit"]:
-            self._large_in_a_row += 1
-            if self._large_in_a_row == exploding["patience"]:
-                return _EXPLODING
-        else:
-            self._large_in_a_row = 0
-        return _SPIKE if spike is not None and self._is_spike(total, spike) else None
-
-    def _is_spike(self, total: float, limits: Mapping[str, float]) -> bool:
-        excess = self._usual.excess(_logarithm(total)) if self._steps >= 11 and total > limits["least"] else None
-        if excess is None or total < limits["jump"] * self._previous:
-            return False
-        return excess[0] > math.log(limits["factor"]) and excess[1] > limits["sigmas"]
-
-    def _remember(self, total: float) -> None:
-        """Take a finite norm into what is usual."""
-        self._steps += 1
-        self._previous = total
-        self._usual.enter(_logarithm(total))
-
     # What a bad step comes to.
 
-    def _diagnose(self, step: int, kind: Literal["nonfinite", "spike"], code: str) -> None:
-        """Find out what can be found out while everything is as it was."""
-        self._diagnosed, self._known_bad = step, kind == "nonfinite"
+    def _meet(self, step: int, kind: Kind, code: str) -> None:
+        """Keep and find out what can be while everything is as it was."""
         self._met += 1
-        if self._seconds <= 0 or (self._met > _ALWAYS and self._met & (self._met - 1)):
+        rare = self._met > _ALWAYS and self._met & (self._met - 1)
+        if rare or not (self._seconds or self._with_batch):
             return
         self._forget()
         passes, notes = self.calls.passes()
-        staged = self._stage(passes)
         first = self._innocent if kind == "nonfinite" else 0
         facts: dict[str, Any] = {"kind": kind, "scale": self._scale * dist.world_size(), "first_pass": first}
-        diagnosis = _nothing("the parameters are spread over ranks: no rank can run the step again by itself")
-        if not passes:
-            diagnosis = _nothing(
-                "the model itself was not called in this step since it is watched: there is nothing to run again"
-            )
-        elif not self._sharded:
-            diagnosis = self._run_again(passes[first:], kind, facts["scale"])
-        diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
-        diagnosis = numbered(diagnosis, dist.rank(), first + self.calls.dropped, len(passes) + self.calls.dropped)
-        self._pending = _Pending(step, code, diagnosis, staged, facts)
+        self._pending = _Pending(step, code, None, self._stage(passes), facts)
+        if self._seconds:
+            found = self._run_again(passes[first:], kind, facts["scale"])
+            found = replace(found, notes=(*notes, *found.notes))
+            dropped = self.calls.dropped
+            self._pending.diagnosis = numbered(found, dist.rank(), first + dropped, len(passes) + dropped)
         if dist.rank() != 0:
             self._write_part(self._pending)
 
-    def _run_again(self, passes: list[Pass], kind: Literal["nonfinite", "spike"], scale: float) -> Diagnosis:
+    def _run_again(self, passes: list[Pass], kind: Kind, scale: float) -> Diagnosis:
         from gradsight.diagnose.diagnose import diagnose
 
-        root = self.calls.roots[-1] if self.calls.roots else None
-        with interception.suspend():
+        if not passes:
+            return _nothing(_NOT_CALLED)
+        root = self.calls.root
+        with interception.suspend(), _own_hooks_silent(self._model):
             return diagnose(self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale)
 
     def _stage(self, passes: list[Any]) -> Staged | None:
@@ -195,7 +157,8 @@ class Recorder:
 
     def _write_part(self, pending: _Pending) -> None:
         """What a rank other than the first has found: beside the incident that the first one writes."""
-        found = is_broken(pending.diagnosis) or (pending.facts["kind"] == "spike" and pending.diagnosis.samples)
+        found = pending.diagnosis is None or is_broken(pending.diagnosis)
+        found = found or (pending.facts["kind"] == "spike" and bool(pending.diagnosis and pending.diagnosis.samples))
         if self._incidents is not None and pending.staged is not None and found:
             what = of_ending(pending.step, f"rank{dist.rank()}", f"what rank {dist.rank()} found", pending.diagnosis)
             with self._survives_disk():
@@ -209,7 +172,7 @@ class Recorder:
     def judged(self, finding: Finding) -> None:
         """A finding is new or has changed."""
         key = (finding.code, finding.first_step)
-        if key not in self._known and (finding.severity == "critical" or finding.code == _SPIKE):
+        if key not in self._known and (finding.severity == "critical" or finding.code == SPIKE):
             self._known.add(key)
             self._told.append(finding)
 
@@ -230,17 +193,18 @@ class Recorder:
         found, self._told = self._told, []
         pending = self._pending
         for finding in found:
-            related = pending is not None and (finding.code[2] in "124" or finding.code == pending.code)
-            if related and pending is not None:
+            if pending is not None and finding.code[2] in "124":
                 self._write_pending(pending, finding)
             else:
-                self._write(measured.step.step, finding, None)
+                self._write_late(measured.step.step, finding)
         if pending is None or measured.step.step < pending.step:
             return
         known = self._health.finding(pending.code) if self._health is not None else None
-        if pending.path is None and pending.staged is not None and known is not None and not measured.step.skipped:
+        broken = measured.norms is not None and measured.norms.counts is not None
+        confirmed = known is not None and not measured.step.skipped and (broken or pending.facts["kind"] == "spike")
+        if known is not None and confirmed and pending.path is None and pending.staged is not None:
             self._write_pending(pending, known)  # the same thing again: the judge tells of it once only
-        if measured.norms is None or measured.norms.counts is None or pending.path is not None:
+        if not broken or pending.path is not None:
             self._forget()
 
     def _write_pending(self, pending: _Pending, finding: Finding) -> None:
@@ -251,6 +215,13 @@ class Recorder:
         if self._health is not None:
             self._health.explain(finding.code, pending.diagnosis, pending.path)
 
+    def _write_late(self, step: int, finding: Finding) -> None:
+        """The incident of a step that was judged bad when its gradient had been used already."""
+        late = _nothing(_TOO_LATE) if self._seconds and finding.code in _DIAGNOSED else None
+        path = self._write(step, finding, None)
+        if self._health is not None:
+            self._health.explain(finding.code, late, path)
+
     def _write(self, step: int, finding: Finding, pending: _Pending | None) -> str | None:
         """Write one incident; its path inside the run directory, or None where it could not be written."""
         if self._incidents is None:
@@ -259,9 +230,7 @@ class Recorder:
         with self._survives_disk():
             staged = (pending.staged if pending else None) or self._incidents.stage(self.calls.passes()[0])
             what = of_finding(step, finding, pending.diagnosis if pending else None)
-            self._incidents.write(name, staged, what | (pending.facts if pending else {}), self._ring)
-            if self._health is not None and pending is None:
-                self._health.explain(finding.code, None, f"incidents/{name}")
+            self._incidents.write(name, staged, what | (pending.facts if pending else {"after": True}), self._ring)
             return f"incidents/{name}"
         return None
 
@@ -320,8 +289,33 @@ class Recorder:
             self._problems.report("incident", f"an incident could not be written: {type(error).__name__}: {error}")
 
 
+def _limits(health: Health | None, optimizers: int) -> Mapping[str, Any]:
+    """The thresholds of the checks whose finding is an incident; norms of several optimizers in turn tell nothing of spikes."""
+    known = health.limits() if health is not None else {}
+    wanted = _DIAGNOSED if optimizers < 2 else (NAN, INF)
+    return {code: known[code] for code in wanted if code in known}
+
+
 def _nothing(note: str) -> Diagnosis:
     return Diagnosis(None, (), 0.0, (note,))
+
+
+@contextmanager
+def _own_hooks_silent(model: nn.Module) -> Iterator[None]:
+    """Hooks of ours (the ghost engine's, say) see the training, not its diagnosis."""
+    silenced = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            ours = [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_OWN)]
+            silenced += [(hooks, dict(hooks))] if ours else []
+            for key in ours:
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in silenced:
+            hooks.clear()
+            hooks.update(before)
 
 
 def _innermost(model: nn.Module) -> nn.Module:
@@ -329,7 +323,3 @@ def _innermost(model: nn.Module) -> nn.Module:
     name = type(model).__name__
     inner = model._modules.get({"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(name, ""))
     return model if inner is None else _innermost(inner)
-
-
-def _logarithm(total: float) -> float:
-    return math.log(max(total, 1e-40))

@@ -56,6 +56,8 @@ def _replay_part(path: Path, body: Mapping[str, Any], model: nn.Module, seconds:
     tensors = _tensors(path, body, "batch.safetensors", device)
     passes = unpack_passes(body["passes"], tensors)
     notes = restore(path, body, model, device)
+    if body.get("after"):
+        notes.append("the parameters were recorded after the optimizer had stepped")
     first, scale = int(body.get("first_pass", 0)), float(body.get("scale", 1.0))
     kind: Literal["spike", "nonfinite"] = "spike" if body.get("kind") == "spike" else "nonfinite"
     chosen = [_on_cpu(each) for each in passes[first:]]

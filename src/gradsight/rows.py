@@ -145,8 +145,8 @@ def usable(y: Tensor) -> bool:
     return y.is_floating_point() and y.requires_grad and y.dim() > 0
 
 
-def part_of(whole: Tensor, alone: Tensor, i: int, batch: int) -> tuple[slice, ...]:
-    """Where in the batch's output sample i's is, after proof that its output alone is that part."""
+def part_of(whole: Tensor, alone: Tensor, i: int, batch: int, within: float | None = None) -> tuple[slice, ...]:
+    """Where in the batch's output sample i's is, after proof that its output alone is that part, `within` rounding."""
     if batch == 1 and whole.shape == alone.shape:
         return ()
     dims = [d for d in range(alone.dim()) if whole.shape[d] != alone.shape[d]] if whole.dim() == alone.dim() else []
@@ -158,7 +158,7 @@ def part_of(whole: Tensor, alone: Tensor, i: int, batch: int) -> tuple[slice, ..
     (dim,), size = dims, alone.shape[dims[0]]
     for part in (slice(i * size, (i + 1) * size), slice(i, None, batch)):
         index = (slice(None),) * dim + (part,)
-        if close(whole[index], alone):
+        if close(whole[index], alone, within):
             return index
     raise NotSeparable(
         f"sample {i} alone gives another output than in the batch: samples are not independent in this model "
@@ -166,7 +166,7 @@ def part_of(whole: Tensor, alone: Tensor, i: int, batch: int) -> tuple[slice, ..
     )
 
 
-def close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor, within: float | None = None) -> bool:
     """Whether two outputs are the same up to rounding, judged by their largest entry; what is not finite must be so in both.
 
     >>> nan, one = float("nan"), torch.ones(2)
@@ -178,9 +178,9 @@ def close(a: Tensor, b: Tensor) -> bool:
         return True
     difference, size = float((a - b).abs().max()), float(a.abs().max())
     if difference == difference and size < float("inf"):
-        return difference <= tolerance(a.dtype) * max(size, 1e-30)
+        return difference <= (tolerance(a.dtype) if within is None else within) * max(size, 1e-30)
     finite = torch.isfinite(a)
-    return torch.equal(finite, torch.isfinite(b)) and close(a[finite], b[finite])
+    return torch.equal(finite, torch.isfinite(b)) and close(a[finite], b[finite], within)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -162,7 +162,7 @@ class Watch:
             self._assembler.log(take_scalars(scalars))
             self._capture.step()
 
-    def ids(self, sample_ids: Sequence[int | str]) -> None:
+    def ids(self, sample_ids: Sequence[int | str] | torch.Tensor) -> None:
         """What the samples of the next call of the model are called: a diagnosis then names them so, not by their row."""
         if self._recorder is not None and not self._closed:
             self._recorder.calls.name_samples(sample_ids)

@@ -31,12 +31,13 @@ def _operation(found: GuiltyOperation, several: bool) -> Iterator[str]:
     if found.source:
         where += f" (`{_cut(found.source)}`)"
     within = f", micro-batch {found.micro_batch}" if several else ""
+    within += f", rank {found.rank}" if found.rank else ""
     if found.phase == "before":
         yield from _before(found, where, within)
         return
     if found.phase == "loss":
-        what = "the loss" if found.operation == "loss" else f"{found.operation}, in the loss"
-        yield f"{what}: outside the model,{where}{within}"
+        what = "the loss" if found.operation == "loss" else f"{found.operation} in the loss"
+        yield f"{what}, outside the model{where.replace(' in', ':', 1)}{within}"
     else:
         module = f", module {found.module}" if found.module else ", the model itself" if found.module == "" else ""
         yield f"{found.operation}{where}{module}, {found.phase}{within}"
@@ -104,4 +105,5 @@ def short_place(place: str) -> str:
 
 
 def _cut(source: str) -> str:
+    source = source.split("  #")[0]
     return source if len(source) <= _SOURCE else source[: _SOURCE - 3] + "..."

@@ -33,6 +33,8 @@ class Fault:
     rerun: bool = False
     detail: str = ""
     library: str = ""
+    compiled: Callable[[nn.Module], None] | None = None
+    """Compiles the model after its step."""
 
 
 def rows(*special: tuple[int, float], count: int = ROWS, width: int = WIDTH) -> Tensor:
@@ -114,6 +116,21 @@ class Masked(nn.Module):
         weights = (x + healing).softmax(-1)
         hidden = x == 7.0
         return weights * x.masked_fill(hidden, float("-inf")).softmax(-1)  # nothing left to attend to
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor * torch.full((), float("inf"))  # infinitely many
+
+
+class ZeroTimes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((WIDTH,), float("-inf"))
+        return (x.detach() * mask).exp() + x  # zero times infinity
 
 
 class Recurrent(nn.Module):
@@ -202,6 +219,10 @@ def distance_loss(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x).square().sum(-1).sqrt().mean()  # root in the loss
 
 
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum()
+
+
 def large(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum() * 1e20
 
@@ -237,6 +258,14 @@ def wide() -> Tensor:
     return x
 
 
+def compiled_in_place(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+def compiled_in_part(model: nn.Module) -> None:
+    model.middle = torch.compile(model.middle, backend="eager")
+
+
 GPT2 = {(0, row) for row in range(3)}
 
 FAULTS = {
@@ -252,6 +281,9 @@ FAULTS = {
     ),
     "log in the model": Fault(
         lambda: Body(Log()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in the model", {(0, 4)}
+    ),
+    "log in the model under a plain sum": Fault(
+        lambda: Body(Log()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in the model", {(0, 4)}, summed
     ),
     "log in place": Fault(
         lambda: Body(LogInPlace()), lambda: [rows((4, 0.0))], "log", "forward", "middle", "log in place", {(0, 4)}
@@ -274,6 +306,17 @@ FAULTS = {
     "nothing to attend to": Fault(
         lambda: Body(Masked()), lambda: [rows((13, 7.0))], "softmax", "forward", "middle", "nothing left to attend to",
         {(0, 13)},
+    ),
+    "an infinity that was not meant well": Fault(
+        lambda: Body(Times()), lambda: [rows()], "full", "forward", "middle", "infinitely many",
+        {(0, row) for row in range(ROWS)},
+        summed,
+    ),
+    "zero times a mask": Fault(
+        lambda: Body(ZeroTimes()), lambda: [rows((12, 0.0))], "mul", "forward", "middle", "zero times infinity", {(0, 12)},
+    ),
+    "minus infinity in the data": Fault(
+        bare, lambda: [rows((3, -math.inf))], "input", "before", None, "calls the model", {(0, 3)}, detail="argument x, row 3"
     ),
     "nan in one sample": Fault(
         bare, lambda: [rows((7, math.nan))], "input", "before", None, "calls the model", {(0, 7)}, detail="argument x, row 7"
@@ -317,6 +360,14 @@ FAULTS = {
     "compiled": Fault(
         lambda: torch.compile(Body(Half()), backend="eager"), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle",
         "fp16 overflow", {(0, 2)},
+    ),
+    "compiled in part": Fault(
+        lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)},
+        compiled=compiled_in_part,
+    ),
+    "compiled in place": Fault(
+        lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)},
+        compiled=compiled_in_place,
     ),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from gradsight.diagnose.diagnose import diagnose
 from gradsight.records import GuiltyOperation
 
 LIKELY = "likely: no other operation of the loss can do it; "
-OUTSIDE = "the model's outputs are finite, the gradients that came back to them are not"
+OUTSIDE = "the outputs are finite, the gradients that came back are not"
 
 
 def divided(model: nn.Module, x: Tensor) -> Tensor:
@@ -105,3 +105,20 @@ def test_the_loss_of_another_pass_is_not_blamed() -> None:
     assert [(sample.micro_batch, sample.row) for sample in found.samples] == [(0, 4)]
     assert found.operation.inputs[0].shape == (16, WIDTH)
     assert torch.isfinite(loss)
+
+
+def test_infinities_that_are_meant_are_not_blamed_for_the_loss() -> None:
+    """A model forbids some classes; the label is one of them."""
+
+    class Choice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(torch.arange(WIDTH) > 3, float("-inf"))
+
+    model = Choice(WIDTH, WIDTH)
+    passes, loss = step(model, [rows()], lambda model, x: model(x).softmax(-1).log().mean())
+    found = diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss).operation
+    assert found is not None
+    assert (found.operation, found.phase) == ("log", "loss")
+    assert found.detail.startswith(
+        "the outputs hold infinities that the model wrote on purpose, the gradients that came back are"
+    )

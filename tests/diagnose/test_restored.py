@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from diagnose.capture import captured
 from diagnose.faults import rows
+from gradsight.diagnose.budget import Budget, OutOfTime
 from gradsight.diagnose.diagnose import diagnose
+from gradsight.diagnose.operation import find_operation
+from gradsight.diagnose.samples import Norms, measure
 from gradsight.passes import Pass
 
 
@@ -115,14 +118,40 @@ def test_nothing_is_changed_when_the_model_breaks(calls: int) -> None:
     assert any(note.endswith("raised RuntimeError: the model broke") for note in found.notes), found
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01])
-def test_nothing_is_changed_when_time_runs_out(seconds: float) -> None:
+class Counted(Budget):
+    """Time that is over after so many looks at the clock: at any point of a pass, in forward and in backward."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(1.0)
+        self.looks = looks
+
+    def is_over(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_nothing_is_changed_wherever_time_runs_out() -> None:
     model, optimizer, passes, fired = busy_step()
     before = fingerprint(model, optimizer, passes)
-    found = diagnose(model, passes, seconds=seconds, kind="nonfinite")
-    assert_same(before, fingerprint(model, optimizer, passes))
+    stopped = 0
+    for looks in range(0, 150, 7):
+        for work in (find_operation, measure):
+            budget, norms = Counted(looks), Norms()
+            try:
+                work(model, passes[1], *((1, budget) if work is find_operation else (budget, norms)))
+            except OutOfTime:
+                stopped += 1
+            assert_same(before, fingerprint(model, optimizer, passes))
+    assert stopped > 20
     assert not fired
-    assert any(f"the {seconds:g} s of the diagnosis were over" in note for note in found.notes) or seconds > 0
+
+
+def test_time_that_is_over_is_said() -> None:
+    model, _, passes, _ = busy_step()
+    assert diagnose(model, passes, seconds=0, kind="nonfinite").notes == (
+        "the 0 s of the diagnosis were over while running micro-batch 0 for its operations",
+        "the 0 s of the diagnosis were over while running micro-batch 0 for its samples",
+    )
 
 
 def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:

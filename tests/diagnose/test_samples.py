@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diagnose.capture import captured, step
 from diagnose.faults import gpt2, own_loss, rows, squared, tokens
+from ghost.models import BATCH, MODELS, UNEQUAL, build, rows_of
 from gradsight.diagnose.diagnose import diagnose
 from gradsight.passes import Pass
 from gradsight.records import Diagnosis
@@ -206,6 +207,62 @@ def masked_out(model: nn.Module, count: int) -> Iterator[float]:
         logits = model(input_ids=tokens(4)["input_ids"]).logits[row, :-1]
         loss = F.cross_entropy(logits, labels[row], reduction="sum") / (labels != -100).sum()
         yield norm(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "transformer", "experts"])
+def test_coarse_numbers_do_not_look_like_mixed_samples(name: str) -> None:
+    case = build(name, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        passes, _ = step(case.model.train(), [case.batch], case.loss_fn)
+    found = diagnose(case.model, passes, seconds=60, kind="spike")
+    assert (len(found.samples), found.notes) == (BATCH, ())
+
+
+def test_a_loss_with_a_dimension_of_its_own_is_a_loss() -> None:
+    class Unsqueezed(OnlyLoss):
+        def forward(self, **batch: Tensor) -> Tensor:
+            return super().forward(**batch)[None]
+
+    torch.manual_seed(0)
+    model = Unsqueezed()
+    passes, _ = step(model, [labelled()], lambda model, batch: model(**batch).sum())
+    found = diagnose(model, passes, seconds=60, kind="spike")
+    assert (len(found.samples), found.notes) == (4, ())
+
+
+def test_dropout_that_is_one_operation() -> None:
+    """As it is on a GPU."""
+
+    class Dropping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.native_dropout(super().forward(x), 0.4, True)[0]
+
+    torch.manual_seed(0)
+    model = Dropping(6, 4).double()
+    passes, _ = step(model, [rows().double()], squared)
+    found = diagnose(model, passes, seconds=60, kind="spike", most=None)
+    torch.set_rng_state(passes[0].rng["cpu"])
+    y = model(rows().double())
+    pulled = [torch.autograd.grad(y[row].square().sum() / 64, list(model.parameters()), retain_graph=True) for row in range(16)]
+    assert norms(found) == pytest.approx({(0, row): norm(each) for row, each in enumerate(pulled)}, rel=1e-11)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_of_the_table(name: str) -> None:
+    """In evaluation against a loop of backward passes; in training, with dropout, nothing but that all is well."""
+    case = build(name)
+    for training in (False, True):
+        case.model.train(training)
+        passes, loss = step(case.model, [case.batch], case.loss_fn)
+        found = diagnose(case.model, passes, seconds=60, kind="nonfinite", loss_root=loss, most=None)
+        assert found.operation is None
+        assert [note for note in found.notes if "everything was finite" not in note] == []
+        assert len(found.samples) == BATCH
+        if not training and name not in UNEQUAL:
+            parameters = [p for p in case.model.parameters() if p.requires_grad]
+            losses = [case.loss_fn(case.model, row) / BATCH for row in rows_of(case.batch, case.model)]
+            expected = {(0, i): norm(torch.autograd.grad(each, parameters, allow_unused=True)) for i, each in enumerate(losses)}
+            assert norms(found) == pytest.approx(expected, rel=1e-7)
 
 
 def test_a_spike_in_one_of_four_micro_batches_is_named_by_its_id() -> None:

@@ -42,7 +42,7 @@ def test_the_loss_and_the_notes() -> None:
     loss = GuiltyOperation("loss", "loss", None, "/x/train.py:20", "loss.backward()", (), 0, "likely log or div")
     notes = ("the 5 s of the diagnosis were over while running micro-batch 1 for its samples", "b", "c", "d")
     assert describe(Diagnosis(loss, (GuiltySample(3, None, 0, 0, 12.0, None),), 5.02, notes)) == [
-        "the loss: outside the model, in train.py:20 (`loss.backward()`)",
+        "the loss, outside the model: train.py:20 (`loss.backward()`)",
         "likely log or div",
         "sample 3 has the largest gradient norm, 12",
         "note: the 5 s of the diagnosis were over while running micro-batch 1 for its",

@@ -5,10 +5,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsight
@@ -18,10 +20,9 @@ BAD_STEP, STEPS, ROWS = 3, 5, 4
 
 
 def train(kind: str, run_dir: Path | None) -> tuple[list[bytes], list[dict[str, object]]]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(mlp())
+    model: Any = fully_shard(mlp()) if kind == "sharded" else DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inner: nn.Module = model.module
+    inner: nn.Module = model if kind == "sharded" else model.module
     watched: nn.Module = model if kind != "inner" else inner
     history = []
     recorder = "batch" if run_dir is not None else False
@@ -35,7 +36,7 @@ def train(kind: str, run_dir: Path | None) -> tuple[list[bytes], list[dict[str, 
                 waiting = model.no_sync() if number < micro_batches - 1 else contextlib.nullcontext()
                 with waiting:
                     (model(x).square().mean() / micro_batches).backward()
-                history.append(state(inner, optimizer))
+                history.append(state(inner, optimizer) if kind != "sharded" else b"")
             optimizer.step()
             optimizer.zero_grad()
         report = watch.report() if dist.get_rank() == 0 and run_dir is not None else None

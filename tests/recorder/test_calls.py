@@ -43,7 +43,8 @@ def test_a_pass_holds_what_the_model_was_called_with() -> None:
         output = model(x).detach()
         loss.backward()
         calls = calls_of(watch)
-        (first, second), notes = calls.passes()
+        (first,), notes = calls.passes()  # the second call is not part of the step: no gradient came back to it
+        assert len(calls.calls) == 2
         assert first.args[0] is x
         assert torch.equal(first.rng["cpu"], state)
         assert (first.training, first.autocast, first.sample_ids) == (True, None, ("a", "b", "c"))
@@ -51,10 +52,9 @@ def test_a_pass_holds_what_the_model_was_called_with() -> None:
         assert (first.backward_caller or "").rpartition("/")[2].startswith(f"{HERE}:")
         assert first.output_gradients is not None
         torch.testing.assert_close(first.output_gradients[0], 2 * output)
-        assert second.output_gradients is None
-        assert second.sample_ids is None
+        assert calls.calls[1].made.sample_ids is None
         assert notes == []
-        assert calls.roots[-1] is loss
+        assert calls.root is loss
 
 
 def test_evaluation_is_not_kept_and_a_step_lets_go() -> None:
@@ -72,7 +72,8 @@ def test_evaluation_is_not_kept_and_a_step_lets_go() -> None:
         del x
         gc.collect()
         assert held() is None
-        assert calls_of(watch).calls == calls_of(watch).roots == []
+        assert calls_of(watch).calls == []
+        assert calls_of(watch).root is None
 
 
 def test_a_pass_that_nobody_uses_keeps_no_activations() -> None:
@@ -125,8 +126,20 @@ def test_large_output_gradients_are_not_kept_and_say_so() -> None:
         (one,), notes = calls_of(watch).passes()
         assert one.output_gradients is None
         assert notes == [
-            "the gradients at the model's outputs take more than 1 MiB, and were not kept: backward was not run again"
+            "gradients at the model's outputs beyond 1 MiB were not kept: where they are missing, backward was not run again"
         ]
+
+
+def test_of_many_gradients_the_newest_are_kept() -> None:
+    """A NaN is met at once, and so in the newest micro-batch."""
+    model = nn.Linear(4, 1000)
+    with watched(model) as watch:
+        calls_of(watch)._most_gradient_bytes = 2**20
+        for _ in range(5):
+            model(torch.randn(100, 4)).square().sum().backward()
+        passes, notes = calls_of(watch).passes()
+        assert [each.output_gradients is not None for each in passes] == [False, False, False, True, True]
+        assert len(notes) == 1
 
 
 def test_a_batch_changed_in_place_says_so() -> None:
@@ -230,6 +243,16 @@ def test_the_ring_is_bounded_in_bytes() -> None:
     ring.add(Step(2000, 0.0, loss=7.0), 2.5, [3, 5], np.array([1.0, 2.0]), np.array([1.0, 2.0]))
     assert ring.arrays()["l2"][-1, [3, 4, 5]].tolist()[::2] == [1.0, 2.0]
     assert ring.arrays()["loss"][-1] == 7.0
+
+
+def test_ids_are_numbers_or_text() -> None:
+    model = mlp()
+    with watched(model) as watch:
+        watch.ids(torch.tensor([7, 8]))
+        model(torch.randn(2, 4)).sum().backward()
+        assert calls_of(watch).passes()[0][0].sample_ids == (7, 8)
+        with pytest.raises(UsageError, match=r"sample ids must be integers or text, got 1\.5"):
+            watch.ids([1, 1.5])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

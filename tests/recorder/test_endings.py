@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import gradsight
+from gradsight.cli import main
 from gradsight.errors import GradsightWarning
 from launch import TESTS
 from recorder.faults import FAULTS, train
@@ -99,6 +100,10 @@ def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> N
     assert incident.diagnosis is not None
     assert [sample.row for sample in incident.diagnosis.samples] == [1]
     assert not incident.replayable
+    assert main(["report", str(tmp_path)]) == 0  # no step was judged bad: the user's own guard came first
+    report = (tmp_path / "report.md").read_text()
+    assert "- step 3, exception: FloatingPointError: a gradient is not finite (" in report
+    assert "  - sample 1: gradient not finite, alone too" in report
     assert set(os.listdir(incident.path)) == {"incident.json", "ring.safetensors"}
 
 

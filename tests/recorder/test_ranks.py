@@ -18,7 +18,17 @@ KINDS = ["outer", "inner", "accumulating"]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    return folder, json.loads(torchrun(TESTS / "recorder" / "ranks.py", folder, *KINDS).splitlines()[-1])
+    return folder, json.loads(torchrun(TESTS / "recorder" / "ranks.py", folder, *KINDS, "sharded").splitlines()[-1])
+
+
+def test_sharded_parameters_are_left_alone(runs: tuple[Path, dict[str, Any]]) -> None:
+    """No rank can run the step again by itself: that is said, nobody waits for anybody, the rest is kept."""
+    (finding,) = runs[1]["sharded"]["findings"]
+    assert finding["diagnosis"]["operation"] is None
+    assert "the parameters are spread over ranks" in finding["diagnosis"]["notes"][0]
+    (incident,) = gradsight.open_run(runs[0] / "sharded").incidents()
+    assert (incident.step, incident.code) == (3, "GS103")
+    assert not (Path(incident.path) / "parameters.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)

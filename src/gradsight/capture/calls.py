@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradsight.capture import interception
 from gradsight.capture.callers import users_line
+from gradsight.errors import UsageError
 from gradsight.passes import Pass
 from gradsight.rows import tensors_in
 
@@ -52,6 +53,10 @@ class Call:
         self.gradient_bytes = 0
         self.too_large = False
 
+    def drop_gradients(self) -> None:
+        """They take too much memory."""
+        self.too_large, self.gradients, self.gradient_bytes = True, [], 0
+
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""
         return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
@@ -75,9 +80,8 @@ class Calls:
         self.calls: list[Call] = []
         self.dropped = 0
         """Calls of this step that were let go."""
-        self.roots: list[Tensor] = []
-        """What backward was called on in this step."""
-        self.backward_caller: str | None = None
+        self.root: Tensor | None = None
+        """What backward was last called on in this step."""
         self._held = 0
         self._cuda = torch.cuda.is_available()
         self._ids: tuple[int | str, ...] | None = None
@@ -123,18 +127,22 @@ class Calls:
     def release(self) -> None:
         """Hold on to nothing."""
         self.calls.clear()
-        self.roots.clear()
+        self.root = None
         self.dropped = self._held = 0
-        self.backward_caller = None
         self._over = False
 
-    def name_samples(self, ids: Sequence[int | str]) -> None:
+    def name_samples(self, ids: Sequence[int | str] | Tensor) -> None:
         """What the samples of the next call are called."""
-        self._ids = tuple(ids)
+        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if not all(isinstance(each, (int, str)) for each in given):
+            raise UsageError(
+                f"sample ids must be integers or text, got {next(x for x in given if not isinstance(x, (int, str)))!r}"
+            )
+        self._ids = tuple(given)
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if interception.suspended() or torch.compiler.is_compiling():
+        if _is_aside():
             return
         if self._over:
             self.release()
@@ -143,7 +151,7 @@ class Calls:
 
     def after(self, output: Any) -> None:
         """It has returned."""
-        if self.calls and torch.is_grad_enabled() and not interception.suspended() and not torch.compiler.is_compiling():
+        if self.calls and torch.is_grad_enabled() and not _is_aside():
             self._guarded(self._after, output)
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
@@ -194,17 +202,22 @@ class Calls:
             if tensor.requires_grad:
                 tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
 
+    def used(self) -> list[Call]:
+        """The calls whose outputs a gradient came back to: those that the step is made of. Before backward, all of them."""
+        return [call for call in self.calls if call.nodes] or self.calls
+
     def passes(self) -> tuple[list[Pass], list[str]]:
         """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt."""
+        used = self.used()
         notes: dict[str, None] = {}
         if self.dropped:
             notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
-        for call in self.calls:
+        for call in used:
             notes.update(dict.fromkeys(self._doubts(call)))
             came_back = not call.too_large and any(gradient is not None for gradient in call.gradients)
             call.made.output_gradients = tuple(call.gradients) if came_back else None
             call.made.output_nodes = tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
-        return [call.made for call in self.calls], list(notes)
+        return [call.made for call in used], list(notes)
 
     def _doubts(self, call: Call) -> Iterator[str]:
         """Why running this call again may not be what it was."""
@@ -212,7 +225,8 @@ class Calls:
             yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
         if call.too_large:
             limit = f"{self._most_gradient_bytes / 2**20:.0f} MiB"
-            yield f"the gradients at the model's outputs take more than {limit}, and were not kept: backward was not run again"
+            missing = "where they are missing, backward was not run again"
+            yield f"gradients at the model's outputs beyond {limit} were not kept: {missing}"
         pairs = zip(self._buffers, call.buffer_versions, strict=True)
         changed = [name for (name, buffer), version in pairs if buffer._version != version and name not in call.made.buffers]
         if changed:
@@ -232,24 +246,25 @@ class Calls:
         if not interception.inside_backward():  # torch.autograd.grad is not a step's backward
             return
         call.nodes[place] = torch._C._current_autograd_node()
-        known = None if call.too_large else call.gradients[place]
-        if known is not None:
-            call.gradients[place] = known + gradient.detach()
+        if call.too_large:
             return
-        call.gradient_bytes += gradient.nbytes
-        if sum(each.gradient_bytes for each in self.calls) > self._most_gradient_bytes:
-            call.too_large, call.gradients = True, []
-        elif not call.too_large:
-            call.gradients[place] = gradient.detach()
+        known = call.gradients[place]
+        call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
+        call.gradient_bytes += gradient.nbytes if known is None else 0
+        held = sum(each.gradient_bytes for each in self.calls)
+        for each in [*(other for other in self.calls if other is not call), call]:  # the oldest go first, the newest last
+            if held <= self._most_gradient_bytes:
+                return
+            held -= each.gradient_bytes
+            each.drop_gradients()
 
     def _before_backward(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
-        self.roots += [root for root in roots if isinstance(root, Tensor)]
-        del self.roots[:-_MOST]
-        self.backward_caller = users_line()
+        self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
+        caller = users_line() if self.calls else None
         for call in self.calls:
             if call.made.backward_caller is None:
-                call.made.backward_caller = self.backward_caller
+                call.made.backward_caller = caller
 
     def _after_backward(self) -> None:
         pass
@@ -296,6 +311,11 @@ def _called(model: nn.Module) -> nn.Module:
     """The module that sees the arguments, however a data-parallel wrapper is called."""
     inner = model._modules.get("module")
     return _called(inner) if type(model).__name__ == "DistributedDataParallel" and inner is not None else model
+
+
+def _is_aside() -> bool:
+    """Whether a call is no pass of the training: ours, one being compiled, or one inside torch.func."""
+    return interception.suspended() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _autocast() -> tuple[str, str] | None:

@@ -76,7 +76,9 @@ def check(
         outcome = gather(
             folder, command, code, ours=[token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
         )
-        if run_dir is not None:
+        if run_dir is None:
+            outcome.forget_incidents()
+        else:
             outcome.write(folder)
         if patch is not None:
             outcome.write_patch(Path(script), patch)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -78,6 +78,12 @@ class Outcome:
         clipped = sum(step.clip_coef is not None and step.clip_coef < 1 for step in steps)
         scaled = any(step.scale is not None for step in steps)
         return [f"Clipping: {clipped} of {len(steps)} steps. Loss scaling: {'yes' if scaled else 'no'}."]
+
+    def forget_incidents(self) -> None:
+        """The folder of this check is about to go: nothing may point there."""
+        for summary in self.runs.values():
+            findings = tuple(replace(finding, incident=None) for finding in summary.health.findings)
+            summary.health = replace(summary.health, findings=findings)
 
     def write(self, folder: Path) -> None:
         """report.md in every run's directory, and check.json beside the first."""

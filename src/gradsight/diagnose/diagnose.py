@@ -1,6 +1,6 @@
 """The diagnosis of a bad step: its guilty operation, its guilty samples, and what could not be found out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from gradsight.diagnose.aside import unwrapped
 from gradsight.diagnose.budget import Budget, OutOfTime
 from gradsight.diagnose.operation import find_operation
+from gradsight.diagnose.ranking import all_broken, ranked
 from gradsight.diagnose.rerun import Rerun
-from gradsight.diagnose.samples import Norms, all_broken, guilty, measure, ranked
-from gradsight.dist import are_spread, is_distributed, world_size
+from gradsight.diagnose.samples import Norms, measure
+from gradsight.dist import are_spread, is_distributed, rank, world_size
 from gradsight.errors import GradsightError
 from gradsight.passes import Pass
 from gradsight.records import Diagnosis, GuiltyOperation, GuiltySample
@@ -105,7 +106,7 @@ def _samples(
         notes += found.notes
         if budget.is_over():
             break
-    samples = guilty(norms, passes, scale)
+    samples = list(_named(norms, passes, scale))
     complete = all(number in norms and len(norms[number].by_row) == norms[number].batch > 0 for number in learning)
     notes += troubles
     if samples and not complete:
@@ -113,6 +114,14 @@ def _samples(
     if all_broken(samples):
         notes.append(f"the gradients of all {len(samples)} samples are not finite: none stands out")
     return ranked(samples, complete=complete, most=most)
+
+
+def _named(norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float) -> Iterator[GuiltySample]:
+    """Every measured sample, as one of this rank's."""
+    for number, found in sorted(norms.items()):
+        ids = passes[number].sample_ids
+        for row, norm in sorted(found.by_row.items()):
+            yield GuiltySample(row, None if ids is None else ids[row], number, rank(), norm / scale, None)
 
 
 def _learns(one: Pass) -> bool:

@@ -28,7 +28,7 @@ UNINITIALISED = frozenset(
 )
 
 Origins = frozenset[int]
-"""The events that explain why a tensor is not finite; empty: an infinity that is meant."""
+"""The events that explain why a tensor is not finite, by their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +68,19 @@ class Finder(Eyes):
 
     def expect(self, tensor: Tensor, event: Event) -> None:
         """This tensor comes into the pass and is not finite."""
-        self.events.append(event)
         key = key_of(tensor)
-        self._marks[key] = self._marks.get(key, frozenset()) | {len(self.events) - 1}
+        self._marks[key] = self._marks.get(key, frozenset()) | self._new(event)
 
-    def first(self, tensors: Iterable[Tensor | None]) -> GuiltyOperation | None:
-        """The earliest event that these tensors' NaN and infinities come from."""
+    def first(self, tensors: Iterable[Tensor | None], *, certain: bool = False) -> GuiltyOperation | None:
+        """The earliest event that these tensors' NaN and infinities come from; `certain`: none that may be meant."""
         found: set[int] = set()
         for tensor in tensors:
             if tensor is not None and state_of(tensor):
                 found |= self._marks.get(key_of(tensor), frozenset())
         ranked = sorted(found, key=lambda number: (not self.events[number].certain, number))
-        return self.events[ranked[0]].operation if ranked else None
+        if not ranked or (certain and not self.events[ranked[0]].certain):
+            return None
+        return self.events[ranked[0]].operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -120,16 +121,15 @@ class Finder(Eyes):
         of_inf: Origins = frozenset().union(*(marks for marks in infinite if marks))
         made_nan = any(state_of(tensor) == "nan" for tensor in outs)
         if not made_nan:
-            if infinite or name_of(func) in FILLS:
-                return of_inf
-            return self._new(func, scene, inputs, outs)
-        certain = {number for number in of_inf if self.events[number].certain}
-        if certain or (of_inf and "softmax" not in name_of(func) and "attention" not in name_of(func)):
-            return frozenset(certain) or of_inf
-        return self._new(func, scene, inputs, outs)
+            meant = bool(infinite) or name_of(func) in FILLS
+            return of_inf or self._new(Event(self._describe(func, scene, inputs, outs), certain=not meant))
+        certain = frozenset(number for number in of_inf if self.events[number].certain)
+        masking = "softmax" in name_of(func) or "attention" in name_of(func)
+        came = frozenset(number for number in of_inf if self.events[number].operation.phase == "before" and not masking)
+        return certain or came or self._new(Event(self._describe(func, scene, inputs, outs)))
 
-    def _new(self, func: Any, scene: Scene, inputs: list[Input], outs: list[Tensor]) -> Origins:
-        self.events.append(Event(self._describe(func, scene, inputs, outs)))
+    def _new(self, event: Event) -> Origins:
+        self.events.append(event)
         return frozenset({len(self.events) - 1})
 
     def _describe(self, func: Any, scene: Scene, inputs: list[Input], outs: list[Tensor]) -> GuiltyOperation:
@@ -138,8 +138,9 @@ class Finder(Eyes):
         if node is not None and not scene.recomputed:
             phase, made = "backward", self._made(node)
             if scene.file is None:  # no Python of a custom backward: what the user wrote is the forward operation
-                detail = f"{operation} in the backward of {forward_name(node.name())}"
-                operation, scene = forward_name(node.name()), made
+                forward = forward_name(node.name())
+                detail = f"{operation} in the backward of {forward}" if operation != forward else ""
+                operation, scene = forward, made
             else:
                 scene = Scene(made.module, scene.file, scene.line, scene.recomputed)
         if scene.module is None and self.whole_step:

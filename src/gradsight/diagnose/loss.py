@@ -43,7 +43,9 @@ def outside(one: Pass, outputs: Sequence[Tensor], number: int, loss_root: Tensor
 
 def _tell(one: Pass, outputs: Sequence[Tensor], loss_root: Tensor | None) -> tuple[str, str, tuple[Any, ...]]:
     """Operation, remark, inputs: the one that is sure, else the likely ones, else only that it is the loss."""
-    where = "the model's outputs are finite, the gradients that came back to them are not"
+    meant = any(state_of(y) for y in outputs)
+    where = "the outputs hold infinities that the model wrote on purpose" if meant else "the outputs are finite"
+    where += ", the gradients that came back are not finite" if meant else ", the gradients that came back are not"
     stops = [node for node in one.output_nodes or () if node is not None]
     nodes = _between(loss_root.grad_fn, stops) if loss_root is not None and stops else []
     if loss_root is None or not nodes:

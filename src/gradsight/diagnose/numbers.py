@@ -29,17 +29,12 @@ def summary(tensor: Tensor) -> TensorSummary:
     >>> summary(torch.tensor([1.0, float("nan"), -2.0]))
     TensorSummary(shape=(3,), dtype='float32', smallest=-2.0, largest=1.0, nan=1, inf=0)
     """
-    values = _plain(tensor).double()
-    finite = values[torch.isfinite(values)]
-    low, high = torch.aminmax(finite) if finite.numel() else (None, None)
-    return TensorSummary(
-        tuple(tensor.shape),
-        dtype_name(tensor.dtype),
-        None if low is None else float(low),
-        None if high is None else float(high),
-        int(values.isnan().sum()),
-        int(values.isinf().sum()),
-    )
+    values = _plain(tensor)
+    nan, inf = values.isnan(), values.isinf()
+    counts = int(nan.sum()), int(inf.sum())
+    finite = values[~(nan | inf)] if any(counts) else values
+    low, high = map(float, torch.aminmax(finite)) if finite.numel() else (None, None)
+    return TensorSummary(tuple(tensor.shape), dtype_name(tensor.dtype), low, high, *counts)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -43,14 +43,22 @@ def find_operation(
         with finder:
             outputs = call(root, args, kwargs)
         cotangents = _cotangents(one, outputs)
-        forward = finder.first(outputs)
         if cotangents is not None and not any(c is not None and state_of(c) for c in cotangents):
             return _backward(root, finder, outputs, cotangents)
-        if forward is not None:
+        if (forward := _forward(finder, outputs)) is not None:
             return forward
         if cotangents is None:
             raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
         return outside(one, outputs, number, loss_root)
+
+
+def _forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
+    """What made outputs non-finite; infinities that the model wrote into them on purpose are no fault."""
+    if (certain := finder.first(outputs, certain=True)) is not None:
+        return certain
+    likely = finder.first(outputs)
+    broken = any(state_of(y) == "nan" for y in outputs)
+    return likely if likely is not None and (broken or likely.phase == "before") else None
 
 
 def _whole_step(root: nn.Module, number: int, finder: Finder, rerun: Rerun) -> GuiltyOperation | None:
@@ -59,7 +67,16 @@ def _whole_step(root: nn.Module, number: int, finder: Finder, rerun: Rerun) -> G
     with finder:
         loss = call_step(rerun, root, number)
         found = pull([loss], [torch.ones_like(loss)], parameters_of(root))
-    return finder.first(found) or finder.first([loss])
+    return _at_first(finder, finder.first(found), [loss]) or finder.first([loss])
+
+
+def _at_first(finder: Finder, guilty: GuiltyOperation | None, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
+    """Where backward trips over an operation that was not finite in forward already, the forward is what is meant."""
+    before = finder.first(outputs, certain=True)
+    if guilty is None or before is None:
+        return guilty
+    same = (before.operation, before.module, before.place) == (guilty.operation, guilty.module, guilty.place)
+    return before if same else guilty
 
 
 def _cotangents(one: Pass, outputs: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
@@ -88,7 +105,7 @@ def _backward(
         with finder:
             found = pull([y for y, _ in chosen], [c for _, c in chosen], parameters, keep=not all(last))
         if (guilty := finder.first(found)) is not None:
-            return guilty
+            return _at_first(finder, guilty, outputs)
     if not pairs:
         raise NoGradient("no gradient reached the model's outputs")
     return None

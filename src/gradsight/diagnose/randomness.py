@@ -36,6 +36,11 @@ class Tape(Eyes):
         """Whether a sample drew what cannot be found in the batch's."""
         self._drawn: dict[State, tuple[Any, dict[str, Tensor]]] = {}
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the batch drew any random numbers."""
+        return bool(self._drawn)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -6,7 +6,7 @@ gradient that the batch's loss sent to the model's outputs: ||J_i^T c_i||. Whole
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,15 +15,12 @@ from torch import Tensor, nn
 
 from gradsight.diagnose.aside import arguments, replaying
 from gradsight.diagnose.budget import Budget
-from gradsight.diagnose.numbers import state_of
 from gradsight.diagnose.randomness import Tape
 from gradsight.diagnose.rerun import NoGradient, call, ends, parameters_of, pull
-from gradsight.dist import rank
 from gradsight.passes import Pass
-from gradsight.records import GuiltySample
 from gradsight.rows import ModelCall, NotSeparable, collecting, part_of, rowed, tell_batch, tolerance
 
-_MISSING = 0.01
+_MISSING = 0.05
 """The part of the gradient that may be missing in the sum over samples before that is said."""
 
 
@@ -97,7 +94,8 @@ def _forward(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     losses: list[Tensor] = []
     with collecting(losses):
         outputs = call(root, args, kwargs)
-    return outputs, rowed(outputs, losses)
+    several = [y for y in outputs if y.numel() > 1]  # a loss may have a dimension of its own
+    return outputs, rowed(several, losses) or rowed(outputs, losses)
 
 
 def _whole(root: nn.Module, one: Pass, budget: Budget) -> Whole:
@@ -129,7 +127,7 @@ def _at_rows(rows: Sequence[Tensor], outputs: Sequence[Tensor], totals: Sequence
     """The gradient at every tensor with rows: as kept, or pulled to it from a loss that the model returned."""
     kept = {id(y): c for y, c in zip(outputs, totals, strict=True) if c is not None}
     found = {number: kept[id(y)] for number, y in enumerate(rows) if id(y) in kept}
-    losses = [(y, kept[id(y)]) for y in outputs if y.dim() == 0 and id(y) in kept]
+    losses = [(y, kept[id(y)]) for y in outputs if y.numel() == 1 and id(y) in kept]
     if not found and losses and rows:
         pulled = pull([y for y, _ in losses], [c for _, c in losses], rows, keep=True)
         found = {number: c for number, c in enumerate(pulled) if c is not None}
@@ -168,8 +166,19 @@ def _alone(root: nn.Module, whole: Whole, row: int) -> list[Tensor | None]:
         numbers = list(whole.outputs)
         if numbers[-1] >= len(rows):
             raise NotSeparable(f"the model gives another number of outputs for one sample alone ({len(rows)})")
-        pieces = [whole.cotangents[n][part_of(whole.outputs[n], rows[n], row, batch)] for n in numbers]
+        pieces = [whole.cotangents[n][_part(whole, whole.outputs[n], rows[n], row)] for n in numbers]
         return pull([rows[n] for n in numbers], pieces, parameters_of(root))
+
+
+def _part(whole: Whole, output: Tensor, alone: Tensor, row: int) -> tuple[slice, ...]:
+    """Where a sample is in an output; where random numbers were drawn, a difference may be due to those."""
+    coarse = whole.one.autocast is not None or any(g is not None and g.element_size() < 4 for g in whole.gradient)
+    try:
+        return part_of(output, alone, row, whole.call.batch, tolerance(torch.bfloat16) if coarse else None)
+    except NotSeparable:
+        if whole.tape.has_drawn:
+            raise _OwnRandomness from None
+        raise
 
 
 def _order(whole: Whole) -> list[int]:
@@ -178,7 +187,8 @@ def _order(whole: Whole) -> list[int]:
     weights = torch.zeros(batch, dtype=torch.float64)
     for cotangent in whole.cotangents.values():
         if cotangent.dim() and cotangent.shape[0] % batch == 0:
-            weights += cotangent.detach().double().cpu().unflatten(0, (batch, -1)).flatten(1).square().sum(1)
+            rows = cotangent.detach().unflatten(0, (batch, -1)).flatten(1)
+            weights += torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().cpu()
     return torch.nan_to_num(weights, nan=math.inf).argsort(descending=True, stable=True).tolist()
 
 
@@ -196,43 +206,3 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return a if b is None else b
     return a + b
-
-
-def guilty(norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float) -> list[GuiltySample]:
-    """All samples with their norms, as samples of this rank."""
-    return list(_samples(norms, passes, scale))
-
-
-def _samples(norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float) -> Iterator[GuiltySample]:
-    for number, found in sorted(norms.items()):
-        ids = passes[number].sample_ids
-        for row, norm in sorted(found.by_row.items()):
-            yield GuiltySample(row, None if ids is None else ids[row], number, rank(), norm / scale, None)
-
-
-def ranked(samples: Sequence[GuiltySample], *, complete: bool = True, most: int | None = None) -> tuple[GuiltySample, ...]:
-    """The worst first, with their shares: those that are not finite, and if there are none, the largest.
-
-    `complete` says that no sample of the step is missing; else there are no shares. Several ranks' samples may be put together.
-
-    >>> two = [GuiltySample(row, None, 0, 0, norm, None) for row, norm in enumerate((1.0, 3.0))]
-    >>> [(sample.row, sample.share) for sample in ranked(two)]
-    [(1, 0.9), (0, 0.1)]
-    """
-    broken = [sample for sample in samples if not math.isfinite(sample.norm)]
-    if broken:
-        return tuple(replace(sample, share=None) for sample in broken[:most])
-    total = sum(sample.norm**2 for sample in samples)
-    known = complete and 0 < total < math.inf
-    worst = sorted(samples, key=lambda sample: -sample.norm)[:most]
-    return tuple(replace(sample, share=sample.norm**2 / total if known else None) for sample in worst)
-
-
-def all_broken(samples: Sequence[GuiltySample]) -> bool:
-    """Whether every sample's gradient is not finite, so that none stands out."""
-    return len(samples) > 1 and all(not math.isfinite(sample.norm) for sample in samples)
-
-
-def is_finite(one: Pass) -> bool:
-    """Whether everything that came back to a pass's outputs is finite."""
-    return not any(c is not None and state_of(c) for c in one.output_gradients or ())

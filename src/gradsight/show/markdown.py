@@ -7,11 +7,12 @@ from statistics import median
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
-from gradsight.records import Finding, Histogram, ParameterStat, Problem, Step, block_of
+from gradsight.records import Finding, Histogram, Incident, ParameterStat, Problem, Step, block_of
 from gradsight.show.figures import bar, figure, sparkline
 from gradsight.show.influence import Influence, influence
 from gradsight.show.samples import TextOf, markdown_section
 from gradsight.verdict import SEVERITIES, Abstention, HealthReport, headline, make_report, markdown_sections
+from gradsight.wording import describe
 
 _MOST_ROWS = 40
 _NAMED = 8
@@ -28,6 +29,7 @@ class ReadableRun(Protocol):
     def problems(self) -> Iterable[Problem]: ...
     def findings(self) -> Iterable[Finding]: ...
     def abstentions(self) -> Iterable[Abstention]: ...
+    def incidents(self) -> Iterable[Incident]: ...
     def score_table(self) -> tuple[Any, list[str]] | None: ...
 
 
@@ -63,6 +65,7 @@ class Summary:
     problems: list[Problem]
     config: dict[str, Any]
     health: HealthReport
+    incidents: list[Incident] = field(default_factory=list)
     samples: Influence | None = None
     """What the samples did to the target with most scores; None where none were scored."""
 
@@ -103,7 +106,8 @@ def summarize(run: ReadableRun) -> Summary:
     steps = list(run.steps())
     health = _health(run, steps, last)
     samples, troubles = _samples(run)
-    return Summary(steps, blocks, broken, histogram, [*run.problems(), *troubles], run.config, health, samples)
+    problems, incidents = [*run.problems(), *troubles], list(run.incidents())
+    return Summary(steps, blocks, broken, histogram, problems, run.config, health, incidents, samples)
 
 
 def _samples(run: ReadableRun) -> tuple[Influence | None, list[Problem]]:
@@ -149,7 +153,7 @@ def report(summary: Summary, text_of: TextOf = lambda sample_id: None) -> str:
     sections.append(_block_table(summary))
     if summary.samples is not None:
         sections.append(markdown_section(summary.samples, text_of))
-    sections += [_histogram(summary.histogram), _broken(summary), _problems(summary.problems)]
+    sections += [_histogram(summary.histogram), _broken(summary), _incidents(summary), _problems(summary.problems)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
@@ -253,6 +257,22 @@ def _broken(summary: Summary) -> list[str]:
         lines.append(f"- step {step}{note}: {', '.join(f'`{name}`' for name in names[:3])}{more}")
     if len(summary.broken) > _NAMED:
         lines.append(f"- and {len(summary.broken) - _NAMED} more steps")
+    return lines
+
+
+def _incidents(summary: Summary) -> list[str]:
+    """The flight recorder's bundles; what a finding has said already is not said again."""
+    if not summary.incidents:
+        return []
+    lines = ["## Incidents", ""]
+    said = {finding.incident for finding in summary.health.findings}
+    for incident in summary.incidents:
+        place = f"incidents/step{incident.step}-{incident.code}"
+        again = "; `gradsight replay` can run it again" if incident.replayable else ""
+        what = incident.damage or incident.reason
+        lines.append(f"- step {incident.step}, {incident.code}: {what} (`{place}`{again})")
+        if incident.diagnosis is not None and place not in said:
+            lines += [f"  - {line}" for line in describe(incident.diagnosis, width=10_000)]
     return lines
 
 
