@@ -75,36 +75,50 @@ def test_ended_by_a_signal_and_resumed(number: signal.Signals, folder: Path, cap
     assert scores[0] == scores[1]
 
 
-def test_two_processes_end_together(tmp_path: Path) -> None:
-    with start(tmp_path, "--num_processes=2", **LONG | {"max_steps": 5000}) as process:
+def test_two_processes_started_by_the_command_end_together_and_one_goes_on(folder: Path) -> None:
+    with start(folder, "--overwrite", "--num_processes=2", **LONG | {"batch_size": 2}) as process:
         wait_for_step(process, 3)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
-    assert out.count("Stopped by SIGINT") == 1
-    assert list((tmp_path / "Results" / "b" / "checkpoints").glob("step_*"))
+    assert out.count("Stopped by SIGINT") == 1, "one process speaks"
+    place = folder / "Results" / "b"
+    assert gradsight.open_run(place).config["world_size"] == 2
+    made = len(list(gradsight.open_run(place).steps()))
+    run(folder, "--resume", experiment="b", **LONG | {"max_steps": made + 1, "batch_size": 4})
+    used = [{(s.step, s.sample_id) for s in gradsight.open_run(p).scores()} for p in (folder / "Results" / "whole", place)]
+    assert used[1] == {(step, sample) for step, sample in used[0] if step <= made}, "the order of samples is one"
+
+
+def test_settings_are_refused_before_processes_are_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens, message in (
+        (["--data", str(tmp_path / "none")], "there is no such file"),
+        (["--architecture", "x"], "unknown"),
+    ):
+        assert main(["train", "--num_processes", "2", *tokens]) == 64
+        assert message in capsys.readouterr().err
 
 
 def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
-    limit = 6 * 2**30
+    limit = 5 * 2**30
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     write_text(tmp_path / "text")
-    large = {"block_size": 256, "batch_size": 4096, "model.n_embd": 64, "eval_samples": 1, "method": "Regular"}
+    large = {"block_size": 256, "batch_size": 30000, "model.n_embd": 64, "eval_samples": 1, "method": "Regular"}
     tokens = options(data=tmp_path / "text", results_dir=tmp_path / "Results", experiment="b", **large)
     command = [sys.executable, "-m", "gradsight", "train", *tokens]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, preexec_fn=limited)
     assert done.returncode == 2, done.stderr
-    assert "out of memory on cpu with --batch_size 4096 and --block_size 256" in done.stderr
+    assert "out of memory on cpu with --batch_size 30000 and --block_size 256" in done.stderr
     assert "Traceback" not in done.stderr
     config = re.escape(str(tmp_path / "Results" / "b" / "config.json"))
     base = rf"  gradsight train --config {config} --overwrite"
     batch = re.search(rf"{base} --batch_size (\d+) --gradient_accumulation_steps (\d+)", done.stderr)
     assert batch is not None
-    assert 1 <= int(batch[1]) < 4096 <= int(batch[1]) * int(batch[2])
+    assert 1 <= int(batch[1]) < 30000 <= int(batch[1]) * int(batch[2])
     assert re.search(rf"{base} --block_size \d+$", done.stderr, re.MULTILINE)
     assert re.search(rf"{base} --gradient_checkpointing true", done.stderr)
     start_from = batch[0].split()[1:5]

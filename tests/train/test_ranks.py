@@ -1,9 +1,6 @@
 """Two processes train as one does: the same samples, losses, scores and weights, within float tolerance."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,28 +83,3 @@ def test_dumps_of_two_ranks(name: str, folder: Path) -> None:
         names = list(gradsight.get_checkpoint_metadata(place).tensors)
         for parameter, gradient in zip(names, gradsight.load_keys(place, names), strict=True):
             assert float(gradient.norm()) == pytest.approx(stats[step, parameter], rel=1e-4)
-
-
-def test_the_command_starts_processes_itself_and_they_can_be_resumed_by_one(tmp_path: Path) -> None:
-    write_text(tmp_path / "text")
-    tokens = options(data=tmp_path / "text", results_dir=tmp_path / "Results", experiment="two", batch_size=2, max_steps=2)
-    command = [sys.executable, "-m", "gradsight", "train", *tokens, "--num_processes", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 2/2  losses") == 1, "one process speaks"
-    two = run(tmp_path, "--resume", experiment="two", batch_size=4, max_steps=4)
-    one = run(tmp_path, experiment="one", batch_size=4, max_steps=4)
-    losses = [[step.loss for step in gradsight.open_run(place).steps()] for place in (one, two)]
-    assert losses[0][:2] == pytest.approx(losses[1][:2], rel=1e-5)
-    assert len(losses[1]) == 4
-    used = [{(s.step, s.sample_id) for s in gradsight.open_run(place).scores()} for place in (one, two)]
-    assert used[0] == used[1]
-    assert len(used[0]) == 16
-
-
-def test_errors_of_several_processes_are_said_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gradsight", "train", "--num_processes", "2", "--data", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 64
-    assert done.stderr.count("there is no such file or folder") == 1
