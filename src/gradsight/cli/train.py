@@ -9,6 +9,7 @@ from cyclopts import App, Group, Parameter
 
 from gradsight.errors import UsageError
 from gradsight.train.config import ALIASES, MACHINE, Settings, flat, from_dict
+from gradsight.train.models import architecture
 
 app = App(name="train", name_transform=lambda name: name, result_action="return_value")
 
@@ -47,6 +48,7 @@ def train(
     """
     from gradsight.train.launch import processes_to_start, start
 
+    refuse_early(settings)
     count = processes_to_start(num_processes, settings.device)
     if count > 1:
         flags = {"--resume": resume, "--overwrite": overwrite, "--eval_only": eval_only}
@@ -54,6 +56,14 @@ def train(
     from gradsight.train.run import run_training
 
     return run_training(settings, resume=resume, overwrite=overwrite, eval_only=eval_only)
+
+
+def refuse_early(settings: Settings) -> None:
+    """What can be seen to be wrong before torch is loaded and processes are started."""
+    architecture(settings.architecture)
+    for name, path in (("data", settings.data), ("data_weights", settings.data_weights)):
+        if path is not None and not Path(path).exists():
+            raise UsageError(f"--{name} {path}: there is no such file or folder")
 
 
 def prepared(tokens: Sequence[str]) -> list[str]:

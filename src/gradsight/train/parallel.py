@@ -34,8 +34,10 @@ class Processes:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.world > 1 else 0
         self._control: Any = None
-        if self.world > 1:
+        self._joined_here = self.world > 1 and not dist.is_initialized()
+        if self._joined_here:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        if self.world > 1:
             self._control = dist.new_group(backend="gloo")
 
     @property
@@ -99,8 +101,8 @@ class Processes:
             dist.barrier(group=self._control)
 
     def close(self) -> None:
-        """Leave the group."""
-        if self.world > 1 and dist.is_initialized():
+        """Leave the group, if it was joined here."""
+        if self._joined_here and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -153,23 +153,8 @@ def instruments(run: Training) -> Iterator[Instruments]:
     settings, callbacks, processes = run.settings, run.settings.trainer.callbacks, run.processes
     dump = asdict(callbacks.grad_dump)
     dumper = GradientDumper(run.run_dir, **dump) if dump["enabled"] or dump["dump_on"] else None
-    engine = None
-    if settings.method == "GradDotProd":
-        val = run.batches.samples.of("val")
-        pair = validation_pair(
-            val, settings.val_batch_size, processes.rank, processes.world, run.batches.vocabulary, processes.device
-        )
-        engine = GhostEngine(
-            run.model,
-            run.loss,
-            pair,
-            optimizer=run.optimizer,
-            run_dir=run.run_dir,
-            save_interval=settings.dot_prod_save_interval,
-            **asdict(callbacks.ghost),
-        )
+    scoring = Scoring(make_engine(run) if settings.method == "GradDotProd" else None)
     tracker = MetricsTracker(run.run_dir if processes.first else None)
-    scoring = Scoring(engine)
     went_well = False
     try:
         yield Instruments(scoring, dumper, tracker)
@@ -180,6 +165,25 @@ def instruments(run: Training) -> Iterator[Instruments]:
             scoring.close()
             if dumper is not None:
                 dumper.close()
+
+
+def make_engine(run: Training) -> GhostEngine:
+    """The engine that scores training samples against the validation batch."""
+    settings, processes = run.settings, run.processes
+    val, wanted = run.batches.samples.of("val"), settings.val_batch_size
+    target = validation_pair(val, wanted, processes.rank, processes.world, run.batches.vocabulary, processes.device)
+    options = asdict(settings.trainer.callbacks.ghost)
+    if processes.world > 1 and settings.parallel == "fsdp" and settings.train_dtype == "bfloat16":
+        options["self_check"] = False  # right scores are refused there: the twin's rounding is not the sharded model's
+    return GhostEngine(
+        run.model,
+        run.loss,
+        target,
+        optimizer=run.optimizer,
+        run_dir=run.run_dir,
+        save_interval=settings.dot_prod_save_interval,
+        **options,
+    )
 
 
 def go_on(run: Training) -> None:
