@@ -248,3 +248,15 @@ def test_no_validation_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_heads_that_do_not_divide_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, model__n_head=3, expect=64)
     assert "the width 16 cannot be shared among 3 heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "meant"), [("true", True), ("false", False), ("batch", "batch")])
+def test_the_flight_recorder_is_as_told(tmp_path: Path, given: str, meant: bool | str) -> None:
+    place = run(tmp_path, method="Regular", trainer__callbacks__watch__recorder=given)
+    assert gradsight.open_run(place).config["settings"]["watch"]["recorder"] == meant
+
+
+def test_the_report_shows_the_samples_with_their_text(tmp_path: Path) -> None:
+    report = (run(tmp_path) / "report.md").read_text()
+    assert "## Samples: their influence on 'validation'" in report
+    assert any(word in report for word in ("heron", "copper", "Elbe"))

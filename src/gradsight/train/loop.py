@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from gradsight.train.stopping import Stopping
 from gradsight.watch import Watch, watch
 
 OnBatch = Callable[[int, Batch], Batch]
+RECORDER: dict[str, bool | Literal["batch"]] = {"true": True, "false": False, "batch": "batch"}
+"""What the flight recorder's setting means to `watch`."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def train(run: Training, tools: Instruments) -> int | None:
             histograms=Schedule(step_interval=watching.histogram_interval),
             health=watching.health,
             dump=tools.dumper,
+            recorder=RECORDER[watching.recorder],
             start_step=run.step,
         ) as watched,
         Stopping() as stopping,
@@ -106,6 +110,7 @@ def train(run: Training, tools: Instruments) -> int | None:
                 last = micro == settings.gradient_accumulation_steps - 1
                 batch = run.batches.get(run.position, micro)
                 batch = batch if run.on_batch is None else run.on_batch(step, batch)
+                watched.ids(batch.sample_ids)
                 with reduced_at_last(model, last), tools.scoring.observe(batch, step):
                     part = run.loss(model, batch.pair) / settings.gradient_accumulation_steps
                     part.backward()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from gradsight.checkpointing.apply import apply_checkpointing
 from gradsight.cli.report import write_report
+from gradsight.cli.texts import Texts
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
@@ -218,7 +219,7 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
-        write_report(run.run_dir / "report.md", report(summary))
+        write_report(run.run_dir / "report.md", report(summary, Texts(run.run_dir)))
         run.telling.say(f"{run.step} steps, {run.seconds:.0f} s. {summary.verdict}")
         if ended_by is not None:
             again = f"gradsight train --resume --results_dir {run.settings.results_dir} --experiment {run.settings.name}"
