@@ -163,12 +163,13 @@ def auc(found: Influence, corrupted: npt.NDArray[np.bool_]) -> float:
 
 
 def own_domain(found: Influence) -> str:
-    """Where the target's own domain stands, and the share of its samples among the best tenth (a sixth by chance)."""
+    """Where the target's own domain stands, the share of its samples among the best tenth, and the scores of all domains."""
     names = [domain.name for domain in found.domains]
     best = found.sample_domains[-len(found.scores) // 10 :]
     scores = ", ".join(f"{domain.name} {domain.score:+.2f}" for domain in found.domains)
     share = float((best == OWN).mean())
-    return f"rank {names.index(OWN) + 1} of {len(names)} ({scores}); {share:.0%} of the best tenth of the samples"
+    rank = f"rank {names.index(OWN) + 1} of {len(names)}, {share:.0%} of the best tenth ({1 / len(names):.0%} by chance)"
+    return f"{rank}\n    {scores}"
 
 
 def first_below(run: Outcome, goal: float) -> int | None:
@@ -197,13 +198,14 @@ def main() -> None:
         print(f"\n{kind} scores")
         print(f"  AUC of finding the corrupted samples: {auc(run.by_target['all'], corrupted):.3f}")
         print(f"  samples below 0: {len(rows)}, {corrupted[rows].sum()} of them corrupted")
-        print(f"  the target's own domain, {OWN}: {own_domain(run.by_target[OWN])}")
+        print(f"  samples of the target's own domain, {OWN}: {own_domain(run.by_target[OWN])}")
         saved = "never" if sooner is None else f"after {sooner} steps ({1 - sooner / until:.0%} fewer)"
-        print(f"  validation loss {goal:.3f}: after {until} steps with all samples, without those below 0 {saved}")
+        print(f"  validation loss {goal:.3f}: after {until} steps with all samples,")
+        print(f"    {saved} without those below 0")
         print(
             f"  validation loss after {steps} steps: {run.curve[-1][1]:.3f} with all, {better.curve[-1][1]:.3f} without those"
         )
-        print(f"  honesty: predicted and measured changes of the target's loss correlate {run.honesty:+.3f}")
+        print(f"  honesty: predicted and measured changes of the loss correlate {run.honesty:+.3f}")
     print(f"\n{time.perf_counter() - started:.0f} s in all, two processes of one thread")
 
 
