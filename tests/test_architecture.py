@@ -35,7 +35,7 @@ GROUND = {"errors", "records", "verdict"}
 SHARED = {"dist", "names", "passes"}
 """What every stage may use: ranks, the names of parameters, and passes through a model."""
 STRANGERS = {"capture", "measure", "judge", "diagnose", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "attach"}
+COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "ranks", "attach"}
 TOP = {"train", "integrations", "cli", "__main__"}
 
 

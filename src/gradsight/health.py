@@ -13,18 +13,21 @@ from gradsight.capture.steps import check_optimizers, unwrapped
 from gradsight.capture.vitals import Vitals
 from gradsight.errors import UsageError
 from gradsight.judge.judge import Judge
-from gradsight.judge.window import Closer, Floats, Observed, Subject
+from gradsight.judge.window import Closer, Floats, Observed, RankLook, Subject
 from gradsight.measure.histogram import COLUMNS
 from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, summed_up
 from gradsight.measure.units import UnitLife
 from gradsight.measure.update import update_ratios
 from gradsight.names import Named, named_parameters
+from gradsight.ranks import Ranks
 from gradsight.record.store import Store
 from gradsight.records import Finding, Step
 from gradsight.verdict import HealthReport, make_report
 
 _FLOAT16_LEAST_EXPONENT = -14
 _BIAS = 127
+_PATIENCE = {True: 5.0, False: 0.2}
+"""Seconds to wait at the end for what other ranks are still sending, by whether all of them end together."""
 
 
 def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
@@ -90,7 +93,9 @@ class Health:
 
     def __init__(self, model: nn.Module, parameters: Sequence[Named], optimizers: Any, settings: object) -> None:
         self._first_step = 0
-        self._parameters = parameters
+        self._model, self._parameters = model, parameters
+        self._ranks: Ranks | None = None
+        self._late: list[RankLook] = []
         self._optimizers = [unwrapped(optimizer) for optimizer in check_optimizers(optimizers)]
         self._store: Store | None = None
         self.on_finding: Callable[[Finding], None] | None = None
@@ -107,15 +112,28 @@ class Health:
         """The number of the first step, and where findings are kept."""
         self._first_step, self._store = first_step, store
 
+    def compare_ranks(self, group: dist.OwnGroup, report: Callable[[str, str], None]) -> None:
+        """Look at what every rank brings to the common gradient. To be called on all of them."""
+        tensors = [named.tensor for named in self._parameters]
+        self._ranks = Ranks(self._model, tensors, group, self.looks_closer, report)
+        self._ranks.begin(self._first_step)
+
+    def stop(self, wait: bool = False) -> None:
+        """Take every hook away."""
+        self.vitals.stop()
+        if self._ranks is not None:
+            self._late += self._ranks.stop(_PATIENCE[wait])
+
     def looks_closer(self, step: int) -> bool:
         """Early and often at first, then every 50 steps: most faults of a set-up show at once."""
         made = step - self._first_step
         return made % 50 == 0 or made in (1, 2, 4, 8, 16, 24, 32)
 
-    def notes(self) -> Noted:
+    def notes(self, step: int) -> Noted:
         """What was noticed in the step that has just ended."""
         vitals = self.vitals
-        return Noted(vitals.take_loss(), vitals.uncleared, vitals.alike, vitals.half)
+        ranks = self._ranks.end_step(step) if self._ranks is not None else ()
+        return Noted(vitals.take_loss(), vitals.uncleared, vitals.alike, vitals.half, ranks)
 
     def __call__(self, measured: Measured) -> None:
         """Judge one measured step."""
@@ -131,6 +149,8 @@ class Health:
         if measured.histogram_counters is not None:
             observed.closer = self._closer(measured)
         self._judge.observe(observed)
+        for look in notes.ranks:
+            self._judge.compare(look)
 
     def report(self) -> HealthReport:
         """The verdict so far."""
@@ -138,6 +158,8 @@ class Health:
 
     def finish(self) -> None:
         """The run is over: the last word of every finding, and which checks could not judge."""
+        for look in self._late:
+            self._judge.compare(look)
         self._judge.finish()
         if self._store is not None:
             for each in self._judge.abstentions():

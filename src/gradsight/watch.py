@@ -101,6 +101,8 @@ class Watch:
         )
         if judge is not None:
             judge.begin(first_step, self._store)
+            if self._group is not None:
+                judge.compare_ranks(self._group, self._problems.report)
             judge.on_finding = self._dumping.judged if self._dumping is not None else None
             self._assembler.serve(judge.looks_closer, judge.units, judge.notes)
         self._capture: OptimizerCapture | ManualCapture
@@ -188,7 +190,7 @@ class Watch:
         self._closed = True
         self._capture.stop()
         if self._health is not None:
-            self._health.vitals.stop()
+            self._health.stop(wait)
         self._ending.cancel()
         if self._dumping is not None:
             with self._survives("dumps"):
@@ -255,7 +257,7 @@ class Watch:
         """A fault of ours: training goes on without us."""
         self._capture.stop()
         if self._health is not None:
-            self._health.vitals.stop()
+            self._health.stop()
         where = _place(error)
         self._problems.report("capture", f"Gradsight stopped looking at gradients: {type(error).__name__}: {error} ({where})")
 

@@ -10,7 +10,7 @@ import pytest
 
 from gradsight.judge.judge import Judge
 from gradsight.judge.registry import CHECKS, chosen
-from gradsight.judge.window import Closer, Observed, Subject
+from gradsight.judge.window import Closer, Observed, RankLook, Subject
 from gradsight.records import Finding, Step
 
 NAMES = [f"blocks.{index}.weight" for index in range(6)]
@@ -73,6 +73,17 @@ def losing(norm: Callable[[int], float], loss: Callable[[int], float]) -> Steps:
     return (observed(number, norm(number), loss=loss(number)) for number in range(120))
 
 
+def compared(function: Callable[[int], Any], skipped: bool = False, full: bool = False) -> dict[str, Finding]:
+    """Steps after each of which ranks are compared: `function` gives their norms, [ranks] or [ranks, parameters]."""
+    judge = Judge(subject())
+    for number in range(40):
+        judge.observe(observed(number, jittered(number), skipped=skipped))
+        norms = np.broadcast_to(np.asarray(function(number), dtype=float).T, (len(NAMES), 2)).T.copy()
+        always = np.arange(len(NAMES)) < (2 if full else len(NAMES))
+        judge.compare(RankLook(number, np.arange(len(NAMES)), norms, always))
+    return {finding.code: finding for finding in judge.findings()}
+
+
 HOLE = [1, 1, 0, 1, 1, 1]
 DEEP = np.array([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1])
 FALLING = [10.0 ** (-number / 20) for number in range(120)]
@@ -102,6 +113,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS405", lambda: run(of(jittered, 120, clip_coef=0.01)), lambda: run(of(jittered, 120, clip_coef=0.5))),
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
     ("GS502", lambda: run(usual(alike=9)), lambda: run(usual(alike=3))),
+    ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
 ]  # fmt: skip
 
 

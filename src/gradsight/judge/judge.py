@@ -4,13 +4,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from gradsight.judge import checks
-from gradsight.judge.registry import MISSING, Check, chosen
-from gradsight.judge.window import Observed, Subject, Window
+from gradsight.judge.registry import MISSING, Check, When, chosen
+from gradsight.judge.window import Observed, RankLook, Subject, Window
 from gradsight.records import Finding
 from gradsight.verdict import SEVERITIES, Abstention
 
@@ -49,7 +49,7 @@ class Judge:
         running = [_Running(check, values, int(values.get("patience", 1))) for check, values in chosen(settings)]
         self._running = running
         self._ready: dict[str, tuple[int, list[_Running]]] = {}
-        self._by_when = {when: [each for each in running if each.check.when == when] for when in ("step", "stretch", "look")}
+        self._by_when = {when: [each for each in running if each.check.when == when] for when in get_args(When)}
 
     def observe(self, observed: Observed, patient: bool = True) -> None:
         """Judge one step. Without patience, one look must do."""
@@ -63,6 +63,11 @@ class Judge:
         if observed.l2 is not None:
             finite = observed.counts is None and bool(np.isfinite(observed.total))
             window.baseline.enter(window.logarithms, finite, self._is_outlier())
+
+    def compare(self, look: RankLook) -> None:
+        """Judge what every rank brought to the gradient of a step that was observed before."""
+        self.window.take_ranks(look)
+        self._run("ranks", patient=True)
 
     def findings(self) -> list[Finding]:
         """What has been found so far, the worst first."""

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from gradsight.errors import UsageError
 
-When = Literal["step", "stretch", "look"]
-"""Every step; every ten steps, for what is read from history; or whenever a closer look was taken."""
+When = Literal["step", "stretch", "look", "ranks"]
+"""Every step; every ten steps, for what is read from history; after a closer look; after ranks were compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ MISSING = {
     "scale": "no GradScaler is in use",
     "clearing": "no optimizer was watched from one step to the next",
     "batches": "the model was not called with tensors while training",
+    "ranks": "no rank's own gradients were seen: there is one process, or no DistributedDataParallel (FSDP2 hides them)",
     "closer": "no closer look was taken",
 }
 """Why a check has to abstain, by the signal it lacks."""

@@ -14,6 +14,9 @@ Flags = npt.NDArray[np.bool_]
 
 _KEPT = 400
 """Steps of history that trends are read from."""
+_RANK_LOOKS = 60
+NOTHING = 1e-40
+"""Stands for a norm of zero where logarithms are compared."""
 _LOOKS = 4
 """Closer looks that are remembered."""
 
@@ -54,6 +57,19 @@ class Closer:
     """The share of entries that are not zero, but below float16's smallest normal number."""
     dead_share: Floats
     """The share of rows of a weight that stayed zero in every one of the last looks."""
+
+
+@dataclass(slots=True)
+class RankLook:
+    """What every rank brought to the common gradient of one step, before reduction."""
+
+    step: int
+    rows: npt.NDArray[np.intp]
+    """The parameters that were looked at."""
+    norms: Floats
+    """Of each rank's own gradients, [ranks, rows]."""
+    always: Flags
+    """Which of the rows are looked at on every step, so that their norms can be compared over time."""
 
 
 @dataclass(slots=True)
@@ -116,6 +132,16 @@ class Window:
     """Blocks of the model in its own order, with the rows of their matrices."""
     _block_rows: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     _block_of_row: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    ranks: RankLook | None = None
+    """The newest comparison of ranks, which may be of a step before."""
+    rank_looks: deque[RankLook] = field(default_factory=lambda: deque(maxlen=_LOOKS))
+    """The last comparisons over all parameters, of steps that were not left out and in which everything was finite."""
+    rank_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_RANK_LOOKS))
+    """Such steps, with or without all parameters."""
+    rank_logarithms: deque[Floats] = field(default_factory=lambda: deque(maxlen=_RANK_LOOKS))
+    """At those steps: each rank's norm over the parameters that are looked at on every step."""
+    left_out: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """Steps that a GradScaler left out."""
     signals: set[str] = field(default_factory=set)
     """What has been seen so far."""
 
@@ -148,6 +174,8 @@ class Window:
         if step.scale is not None:
             self.signals.add("scale")
             self.scales.append((step.scale, step.skipped))
+        if step.skipped:
+            self.left_out.append(step.step)
         if observed.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if observed.uncleared else 0
@@ -155,6 +183,16 @@ class Window:
             self.signals.add("batches")
         if observed.closer is not None:
             self._take_closer(observed.closer)
+
+    def take_ranks(self, look: RankLook) -> None:
+        """Make this the newest comparison of ranks."""
+        self.signals.add("ranks")
+        self.ranks = look
+        if look.step not in self.left_out and np.isfinite(look.norms).all():
+            if not look.always.all():
+                self.rank_looks.append(look)
+            self.rank_steps.append(look.step)
+            self.rank_logarithms.append(np.log(np.maximum(np.linalg.norm(look.norms[:, look.always], axis=1), NOTHING)))
 
     def _take_norms(self, observed: Observed) -> None:
         self.previous = self.l2
