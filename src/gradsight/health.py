@@ -26,8 +26,6 @@ from gradsight.verdict import HealthReport, make_report
 
 _FLOAT16_LEAST_EXPONENT = -14
 _BIAS = 127
-_PATIENCE = {True: 5.0, False: 0.2}
-"""Seconds to wait at the end for what other ranks are still sending, by whether all of them end together."""
 
 
 def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
@@ -118,11 +116,11 @@ class Health:
         self._ranks = Ranks(self._model, tensors, group, self.looks_closer, report)
         self._ranks.begin(self._first_step)
 
-    def stop(self, wait: bool = False) -> None:
-        """Take every hook away."""
+    def stop(self, patience: float = 0.0) -> None:
+        """Take every hook away, and wait so many seconds for what other ranks are still sending."""
         self.vitals.stop()
         if self._ranks is not None:
-            self._late += self._ranks.stop(_PATIENCE[wait])
+            self._late += self._ranks.stop(patience)
 
     def looks_closer(self, step: int) -> bool:
         """Early and often at first, then every 50 steps: most faults of a set-up show at once."""

@@ -66,8 +66,10 @@ class Ranks:
             return []
 
     def stop(self, patience: float) -> list[RankLook]:
-        """Take the hooks away; give what still arrives within so many seconds."""
+        """Take the hooks away; give what still arrives within so many seconds, and nothing without any patience."""
         self._hooks.watch(())
+        if not patience:
+            self._works = False
         until = time.monotonic() + patience
         while self._works and self._pending and not self._pending[-1].done() and time.monotonic() < until:
             time.sleep(0.001)

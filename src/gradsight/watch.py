@@ -15,8 +15,9 @@ from torch import nn
 
 from gradsight import dist
 from gradsight.assemble import Assembler, take_scalars
+from gradsight.capture import interception
 from gradsight.capture.manual import ManualCapture
-from gradsight.capture.steps import OptimizerCapture, check_optimizers
+from gradsight.capture.steps import OptimizerCapture, check_optimizers, unwrapped
 from gradsight.deliver import Delivery
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dumping import Dumping
@@ -26,7 +27,7 @@ from gradsight.health import Health
 from gradsight.measure.arrival import Arrival
 from gradsight.names import named_parameters
 from gradsight.record.feed import Feed
-from gradsight.record.problems import Problems
+from gradsight.record.problems import Problems, say
 from gradsight.record.sinks import open_sinks
 from gradsight.record.store import Store, open_store, write_config
 from gradsight.records import Schedule
@@ -34,6 +35,12 @@ from gradsight.verdict import HealthReport
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
 _FAILED = -1
+_PATIENCE = 5.0
+"""Seconds to wait at the end for what other ranks are still sending, where all of them end together."""
+_FORKED = (
+    "this process was forked from one that is being recorded; what it trains is not. "
+    "To record it too, call gradsight.watch in it, with a run_dir of its own."
+)
 
 
 def watch(
@@ -81,7 +88,7 @@ class Watch:
         start_step: int | None,
         sink_detail: str | None,
     ) -> None:
-        optimizers = check_optimizers(optimizer)
+        optimizers = self._optimizers = check_optimizers(optimizer)
         self._parameters = _check_model(model)
         self._names = [parameter.name for parameter in self._parameters]
         _check_detail(sink_detail)
@@ -110,7 +117,7 @@ class Watch:
             self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
         else:
             self._capture = ManualCapture(model, tensors, self._assembler)
-        self._ending = Ending(lambda: self._close(wait=False))
+        self._ending = Ending(lambda: self._close(wait=False), self._let_go)
         if self._store is not None:
             settings = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step, "sink_detail": sink_detail}
             settings["health"] = os.fspath(health) if isinstance(health, os.PathLike) else health
@@ -190,7 +197,7 @@ class Watch:
         self._closed = True
         self._capture.stop()
         if self._health is not None:
-            self._health.stop(wait)
+            self._health.stop(_PATIENCE if wait else 0.2)
         self._ending.cancel()
         if self._dumping is not None:
             with self._survives("dumps"):
@@ -211,6 +218,16 @@ class Watch:
                     self._store.add_problem(problem)
                 self._store.recording = False
                 self._store.close()
+
+    def _let_go(self) -> None:
+        """In a forked child: the record is the parent's. Whoever trains on here is told that nothing of it is recorded."""
+        self._closed = True
+        interception.renew_lock()
+        self._capture.stop()
+        if self._health is not None:
+            self._health.stop(patience=0)
+        for optimizer in self._optimizers:
+            _say_at_next_step(optimizer, _FORKED)
 
     # Opening.
 
@@ -267,6 +284,14 @@ class Watch:
             yield
         except Exception as error:
             self._problems.report(what, f"{what} failed: {type(error).__name__}: {error}")
+
+
+def _say_at_next_step(optimizer: Any, message: str) -> None:
+    def stepped(*_: Any) -> None:
+        handle.remove()
+        say(message)
+
+    handle = unwrapped(optimizer).register_step_post_hook(stepped)
 
 
 def _check_model(model: nn.Module) -> list[Any]:

@@ -66,6 +66,12 @@ def around_backward(before: Callable[[Any], None], after: Callable[[], None], wa
             _around.remove((before, after))
 
 
+def renew_lock() -> None:
+    """In a forked child: the thread that held the lock may not exist here."""
+    global _lock
+    _lock = threading.RLock()
+
+
 def inside_backward() -> bool:
     """Whether a backward pass is running now, in any thread: on accelerators, hooks run in threads of the engine's."""
     return _depth > 0
