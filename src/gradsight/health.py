@@ -17,7 +17,7 @@ from gradsight.judge.window import Closer, Floats, Observed, RankLook, Subject
 from gradsight.measure.histogram import COLUMNS
 from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, summed_up
 from gradsight.measure.units import UnitLife
-from gradsight.measure.update import update_ratios
+from gradsight.measure.update import squares_of_whole, update_ratios
 from gradsight.names import Named, named_parameters
 from gradsight.ranks import Ranks
 from gradsight.record.store import Store
@@ -131,7 +131,7 @@ class Health:
         """What was noticed in the step that has just ended."""
         vitals = self.vitals
         ranks = self._ranks.end_step(step) if self._ranks is not None else ()
-        return Noted(vitals.take_loss(), vitals.uncleared, vitals.alike, vitals.half, ranks)
+        return Noted(vitals.take_loss(), vitals.uncleared, vitals.alike, vitals.half, vitals.take_guess(), ranks)
 
     def __call__(self, measured: Measured) -> None:
         """Judge one measured step."""
@@ -141,7 +141,7 @@ class Health:
         if self._optimizers and self._judge.window.steps_seen % 50 == 0:
             self._judge.window.subject.memberships = _memberships(self._parameters, [*self._optimizers, *self.elsewhere])
         observed = Observed(step, None if everything else measured.rows, loss=loss, uncleared=notes.uncleared)
-        observed.alike, observed.half = notes.alike, notes.half
+        observed.alike, observed.half, observed.guess = notes.alike, notes.half, notes.guess
         if norms is not None:
             observed.l2, observed.max_abs, observed.counts, observed.total = norms.l2, norms.max_abs, norms.counts, norms.total
         if measured.histogram_counters is not None:
@@ -178,14 +178,15 @@ class Health:
         table = counters[:, :COLUMNS].reshape(len(counters), 2, 256, 2)
         zero = table[:, :, 0, 1].sum(axis=1) / sampled
         tiny = (table[:, :, 1 : _BIAS + _FLOAT16_LEAST_EXPONENT].sum(axis=(1, 2, 3)) + table[:, :, 0, 0].sum(axis=1)) / sampled
-        ratio = np.full(len(counters), np.nan)
+        ratio = weight = np.full(len(counters), np.nan)
         if measured.update_sums is not None and measured.update_sums.any():
-            ratio = update_ratios(measured.update_sums)[0]
+            ratio, weight = update_ratios(measured.update_sums)[0], squares_of_whole(measured.update_sums)
         dead = self._spread([], np.zeros(0))
         for row, share in measured.dead_shares.items():
             dead[row] = share
         rows = measured.rows
-        return Closer(measured.step.step, self._spread(rows, ratio), self._spread(rows, zero), self._spread(rows, tiny), dead)
+        shares = (self._spread(rows, zero), self._spread(rows, tiny), dead)
+        return Closer(measured.step.step, self._spread(rows, ratio), *shares, self._spread(rows, weight))
 
     def _spread(self, rows: list[int], values: Floats) -> Floats:
         result = np.full(len(self._parameters), np.nan)

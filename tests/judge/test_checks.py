@@ -58,12 +58,16 @@ def of(function: Callable[[int], Any], count: int = 60, **changes: Any) -> Steps
     return (observed(number, function(number), **changes) for number in range(count))
 
 
-def looked(ratio: Any = 1e-3, zero: float = 0.0, tiny: float = 0.0, dead: float = 0.0, **changes: Any) -> Steps:
+def looked(
+    ratio: Any = 1e-3, zero: float = 0.0, tiny: float = 0.0, dead: float = 0.0, weight: float | None = None, **changes: Any
+) -> Steps:
     for number in range(60):
         closer = None
         if number % 5 == 0:
+            now = ratio(number) if callable(ratio) else ratio
             full = [
-                np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy() for value in (ratio, zero, tiny, dead)
+                np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy()
+                for value in (now, zero, tiny, dead, number if weight is None else weight)
             ]
             closer = Closer(number, *full)
         yield observed(number, jittered(number), closer=closer, **changes)
@@ -96,6 +100,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS105", lambda: run(of(lambda n: 1e-5 * jittered(n))), lambda: run(of(lambda n: 1e-2 * jittered(n)))),
     ("GS106", lambda: run(of(lambda n: 0.0)), lambda: run(with_one(30, 0.0))),
     ("GS107", lambda: run(of(lambda n: [0, 0, 0, 0, 1, jittered(n)])), lambda: run(of(lambda n: [0, 0, 0, 1, 1, jittered(n)]), {"GS301": False})),
+    ("GS108", lambda: run(looked(loss=8.0, guess=1.6)), lambda: run(looked(loss=4.0, guess=1.6))),
     ("GS201", lambda: run(with_one(40, 30.0)), lambda: run(with_one(40, 5.0))),
     ("GS202", lambda: run(of(lambda n: 1.05**n, 120), {"GS101": False}), lambda: run(of(lambda n: 0.001 * 1.05**n, 120), {"GS105": False})),
     ("GS203", lambda: run(losing(lambda n: FALLING[n], lambda n: 2.3)), lambda: run(losing(lambda n: FALLING[n], lambda n: FALLING[n]))),
@@ -104,7 +109,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS301", lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)])), lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)]), memberships=HOLE)),
     ("GS302", lambda: run(looked(), memberships=HOLE), lambda: run(looked(), memberships=None)),
     ("GS303", lambda: run(looked(), memberships=[1, 2, 1, 1, 1, 1]), lambda: run(looked())),
-    ("GS304", lambda: run(looked(ratio=[1e-3, 0, 1e-3, 1e-3, 1e-3, 1e-3])), lambda: run(looked(ratio=0.0, lr=0.0))),
+    ("GS304", lambda: run(looked(ratio=[1e-3, 0, 1e-3, 1e-3, 1e-3, 1e-3])), lambda: run(looked(ratio=lambda n: 1e-3 if n < 20 else 0.0, lr=0.0))),
     ("GS305", lambda: run(usual(uncleared=True)), lambda: run(usual(uncleared=False))),
     ("GS401", lambda: run(looked(ratio=0.9)), lambda: run(looked(ratio=[0.9, 0.01, 0.01, 0.01, 0.01, 0.01]))),
     ("GS402", lambda: run(looked(ratio=1e-9)), lambda: run(looked(ratio=1e-5))),

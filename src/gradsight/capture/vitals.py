@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.capture import interception
+from gradsight.capture.guessing import loss_of_a_guess
 
+_GUESSES = 12
+"""Backward passes whose loss is compared with a guess's: those of the first steps."""
 _BATCHES = 12
 """Batches compared with the one before; then the model is left alone."""
 _ENTRIES = 256
@@ -28,6 +31,9 @@ class Vitals:
         self._batches = Batches()
         self._handle: Any = None
         self._loss: Tensor | None = None
+        self._guesses = 0
+        self.guess: float | None = None
+        """What the loss of one of the first backward passes would have been without any knowledge."""
         self.half: bool | None = None
         """Whether the last forward pass ran under float16 autocast."""
 
@@ -62,10 +68,17 @@ class Vitals:
         loss, self._loss = self._loss, None
         return loss
 
+    def take_guess(self) -> float | None:
+        """The same for what a guess would have given; once."""
+        guess, self.guess = self.guess, None
+        return guess
+
     def _before_backward(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
             self._loss = roots[0].detach()
+            if self._guesses < _GUESSES:
+                self.guess, self._guesses = loss_of_a_guess(roots[0]), self._guesses + 1
         for clearing in self._clearing:
             clearing.before_backward()
 

@@ -57,6 +57,8 @@ class Closer:
     """The share of entries that are not zero, but below float16's smallest normal number."""
     dead_share: Floats
     """The share of rows of a weight that stayed zero in every one of the last looks."""
+    weight: Floats
+    """Sum of squares of the weight before the step, where all of it was read."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class Observed:
     """How many batches in a row were the same; None where no batch was seen."""
     half: bool | None = None
     """Whether the forward pass ran under float16 autocast."""
+    guess: float | None = None
+    """What the loss would be if the model knew nothing; None where it is of no kind that tells."""
 
 
 @dataclass(slots=True)
@@ -113,11 +117,15 @@ class Window:
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     first_losses: list[float] = field(default_factory=list)
+    starts: list[tuple[float, float]] = field(default_factory=list)
+    """Of the first three steps: the loss, and what it would be if the model knew nothing."""
     clips: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     scales: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Loss scale, and whether the step was left out."""
     closers: deque[Closer] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     looks_taken: int = 0
+    ever_updated: bool = False
+    """Whether any closer look found that a step had changed a weight."""
     alive: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient other than zero."""
     received: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -181,6 +189,9 @@ class Window:
             self.uncleared = self.uncleared + 1 if observed.uncleared else 0
         if observed.alike is not None:
             self.signals.add("batches")
+        if observed.guess is not None and observed.loss is not None and len(self.starts) < 3 and self.steps_seen <= 3:
+            self.signals.add("guess")
+            self.starts.append((observed.loss, observed.guess))
         if observed.closer is not None:
             self._take_closer(observed.closer)
 
@@ -228,6 +239,7 @@ class Window:
         if self.looks_taken == 0:
             self.started_at_zero = np.isnan(closer.update_ratio)
         self.looks_taken += 1
+        self.ever_updated |= bool((closer.update_ratio > 0).any())
         self.closers.append(closer)
 
     def block_norms(self) -> Floats:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.judge.fixes import LIVING_UNITS
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -18,10 +19,8 @@ from gradsight.judge.window import Window
         "Units that never get a gradient do not come back by themselves: use LeakyReLU or GELU, lower the learning"
         " rate, initialise biases at zero."
     ),
-    fix="""
-# units that cannot die
-nn.LeakyReLU(0.01)    # instead of nn.ReLU()
-
+    fix=LIVING_UNITS
+    + """
 def init_weights(module):
     if isinstance(module, nn.Linear):
         nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")

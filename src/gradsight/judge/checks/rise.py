@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from gradsight.judge.fixes import CLIP
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -18,13 +19,7 @@ from gradsight.judge.window import Window
         "The gradient builds up to an explosion: clip before it comes, lower the learning rate, look for a loss "
         "that rises with it."
     ),
-    fix="""
-# after loss.backward(), before optimizer.step()
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-
-# or, entry by entry
-torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
-""",
+    fix=CLIP,
 )
 def rise(window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: int = 40) -> Iterator[Fact]:
     """The gradient rises steadily, and is beyond the healthy range.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.judge.fixes import KEEP_THE_SIZE, LIST_FROZEN
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -14,19 +15,7 @@ from gradsight.judge.window import Window
         "Check the architecture (saturating activations, missing skip connections or normalisation) and the "
         "initialisation; look for frozen parameters."
     ),
-    fix="""
-# is something frozen?
-for name, parameter in model.named_parameters():
-    if not parameter.requires_grad:
-        print(f"Frozen: {name}")
-
-# an initialisation that keeps the signal's size
-def init_weights(module):
-    if isinstance(module, nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
-
-model.apply(init_weights)
-""",
+    fix=LIST_FROZEN + KEEP_THE_SIZE,
 )
 def small(window: Window, *, limit: float = 0.001, patience: int = 10) -> Iterator[Fact]:
     """The gradient is small from the start: it may be vanishing.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.judge.fixes import CLIP
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -16,13 +17,8 @@ from gradsight.judge.window import Window
     recommendation=(
         "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: one such step can undo many."
     ),
-    fix="""
-# after loss.backward(), before optimizer.step()
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-
-# or, entry by entry
-torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
-
+    fix=CLIP
+    + """
 # find the batches
 if norm > 10 * usual_norm:
     torch.save(batch, f"suspicious-{step}.pt")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.judge.fixes import LIVING_UNITS
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -21,10 +22,8 @@ for name, parameter in model.named_parameters():
         print(f"Frozen: {name}")
     elif parameter.grad is None:
         print(f"Cut off from the loss: {name}")
-
-# units that cannot die
-nn.LeakyReLU(0.01)    # instead of nn.ReLU()
-""",
+"""
+    + LIVING_UNITS,
 )
 def zero(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     """No gradient reaches any parameter: nothing is learned.
