@@ -7,6 +7,7 @@
         Why: why it matters.
         \"\"\"
 
+`gate` is what must hold of the window for the check to find anything: most steps are ordinary, and asked no more than that.
 `patience` is how many judgings in a row must agree before a finding is made; without it, one is enough.
 """
 
@@ -47,6 +48,8 @@ class Check:
     recommendation: str
     fix: str
     function: Callable[..., Iterable[Fact]]
+    gate: Callable[[Any], bool] | None
+    """What must hold of the window for the check to find anything: cheap to ask, and asked first."""
     defaults: Mapping[str, Any]
 
     @property
@@ -79,6 +82,7 @@ def check(
     *,
     when: When = "step",
     needs: tuple[str, ...] = ("norms",),
+    gate: Callable[[Any], bool] | None = None,
     recommendation: str,
     fix: str,
 ) -> Callable[[Callable[..., Iterable[Fact]]], Callable[..., Iterable[Fact]]]:
@@ -89,7 +93,7 @@ def check(
             raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
         parameters = list(inspect.signature(function).parameters.values())[1:]
         defaults = {parameter.name: parameter.default for parameter in parameters}
-        CHECKS[code] = Check(code, name, severity, when, needs, recommendation, fix.strip("\n"), function, defaults)
+        CHECKS[code] = Check(code, name, severity, when, needs, recommendation, fix.strip("\n"), function, gate, defaults)
         return function
 
     return file

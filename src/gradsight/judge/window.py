@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +129,9 @@ class Window:
     """Whether any closer look found that a step had changed a weight."""
     alive: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient other than zero."""
+    all_alive: bool = False
+    has_zeros: bool = False
+    """Whether some parameter has no gradient at this step, or one of exactly zero."""
     received: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient at all."""
     started_at_zero: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -213,22 +217,26 @@ class Window:
         self.signals.add("norms")
         if observed.rows is None:
             self.l2 = observed.l2
-            self.received[:] = True
+            if not self.all_alive:
+                self.received[:] = True
         else:
             self.l2 = np.full(len(self.subject.names), np.nan)
             self.l2[observed.rows] = observed.l2
             self.received[observed.rows] = True
-        self.logarithms = logarithms(self.l2, observed.total)
-        self.alive |= self.l2 > 0
+        self.has_zeros = not self.l2.min(initial=1.0) > 0  # a NaN is not above zero either
+        self.logarithms = logarithms(self.l2, observed.total, not self.has_zeros and isfinite(observed.total))
+        if not self.all_alive:
+            self.alive |= self.l2 > 0
+            self.all_alive = bool(self.alive.all())
         same = 0 < observed.total == self.previous_total and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0
         clip = observed.step.clip_coef
         self.effective = observed.total * clip if clip is not None else observed.total
-        if observed.counts is None and np.isfinite(observed.total):
+        if observed.counts is None and isfinite(observed.total):
             self.totals.append(observed.total)
 
     def _take_loss(self, loss: float) -> None:
-        if np.isfinite(loss):
+        if isfinite(loss):
             self.signals.add("loss")
             self.losses.append(loss)
             if len(self.first_losses) < 10:

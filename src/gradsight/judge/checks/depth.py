@@ -34,7 +34,10 @@ def depth(window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: i
     """
     if window.now.counts is not None or len(window.blocks) < blocks:
         return
-    norms = zip(window.blocks, window.block_norms().tolist(), strict=True)
+    found = window.block_norms().tolist()
+    if max(found) < ratio * min(found):
+        return
+    norms = zip(window.blocks, found, strict=True)
     known = [(name, norm) for (name, _), norm in norms if norm > 0]
     if len(known) < blocks:
         return

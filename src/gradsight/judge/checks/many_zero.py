@@ -13,6 +13,7 @@ from gradsight.judge.window import Window
     "GS107",
     "many zero gradients",
     "warning",
+    gate=lambda window: window.has_zeros,
     recommendation=(
         "More than half of the parameters get a gradient of exactly zero: check the initialisation (all zero?), "
         "use LeakyReLU or GELU, look for branches that do not reach the loss."

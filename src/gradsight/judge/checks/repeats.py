@@ -10,6 +10,7 @@ from gradsight.judge.window import Window
     "GS501",
     "the same gradient again",
     "warning",
+    gate=lambda window: window.repeats > 0,
     recommendation=(
         "Neither the batch nor the weights change: check that the loader advances, that backward() runs on the new"
         " loss, and that the learning rate is not zero."

@@ -1,7 +1,7 @@
 """GS202: a steady rise."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -26,9 +26,9 @@ def rise(window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: 
 
     Why: an explosion announces itself; here there is still time. Growth within the ordinary range (0.1 to 10) is left alone.
     """
-    totals = np.array(window.totals)
-    if len(totals) < stretch:
+    if len(window.totals) < stretch or max(islice(reversed(window.totals), 20)) < least:
         return
+    totals = np.array(window.totals)
     quarters = [float(np.median(part)) for part in np.array_split(totals[-4 * stretch :], 4)]
     steady = all(later > 1.3 * earlier for earlier, later in pairwise(quarters))
     if steady and quarters[3] > max(least, factor * quarters[0]) and window.converging is not True:
