@@ -38,6 +38,7 @@ class Noted:
     uncleared: bool | None = None
     alike: int | None = None
     half: bool | None = None
+    fixed: bool = False
     guess: float | None = None
     ranks: Sequence[RankLook] = ()
     """What the ranks' own gradients were like, at steps before."""

@@ -131,7 +131,8 @@ class Health:
         """What was noticed in the step that has just ended."""
         vitals = self.vitals
         ranks = self._ranks.end_step(step) if self._ranks is not None else ()
-        return Noted(vitals.take_loss(), vitals.uncleared, vitals.alike, vitals.half, vitals.take_guess(), ranks)
+        loss, guess = vitals.take_loss(), vitals.take_guess()
+        return Noted(loss, vitals.uncleared, vitals.alike, vitals.half, vitals.fixed, guess, ranks)
 
     def __call__(self, measured: Measured) -> None:
         """Judge one measured step."""
@@ -141,7 +142,7 @@ class Health:
         if self._optimizers and self._judge.window.steps_seen % 50 == 0:
             self._judge.window.subject.memberships = _memberships(self._parameters, [*self._optimizers, *self.elsewhere])
         observed = Observed(step, None if everything else measured.rows, loss=loss, uncleared=notes.uncleared)
-        observed.alike, observed.half, observed.guess = notes.alike, notes.half, notes.guess
+        observed.alike, observed.half, observed.fixed, observed.guess = notes.alike, notes.half, notes.fixed, notes.guess
         if norms is not None:
             observed.l2, observed.max_abs, observed.counts, observed.total = norms.l2, norms.max_abs, norms.counts, norms.total
         if measured.histogram_counters is not None:

@@ -93,6 +93,8 @@ class Observed:
     """How many batches in a row were the same; None where no batch was seen."""
     half: bool | None = None
     """Whether the forward pass ran under float16 autocast."""
+    fixed: bool = False
+    """Whether every batch so far was the same one."""
     guess: float | None = None
     """What the loss would be if the model knew nothing; None where it is of no kind that tells."""
 
@@ -267,6 +269,11 @@ class Window:
             return None
         recent = list(self.losses)[-10:]
         return bool(np.median(recent) < 0.1 * np.median(self.first_losses[:5]))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the gradient has come down to a thousandth of its largest: a minimum, where nothing has to move any more."""
+        return self.now.total < 1e-3 * max(self.totals, default=0.0)
 
     def named(self, rows: object) -> tuple[str, ...]:
         """The names of these rows."""

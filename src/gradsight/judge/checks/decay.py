@@ -29,8 +29,11 @@ nn.GELU()             # instead of nn.Sigmoid(), nn.Tanh() or nn.ReLU()
 def decay(window: Window, *, factor: float = 1000.0, limit: float = 0.001, patience: int = 2) -> Iterator[Fact]:
     """The gradient has decayed to nothing while the loss has not.
 
-    Why: a solved problem and a stalled one both have no gradient; only the loss tells them apart.
+    Why: a solved problem and a stalled one both have no gradient; only the loss tells them apart. With one batch for ever, a
+    gradient of nothing is a minimum; with a new one every time its noise would keep the gradient up, were it not cut off.
     """
+    if window.now.fixed:
+        return
     if len(window.totals) < 20 or min(islice(reversed(window.totals), 10)) >= limit or window.converging is not False:
         return
     totals = np.array(window.totals)

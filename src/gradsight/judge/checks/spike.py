@@ -24,15 +24,15 @@ if norm > 10 * usual_norm:
 """,
 )
 def spike(
-    window: Window, *, factor: float = 10.0, sigmas: float = 8.0, jump: float = 3.0, share: float = 0.3, least: float = 0.01
+    window: Window, *, factor: float = 10.0, sigmas: float = 8.0, jump: float = 3.0, share: float = 1.0, least: float = 0.01
 ) -> Iterator[Fact]:
     """The gradient jumped far above what is usual for this run.
 
     A jump is sudden: tenfold the usual, and several times the step before. What grows step by step is the business of others.
 
     Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A parameter of its
-    own counts only where it makes up a good share of the usual gradient: noise around zero may jump as it likes. So may a
-    gradient that is next to nothing.
+    own counts only where it alone exceeds what the whole gradient usually is: a layer that wakes up is no accident. Nor
+    is a jump of what is next to nothing.
     """
     now = window.now
     if now.counts is not None or now.total <= least or now.step.skipped or window.steps_seen < 12:

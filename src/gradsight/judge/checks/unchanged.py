@@ -34,7 +34,13 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
     step look like training and are none. Parameters that were frozen openly (requires_grad=False) are left alone, also
     where an optimizer holds them: so are those of every fine-tuning recipe.
     """
-    if len(window.closers) < looks or window.looks_taken < looks + 1 or window.now.step.skipped or window.converging:
+    if (
+        len(window.closers) < looks
+        or window.looks_taken < looks + 1
+        or window.now.step.skipped
+        or window.converging
+        or window.at_rest
+    ):
         return
     recent = list(window.closers)[-looks:]
     nothing_moves = window.now.step.lr == 0 and not any((look.update_ratio > 0).any() for look in recent)
