@@ -201,3 +201,18 @@ for step, (inputs, targets) in enumerate(loader):
     optimizer.step()
 accelerator.end_training()
 """
+
+TOO_LARGE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+model[2].weight.data.mul_(100)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(12):
+    x = torch.randn(32, 6)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+    optimizer.step()
+"""

@@ -67,6 +67,12 @@ def test_clipping_is_put_where_this_script_steps(tmp_path: Path) -> None:
     assert "GS102" not in check(script, "--lr", "1e-9").stdout
 
 
+def test_the_very_first_loss_is_seen(tmp_path: Path) -> None:
+    done = check("--json", write(tmp_path, scripts.TOO_LARGE))
+    (told,) = json.loads(done.stdout)["models"].values()
+    assert "GS108" in [finding["code"] for finding in told["findings"]], done.stdout
+
+
 def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.ADVERSARIES))
     assert done.returncode == 2, done.stderr

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-_MEAN = 1
+_MEAN, _SUM = 1, 2
 _DEPTH = 4
 """Multiplications and divisions after the loss itself that are followed: by a GradScaler, for accumulation, by a weight."""
 
 
 def loss_of_a_guess(loss: Tensor) -> float | None:
-    """The mean cross-entropy of equal probabilities, times what it was multiplied by since; None for any other loss.
+    """The cross-entropy of equal probabilities, times what it was multiplied by since; None for any other loss.
 
     >>> import torch
     >>> logits, labels = torch.zeros(8, 5, requires_grad=True), torch.arange(8) % 5
@@ -37,10 +37,13 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
 
 
 def _chance(node: Any, name: str) -> float | None:
-    if name == "BinaryCrossEntropyWithLogitsBackward0" and node._saved_reduction == _MEAN:
-        return math.log(2)
-    if name in ("NllLossBackward0", "NllLoss2DBackward0") and node._saved_reduction == _MEAN:
-        shape = node.next_functions[0][0]._input_metadata[0].shape
-        classes = int(shape[1] if len(shape) > 1 else shape[0])
-        return math.log(classes) if classes > 1 else None
-    return None
+    """Of the loss itself. A sum counts all rows: where labels are ignored that is a little too much, and on the safe side."""
+    if name not in ("BinaryCrossEntropyWithLogitsBackward0", "NllLossBackward0", "NllLoss2DBackward0"):
+        return None
+    if node._saved_reduction not in (_MEAN, _SUM):
+        return None
+    shape = node.next_functions[0][0]._input_metadata[0].shape
+    entries = math.prod(shape)
+    classes = 1 if name.startswith("Binary") else int(shape[1] if len(shape) > 1 else shape[0])
+    chance = math.log(max(classes, 2)) if classes > 1 or name.startswith("Binary") else None
+    return chance if chance is None or node._saved_reduction == _MEAN else chance * entries / classes

@@ -108,7 +108,7 @@ def _restore() -> None:
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _depth
     if _depth == 0:
-        for before, _ in tuple(_around):
+        for before, _ in _around:  # no copy: who is added by one of these, as a new watch is, hears of this pass too
             before(args[0] if args else kwargs.get("tensors"))
     with _lock:
         _depth += 1

@@ -44,7 +44,8 @@ class Baseline:
             return None
         key = (factor, sigmas)
         if key not in self._bounds:
-            self._bounds[key] = self.median + np.maximum(log(factor), sigmas * self.spread)
+            bound = self.median + np.maximum(log(factor), sigmas * self.spread)
+            self._bounds[key] = np.where(self.median > _FLOOR / 2, bound, np.inf)  # nothing at all has no multiple
         return self._bounds[key]
 
     def enter(self, row: Floats, finite: bool, incident: bool) -> None:

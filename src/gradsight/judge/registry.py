@@ -64,7 +64,7 @@ MISSING = {
     "norms": "no gradient norms were measured",
     "optimizer": "no optimizer is known: give it to watch(model, optimizer)",
     "loss": "no loss was seen",
-    "guess": "the loss is no mean cross-entropy, so it is not known where it should start",
+    "guess": "the loss is no plain cross-entropy, so it is not known where it should start",
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",
     "clearing": "no optimizer was watched from one step to the next",

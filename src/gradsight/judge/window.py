@@ -228,7 +228,7 @@ class Window:
         self.has_zeros = not self.l2.min(initial=1.0) > 0  # a NaN is not above zero either
         self.logarithms = logarithms(self.l2, observed.total, not self.has_zeros and isfinite(observed.total))
         if not self.all_alive:
-            self.alive |= self.l2 > 0
+            self.alive[slice(None) if observed.rows is None else observed.rows] |= observed.l2 != 0
             self.all_alive = bool(self.alive.all())
         same = 0 < observed.total == self.previous_total and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0
