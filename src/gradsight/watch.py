@@ -95,7 +95,7 @@ class Watch:
         self._problems = Problems()
         self._store: Store | None = None
         self._feed: Feed | None = None
-        self._closed = False
+        self._closed = self._forked = False
         self._health = None if health is False else Health(model, self._parameters, optimizers, health)
         self._group = dist.own_group()
         first_step = self._open_record(run_dir, sinks, start_step)
@@ -144,6 +144,8 @@ class Watch:
                     f"To record steps again, open the run with start_step={step}."
                 )
             self._assembler.jump_to(step)
+        if self._forked:
+            self._problems.report("forked", _FORKED)
         if not self._closed:
             self._assembler.log(take_scalars(scalars))
             self._capture.step()
@@ -221,7 +223,7 @@ class Watch:
 
     def _let_go(self) -> None:
         """In a forked child: the record is the parent's. Whoever trains on here is told that nothing of it is recorded."""
-        self._closed = True
+        self._closed = self._forked = True
         interception.renew_lock()
         self._capture.stop()
         if self._health is not None:

@@ -22,11 +22,10 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
     ),
     fix="""
 # what does every rank train on?
-rank = torch.distributed.get_rank()
-print(rank, inputs.shape, inputs.float().mean().item(), inputs.float().std().item(), loss.item())
+print(torch.distributed.get_rank(), inputs.std().item(), loss.item())
 
 # every rank its own part of the same data
-sampler = torch.utils.data.distributed.DistributedSampler(dataset, shuffle=True)
+sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True)
 loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
 """,
 )
