@@ -14,7 +14,9 @@ import math
 import statistics
 import warnings
 from collections import defaultdict
+from typing import Any
 
+import rank_zoo
 import torch
 import zoo
 
@@ -31,8 +33,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = run_faults(options.seeds, options.only)
-    alarms, runs = run_healthy(options.healthy_seeds, options.only)
+    ranks: list[dict[str, Any]] = []
+    found = run_faults(options.seeds, options.only, ranks)
+    alarms, runs = run_healthy(options.healthy_seeds, options.only, ranks)
     for title, kinds in (("chosen on", CHOSEN), ("shown on", ("cnn", "rnn"))):
         caught = [right for kind, right in found if kind in kinds]
         false = sum(count for kind, count in alarms if kind in kinds)
@@ -45,8 +48,8 @@ def main() -> None:
             print(f"precision {precision:.3f}, false alarms in {false} of {healthy} healthy runs")
 
 
-def run_faults(seeds: int, only: str) -> list[tuple[str, bool]]:
-    """Every planted fault; prints one line per fault."""
+def run_faults(seeds: int, only: str, ranks: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Every planted fault; prints one line per fault. Healthy runs on two ranks come along, into `ranks`."""
     found: list[tuple[str, bool]] = []
     rows: dict[str, list[tuple[str, bool, int | None, int | None, list[str]]]] = defaultdict(list)
     for name, kind, codes, plan_of in zoo.faults():
@@ -57,6 +60,15 @@ def run_faults(seeds: int, only: str) -> list[tuple[str, bool]]:
             seen = [finding.code for finding in report.findings]
             rows[name].append((kind, bool(right), min(right, default=None), broke_at(plan.losses), seen))
             found.append((kind, bool(right)))
+    for run in rank_zoo.launch(seeds, only):
+        codes = set(rank_zoo.RIGHT[run["name"]])
+        if codes:
+            right = [first for code, first, _ in run["findings"] if code in codes]
+            seen = [code for code, *_ in run["findings"]]
+            rows[run["name"]].append((run["kind"], bool(right), min(right, default=None), broke_at(run["losses"]), seen))
+            found.append((run["kind"], bool(right)))
+        else:
+            ranks.append(run)
     print(f"{'fault':28} {'recall':>9}  first alarm (loss broke at)  missed")
     for name, results in rows.items():
         caught = sum(right for _, right, *_ in results)
@@ -75,29 +87,32 @@ def broke_at(losses: list[float]) -> int | None:
     return next((step for step, loss in enumerate(losses) if not math.isfinite(loss) or loss > limit), None)
 
 
-def run_healthy(seeds: int, only: str) -> tuple[list[tuple[str, int]], list[str]]:
+def run_healthy(seeds: int, only: str, ranks: list[dict[str, Any]]) -> tuple[list[tuple[str, int]], list[str]]:
     """Every healthy recipe; prints the false alarms."""
     alarms: list[tuple[str, int]] = []
     runs: list[str] = []
     print("\nhealthy runs with an alarm")
     for name, kind, plan_of in zoo.healthy():
         for seed in range(100, 100 + seeds if only in name else 0):
-            say(name, kind, [plan_of(seed).run()], alarms, runs)
+            say(name, kind, told([plan_of(seed).run()]), alarms, runs)
     for seed in range(100, 100 + seeds if only in "GAN" else 0):
-        say("GAN", "mlp", zoo.adversaries("mlp", seed), alarms, runs)
+        say("GAN", "mlp", told(zoo.adversaries("mlp", seed)), alarms, runs)
+    for run in ranks:
+        say(run["name"], run["kind"], run["findings"], alarms, runs)
     print(f"  {len(alarms)} of {len(runs)}")
     return alarms, runs
 
 
-def say(name: str, kind: str, reports: list[HealthReport], alarms: list[tuple[str, int]], runs: list[str]) -> None:
+def told(reports: list[HealthReport]) -> list[tuple[str, int, str]]:
+    return [(finding.code, finding.first_step, finding.evidence) for report in reports for finding in report.findings]
+
+
+def say(name: str, kind: str, findings: list[tuple[str, int, str]], alarms: list[tuple[str, int]], runs: list[str]) -> None:
     runs.append(kind)
-    findings = [finding for report in reports for finding in report.findings]
     if findings:
         alarms.append((kind, 1))
-        for finding in findings:
-            print(
-                f"  {name}, {kind}: {finding.code} {finding.name} at step {finding.first_step}: {finding.evidence}", flush=True
-            )
+    for code, first, evidence in findings:
+        print(f"  {name}, {kind}: {code} at step {first}: {evidence}", flush=True)
 
 
 if __name__ == "__main__":

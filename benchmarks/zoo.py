@@ -266,7 +266,7 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         lr=30.0,
         optimizer=torch.optim.SGD,
     )
-    yield from plans("initialisation too large", "mlp rnn gpt", BIG, prepare=scaled(30.0))
+    yield from plans("initialisation too large", "mlp rnn gpt", {"GS108", *BIG}, prepare=scaled(30.0))
     yield from plans("initialisation of zeros", "mlp gpt", {"GS107", "GS106", "GS301"}, prepare=all_zero)
     yield from plans(
         "sigmoid stack",
@@ -310,7 +310,7 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
     yield from plans(
         "missing normalisation",
         "mlp cnn",
-        BIG,
+        {"GS108", *BIG},
         corrupt=lambda step, batch: (batch[0] * 500 + 1000, batch[1]),
         model=lambda kind: (lambda: cnn(norm=False)) if kind == "cnn" else MODELS[kind],
     )

@@ -37,7 +37,7 @@ READERS = {("verdict", "records"), ("verdict", "wording"), ("wording", "records"
 SHARED = {"dist", "names", "passes", "rows"}
 """What every stage may use: ranks, the names of parameters, passes through a model, and where samples are in them."""
 STRANGERS = {"capture", "measure", "judge", "diagnose", "ghost", "dump", "checkpointing", "record", "show"}
-COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "attach"}
+COMPOSERS = {"watch", "assemble", "deliver", "distribution", "dumping", "ending", "health", "ranks", "attach"}
 COMPOSERS |= {"alarm", "incidents", "recording", "replay"}
 TOP = {"train", "integrations", "cli", "__main__"}
 

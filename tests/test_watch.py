@@ -502,3 +502,43 @@ def test_the_shortest_program(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", script, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(math.sqrt(3))
+
+
+def test_a_forked_child_leaves_its_parents_record_alone(tmp_path: Path) -> None:
+    """With an optimizer, by hand, and through the store itself; what the child opens anew is its own."""
+    script = textwrap.dedent(
+        """
+        import os, sys, torch, gradsight
+        torch.set_num_threads(1)
+        model, place = torch.nn.Linear(4, 2), sys.argv[1]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def steps(count, watched=None):
+            for _ in range(count):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step() if watched is None else watched.step()
+
+        first, second = gradsight.watch(model, optimizer, run_dir=place + "/a"), gradsight.watch(model, run_dir=place + "/b")
+        tracker = gradsight.MetricsTracker(place + "/c")
+        steps(3)
+        steps(2, second)
+        if os.fork() == 0:
+            steps(5)
+            steps(5, second)
+            tracker.log_scalar("of the child", 1.0, 0)
+            with gradsight.watch(model, optimizer, run_dir=place + "/d"):
+                steps(4)
+            sys.exit(0)
+        assert os.wait()[1] == 0
+        steps(1)
+        tracker.log_scalar("of the parent", 1.0, 0)
+        for each in (first, second, tracker):
+            each.close()
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [len(list(open_run(tmp_path / name).steps())) for name in "abd"] == [4, 2, 4]
+    assert [scalar.name for scalar in open_run(tmp_path / "c").scalars()] == ["of the parent"]
+    assert done.stderr.count("this process was forked from one that is being recorded; what it trains is not") == 2

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradsight import dist
 from gradsight.errors import UsageError
+from gradsight.judge.window import RankLook
 from gradsight.measure.arrival import Arrival
 from gradsight.measure.clipping import ClipProbe
 from gradsight.measure.histogram import HistogramLook
@@ -37,6 +38,10 @@ class Noted:
     uncleared: bool | None = None
     alike: int | None = None
     half: bool | None = None
+    fixed: bool = False
+    guess: float | None = None
+    ranks: Sequence[RankLook] = ()
+    """What the ranks' own gradients were like, at steps before."""
 
 
 @dataclass(slots=True)
@@ -152,7 +157,7 @@ class Assembler:
         self._parameters = parameters
         self._closer: Callable[[int], bool] = lambda step: False
         self._units: UnitLife | None = None
-        self._notes: Callable[[], Noted] = Noted
+        self._notes: Callable[[int], Noted] = lambda step: Noted()
         self._stats, self._histograms = stats, histograms
         self._deliver, self._on_failure, self._companions = deliver, on_failure, companions
         self._group = group if dist.are_spread(parameters) else None
@@ -166,7 +171,7 @@ class Assembler:
         self._looked = False
         self._sequence = -1
 
-    def serve(self, closer: Callable[[int], bool], units: UnitLife, notes: Callable[[], Noted]) -> None:
+    def serve(self, closer: Callable[[int], bool], units: UnitLife, notes: Callable[[int], Noted]) -> None:
         """Measure for a judge too: closer looks on these steps also, units, and what else was noticed in a step."""
         self._closer, self._units, self._notes = closer, units, notes
 
@@ -241,7 +246,7 @@ class Assembler:
         """The step is made; hand on what has arrived."""
         draft, self._draft = self._draft, _Draft(self.step + 1)
         draft.time, draft.gradient = time.time(), gradient
-        draft.notes = self._notes()
+        draft.notes = self._notes(draft.step)
         if draft.notes.loss is not None:
             draft.loss = Arrival(draft.notes.loss.reshape(1).clone())
         self._looked = False

@@ -1,17 +1,22 @@
-"""Something closes when the process exits or is asked to, and leaves both as they were."""
+"""Something closes when the process exits or is asked to, and leaves both as they were. A forked child only lets go of it."""
 
 import atexit
+import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+_endings: "weakref.WeakSet[Ending]" = weakref.WeakSet()
+
 
 class Ending:
-    """Calls `close` at exit and on SIGTERM, unless cancelled before.
+    """Calls `close` at exit and on SIGTERM, and `let_go` in a forked child, unless cancelled before.
 
     `asked` hears of SIGTERM first, `failed` of an exception that nobody has caught.
     """
@@ -19,10 +24,13 @@ class Ending:
     def __init__(
         self,
         close: Callable[[], None],
+        let_go: Callable[[], None] = lambda: None,
         asked: Callable[[], None] | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._close, self._asked, self._failed = close, asked, failed
+        self._close, self._let_go, self._asked, self._failed = close, let_go, asked, failed
+        in_forked_children()
+        _endings.add(self)
         self._process = os.getpid()
         self._previous: Any = None
         self._installed = False
@@ -40,6 +48,7 @@ class Ending:
         atexit.unregister(self._at_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
+        _endings.discard(self)
         in_main = threading.current_thread() is threading.main_thread()
         if self._installed and in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
@@ -67,3 +76,15 @@ class Ending:
         elif previous != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+@functools.cache
+def in_forked_children() -> None:
+    """From now on, tell forked children: they inherit all that watches their parent, and must not touch its record."""
+
+    def forked() -> None:
+        for ending in list(_endings):
+            with contextlib.suppress(Exception):
+                ending._let_go()
+
+    os.register_at_fork(after_in_child=forked)

@@ -14,12 +14,13 @@ from gradsight.capture.steps import check_optimizers, unwrapped
 from gradsight.capture.vitals import Vitals
 from gradsight.errors import UsageError
 from gradsight.judge.judge import Judge
-from gradsight.judge.window import Closer, Floats, Observed, Subject
+from gradsight.judge.window import Closer, Floats, Observed, RankLook, Subject
 from gradsight.measure.histogram import COLUMNS
 from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, summed_up
 from gradsight.measure.units import UnitLife
-from gradsight.measure.update import update_ratios
+from gradsight.measure.update import squares_of_whole, update_ratios
 from gradsight.names import Named, named_parameters
+from gradsight.ranks import Ranks
 from gradsight.record.store import Store
 from gradsight.records import Diagnosis, Finding, Step
 from gradsight.verdict import HealthReport, make_report
@@ -91,7 +92,9 @@ class Health:
 
     def __init__(self, model: nn.Module, parameters: Sequence[Named], optimizers: Any, settings: object) -> None:
         self._first_step = 0
-        self._parameters = parameters
+        self._model, self._parameters = model, parameters
+        self._ranks: Ranks | None = None
+        self._late: list[RankLook] = []
         self._optimizers = [unwrapped(optimizer) for optimizer in check_optimizers(optimizers)]
         self._store: Store | None = None
         self.on_finding: Sequence[Callable[[Finding], None]] = ()
@@ -109,15 +112,29 @@ class Health:
         """The number of the first step, and where findings are kept."""
         self._first_step, self._store = first_step, store
 
+    def compare_ranks(self, group: dist.OwnGroup, report: Callable[[str, str], None]) -> None:
+        """Look at what every rank brings to the common gradient. To be called on all of them."""
+        tensors = [named.tensor for named in self._parameters]
+        self._ranks = Ranks(self._model, tensors, group, self.looks_closer, report)
+        self._ranks.begin(self._first_step)
+
+    def stop(self, patience: float = 0.0) -> None:
+        """Take every hook away, and wait so many seconds for what other ranks are still sending."""
+        self.vitals.stop()
+        if self._ranks is not None:
+            self._late += self._ranks.stop(patience)
+
     def looks_closer(self, step: int) -> bool:
         """Early and often at first, then every 50 steps: most faults of a set-up show at once."""
         made = step - self._first_step
         return made % 50 == 0 or made in (1, 2, 4, 8, 16, 24, 32)
 
-    def notes(self) -> Noted:
+    def notes(self, step: int) -> Noted:
         """What was noticed in the step that has just ended."""
         vitals = self.vitals
-        return Noted(vitals.take_loss(), vitals.uncleared, vitals.alike, vitals.half)
+        ranks = self._ranks.end_step(step) if self._ranks is not None else ()
+        loss, guess = vitals.take_loss(), vitals.take_guess()
+        return Noted(loss, vitals.uncleared, vitals.alike, vitals.half, vitals.fixed, guess, ranks)
 
     def __call__(self, measured: Measured) -> None:
         """Judge one measured step."""
@@ -127,12 +144,14 @@ class Health:
         if self._optimizers and self._judge.window.steps_seen % 50 == 0:
             self._judge.window.subject.memberships = _memberships(self._parameters, [*self._optimizers, *self.elsewhere])
         observed = Observed(step, None if everything else measured.rows, loss=loss, uncleared=notes.uncleared)
-        observed.alike, observed.half = notes.alike, notes.half
+        observed.alike, observed.half, observed.fixed, observed.guess = notes.alike, notes.half, notes.fixed, notes.guess
         if norms is not None:
             observed.l2, observed.max_abs, observed.counts, observed.total = norms.l2, norms.max_abs, norms.counts, norms.total
         if measured.histogram_counters is not None:
             observed.closer = self._closer(measured)
         self._judge.observe(observed)
+        for look in notes.ranks:
+            self._judge.compare(look)
 
     def report(self) -> HealthReport:
         """The verdict so far."""
@@ -161,6 +180,8 @@ class Health:
 
     def finish(self) -> None:
         """The run is over: the last word of every finding, and which checks could not judge."""
+        for look in self._late:
+            self._judge.compare(look)
         self._judge.finish()
         if self._store is not None:
             for each in self._judge.abstentions():
@@ -181,14 +202,15 @@ class Health:
         table = counters[:, :COLUMNS].reshape(len(counters), 2, 256, 2)
         zero = table[:, :, 0, 1].sum(axis=1) / sampled
         tiny = (table[:, :, 1 : _BIAS + _FLOAT16_LEAST_EXPONENT].sum(axis=(1, 2, 3)) + table[:, :, 0, 0].sum(axis=1)) / sampled
-        ratio = np.full(len(counters), np.nan)
+        ratio = weight = np.full(len(counters), np.nan)
         if measured.update_sums is not None and measured.update_sums.any():
-            ratio = update_ratios(measured.update_sums)[0]
+            ratio, weight = update_ratios(measured.update_sums)[0], squares_of_whole(measured.update_sums)
         dead = self._spread([], np.zeros(0))
         for row, share in measured.dead_shares.items():
             dead[row] = share
         rows = measured.rows
-        return Closer(measured.step.step, self._spread(rows, ratio), self._spread(rows, zero), self._spread(rows, tiny), dead)
+        shares = (self._spread(rows, zero), self._spread(rows, tiny), dead)
+        return Closer(measured.step.step, self._spread(rows, ratio), *shares, self._spread(rows, weight))
 
     def _spread(self, rows: list[int], values: Floats) -> Floats:
         result = np.full(len(self._parameters), np.nan)

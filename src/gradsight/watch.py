@@ -16,8 +16,9 @@ from torch import nn
 
 from gradsight import dist
 from gradsight.assemble import Assembler, take_scalars
+from gradsight.capture import interception
 from gradsight.capture.manual import ManualCapture
-from gradsight.capture.steps import OptimizerCapture, check_optimizers
+from gradsight.capture.steps import OptimizerCapture, check_optimizers, unwrapped
 from gradsight.deliver import Delivery
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dumping import Dumping
@@ -28,7 +29,7 @@ from gradsight.measure.arrival import Arrival
 from gradsight.names import named_parameters
 from gradsight.record.feed import Feed
 from gradsight.record.incidents import with_ranks
-from gradsight.record.problems import Problems
+from gradsight.record.problems import Problems, say
 from gradsight.record.sinks import open_sinks
 from gradsight.record.store import Store, open_store, write_config
 from gradsight.recording import SECONDS, Recorder
@@ -37,6 +38,12 @@ from gradsight.verdict import HealthReport
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
 _FAILED = -1
+_PATIENCE = 5.0
+"""Seconds to wait at the end for what other ranks are still sending, where all of them end together."""
+_FORKED = (
+    "this process was forked from one that is being recorded; what it trains is not. "
+    "To record it too, call gradsight.watch in it, with a run_dir of its own."
+)
 
 
 def watch(
@@ -93,7 +100,7 @@ class Watch:
         recorder: bool | str = True,
         diagnose_seconds: float = SECONDS,
     ) -> None:
-        optimizers = check_optimizers(optimizer)
+        optimizers = self._optimizers = check_optimizers(optimizer)
         self._parameters = _check_model(model)
         self._names = [parameter.name for parameter in self._parameters]
         _check_detail(sink_detail)
@@ -101,7 +108,7 @@ class Watch:
         self._problems = Problems()
         self._store: Store | None = None
         self._feed: Feed | None = None
-        self._closed = False
+        self._closed = self._forked = False
         self._run_dir = None if run_dir is None else Path(run_dir).resolve()
         self._health = None if health is False else Health(model, self._parameters, optimizers, health)
         self._group = dist.own_group()
@@ -122,13 +129,15 @@ class Watch:
         if judge is not None:
             judge.begin(first_step, self._store)
             judge.on_finding = [companion.judged for companion in companions]
+            if self._group is not None:
+                judge.compare_ranks(self._group, self._problems.report)
             self._assembler.serve(judge.looks_closer, judge.units, judge.notes)
         self._capture: OptimizerCapture | ManualCapture
         if optimizers:
             self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
         else:
             self._capture = ManualCapture(model, tensors, self._assembler)
-        self._ending = Ending(lambda: self._close(wait=False), self._asked_to_end, self._ended_by)
+        self._ending = Ending(lambda: self._close(wait=False), self._let_go, self._asked_to_end, self._ended_by)
         if self._store is not None:
             used: dict[str, Any] = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step}
             used |= {"sink_detail": sink_detail, "recorder": recorder, "diagnose_seconds": diagnose_seconds}
@@ -158,6 +167,8 @@ class Watch:
                     f"To record steps again, open the run with start_step={step}."
                 )
             self._assembler.jump_to(step)
+        if self._forked:
+            self._problems.report("forked", _FORKED)
         if not self._closed:
             self._assembler.log(take_scalars(scalars))
             self._capture.step()
@@ -228,7 +239,7 @@ class Watch:
         self._closed = True
         self._capture.stop()
         if self._health is not None:
-            self._health.vitals.stop()
+            self._health.stop(_PATIENCE if wait else 0.2)
         self._ending.cancel()
         if self._recorder is not None:
             self._recorder.calls.stop()
@@ -254,6 +265,18 @@ class Watch:
                     self._store.add_problem(problem)
                 self._store.recording = False
                 self._store.close()
+
+    def _let_go(self) -> None:
+        """In a forked child: the record is the parent's. Whoever trains on here is told that nothing of it is recorded."""
+        self._closed = self._forked = True
+        interception.renew_lock()
+        self._capture.stop()
+        if self._recorder is not None:
+            self._recorder.calls.stop()
+        if self._health is not None:
+            self._health.stop(patience=0)
+        for optimizer in self._optimizers:
+            _say_at_next_step(optimizer, _FORKED)
 
     # Opening.
 
@@ -302,7 +325,7 @@ class Watch:
         if self._recorder is not None:
             self._recorder.calls.stop()
         if self._health is not None:
-            self._health.vitals.stop()
+            self._health.stop()
         where = _place(error)
         self._problems.report("capture", f"Gradsight stopped looking at gradients: {type(error).__name__}: {error} ({where})")
 
@@ -312,6 +335,14 @@ class Watch:
             yield
         except Exception as error:
             self._problems.report(what, f"{what} failed: {type(error).__name__}: {error}")
+
+
+def _say_at_next_step(optimizer: Any, message: str) -> None:
+    def stepped(*_: Any) -> None:
+        handle.remove()
+        say(message)
+
+    handle = unwrapped(optimizer).register_step_post_hook(stepped)
 
 
 def _check_model(model: nn.Module) -> list[Any]:

@@ -130,3 +130,89 @@ for step in range(200):
     optimizer.step()
 torch.distributed.destroy_process_group()
 """
+
+FORKS = """
+import os
+import sys
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        x = torch.randn(16, 6)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+        optimizer.step()
+
+
+def in_a_child(work):
+    child = os.fork()
+    if child == 0:
+        work()
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def make():
+    model = nn.Linear(6, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+torch.manual_seed(0)
+if sys.argv[1] == "both":  # a child that goes on with the same model, then trains one of its own
+    model, optimizer = make()
+    train(model, optimizer, 10)
+    in_a_child(lambda: [train(model, optimizer, 5), train(*make(), 7)])
+    train(model, optimizer, 10)
+else:  # the parent only starts children
+    in_a_child(lambda: train(*make(), 9))
+"""
+
+STARTS_ANOTHER = """
+import subprocess
+import sys
+
+subprocess.run([sys.executable, sys.argv[1]], check=True)
+"""
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+torch.set_num_threads(1)
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+x = torch.randn(320, 6)
+data = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for step, (inputs, targets) in enumerate(loader):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    if accelerator.process_index == 1 and step == 15:
+        loss = loss * float("nan")
+    accelerator.backward(loss)
+    optimizer.step()
+accelerator.end_training()
+"""
+
+TOO_LARGE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+model[2].weight.data.mul_(100)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(12):
+    x = torch.randn(32, 6)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+    optimizer.step()
+"""

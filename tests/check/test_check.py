@@ -67,6 +67,12 @@ def test_clipping_is_put_where_this_script_steps(tmp_path: Path) -> None:
     assert "GS102" not in check(script, "--lr", "1e-9").stdout
 
 
+def test_the_very_first_loss_is_seen(tmp_path: Path) -> None:
+    done = check("--json", write(tmp_path, scripts.TOO_LARGE))
+    (told,) = json.loads(done.stdout)["models"].values()
+    assert "GS108" in [finding["code"] for finding in told["findings"]], done.stdout
+
+
 def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.ADVERSARIES))
     assert done.returncode == 2, done.stderr
@@ -98,6 +104,38 @@ def test_ranks(launcher: list[str], tmp_path: Path) -> None:
     run = gradsight.open_run(tmp_path / "run")
     assert run.config["world_size"] == 2
     assert len(list(run.steps())) == 12
+
+
+def test_accelerate_launch_on_two_processes(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.ACCELERATED)
+    # --multi_gpu is how accelerate starts several processes at all: with --cpu it starts one, whatever --num_processes says
+    launcher = ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
+    launcher += ["--dynamo_backend", "no", "--main_process_port", 0]
+    done = check("--json", "--run_dir", tmp_path / "run", *launcher, script, HF_HOME=str(tmp_path))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert gradsight.open_run(tmp_path / "run").config["world_size"] == 2
+    (told,) = json.loads(done.stdout)["models"].values()
+    found = {finding["code"]: finding for finding in told["findings"]}
+    assert (told["steps"], found["GS103"]["first_step"]) == (20, 15)
+    assert "NaN or Inf on rank 1 alone" in found["GS503"]["evidence"]
+
+
+@pytest.mark.parametrize(("who", "steps"), [("both", [7, 20]), ("children", [9])])
+def test_a_script_that_forks(who: str, steps: list[int], tmp_path: Path) -> None:
+    done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.FORKS), who)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)["models"]
+    assert sorted(report["steps"] for report in told.values()) == steps
+    assert [step.step for step in gradsight.open_run(tmp_path / "run").steps()] == list(range(steps[-1]))
+    assert ("this process was forked from one that is being recorded" in done.stderr) == (who == "both")
+
+
+def test_a_script_that_starts_another(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.UNCLEARED, name="inner.py")
+    done = check("--json", write(tmp_path, scripts.STARTS_ANOTHER), script)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (told,) = json.loads(done.stdout)["models"].values()
+    assert (told["steps"], [finding["code"] for finding in told["findings"]]) == (20, ["GS305"])
 
 
 @pytest.mark.parametrize(

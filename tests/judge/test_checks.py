@@ -10,7 +10,7 @@ import pytest
 
 from gradsight.judge.judge import Judge
 from gradsight.judge.registry import CHECKS, chosen
-from gradsight.judge.window import Closer, Observed, Subject
+from gradsight.judge.window import Closer, Observed, RankLook, Subject
 from gradsight.records import Finding, Step
 
 NAMES = [f"blocks.{index}.weight" for index in range(6)]
@@ -58,12 +58,16 @@ def of(function: Callable[[int], Any], count: int = 60, **changes: Any) -> Steps
     return (observed(number, function(number), **changes) for number in range(count))
 
 
-def looked(ratio: Any = 1e-3, zero: float = 0.0, tiny: float = 0.0, dead: float = 0.0, **changes: Any) -> Steps:
+def looked(
+    ratio: Any = 1e-3, zero: float = 0.0, tiny: float = 0.0, dead: float = 0.0, weight: float | None = None, **changes: Any
+) -> Steps:
     for number in range(60):
         closer = None
         if number % 5 == 0:
+            now = ratio(number) if callable(ratio) else ratio
             full = [
-                np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy() for value in (ratio, zero, tiny, dead)
+                np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy()
+                for value in (now, zero, tiny, dead, number if weight is None else weight)
             ]
             closer = Closer(number, *full)
         yield observed(number, jittered(number), closer=closer, **changes)
@@ -71,6 +75,17 @@ def looked(ratio: Any = 1e-3, zero: float = 0.0, tiny: float = 0.0, dead: float 
 
 def losing(norm: Callable[[int], float], loss: Callable[[int], float]) -> Steps:
     return (observed(number, norm(number), loss=loss(number)) for number in range(120))
+
+
+def compared(function: Callable[[int], Any], skipped: bool = False, full: bool = False) -> dict[str, Finding]:
+    """Steps after each of which ranks are compared: `function` gives their norms, [ranks] or [ranks, parameters]."""
+    judge = Judge(subject())
+    for number in range(40):
+        judge.observe(observed(number, jittered(number), skipped=skipped))
+        norms = np.broadcast_to(np.asarray(function(number), dtype=float).T, (len(NAMES), 2)).T.copy()
+        always = np.arange(len(NAMES)) < (2 if full else len(NAMES))
+        judge.compare(RankLook(number, np.arange(len(NAMES)), norms, always))
+    return {finding.code: finding for finding in judge.findings()}
 
 
 HOLE = [1, 1, 0, 1, 1, 1]
@@ -85,6 +100,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS105", lambda: run(of(lambda n: 1e-5 * jittered(n))), lambda: run(of(lambda n: 1e-2 * jittered(n)))),
     ("GS106", lambda: run(of(lambda n: 0.0)), lambda: run(with_one(30, 0.0))),
     ("GS107", lambda: run(of(lambda n: [0, 0, 0, 0, 1, jittered(n)])), lambda: run(of(lambda n: [0, 0, 0, 1, 1, jittered(n)]), {"GS301": False})),
+    ("GS108", lambda: run(looked(loss=8.0, guess=1.6)), lambda: run(looked(loss=4.0, guess=1.6))),
     ("GS201", lambda: run(with_one(40, 30.0)), lambda: run(with_one(40, 5.0))),
     ("GS202", lambda: run(of(lambda n: 1.05**n, 120), {"GS101": False}), lambda: run(of(lambda n: 0.001 * 1.05**n, 120), {"GS105": False})),
     ("GS203", lambda: run(losing(lambda n: FALLING[n], lambda n: 2.3)), lambda: run(losing(lambda n: FALLING[n], lambda n: FALLING[n]))),
@@ -93,7 +109,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS301", lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)])), lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)]), memberships=HOLE)),
     ("GS302", lambda: run(looked(), memberships=HOLE), lambda: run(looked(), memberships=None)),
     ("GS303", lambda: run(looked(), memberships=[1, 2, 1, 1, 1, 1]), lambda: run(looked())),
-    ("GS304", lambda: run(looked(ratio=[1e-3, 0, 1e-3, 1e-3, 1e-3, 1e-3])), lambda: run(looked(ratio=0.0, lr=0.0))),
+    ("GS304", lambda: run(looked(ratio=[1e-3, 0, 1e-3, 1e-3, 1e-3, 1e-3])), lambda: run(looked(ratio=lambda n: 1e-3 if n < 20 else 0.0, lr=0.0))),
     ("GS305", lambda: run(usual(uncleared=True)), lambda: run(usual(uncleared=False))),
     ("GS401", lambda: run(looked(ratio=0.9)), lambda: run(looked(ratio=[0.9, 0.01, 0.01, 0.01, 0.01, 0.01]))),
     ("GS402", lambda: run(looked(ratio=1e-9)), lambda: run(looked(ratio=1e-5))),
@@ -102,6 +118,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS405", lambda: run(of(jittered, 120, clip_coef=0.01)), lambda: run(of(jittered, 120, clip_coef=0.5))),
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
     ("GS502", lambda: run(usual(alike=9)), lambda: run(usual(alike=3))),
+    ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
 ]  # fmt: skip
 
 

@@ -40,9 +40,9 @@ def test_a_baseline_never_takes_in_what_is_not_finite() -> None:
         baseline.enter(logarithms(np.array([np.nan if bad else 1.0]), np.nan if bad else 1.0), not bad, incident=False)
     assert baseline.median is not None
     assert baseline.median.tolist() == [0.0, 0.0]
-    found = baseline.excess(logarithms(np.array([1e6]), 1e6))
-    assert found is not None
-    assert found[0][0] == pytest.approx(np.log(1e6))
+    bound = baseline.bound(10.0, 8.0, 2)
+    assert bound is not None
+    assert bound.tolist() == pytest.approx([np.log(10)] * 2)
 
 
 def test_a_nan_does_not_hide_the_spike_behind_it() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,58 @@ def test_missing_unused_and_frozen_parameters_are_named() -> None:
         "GS302": ("missing.weight", "missing.bias"),
         "GS304": ("still.weight", "still.bias"),
     }
+
+
+@pytest.mark.parametrize("how", ["put back", "no learning rate"])
+def test_weights_that_stay_the_same_are_found(how: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if how == "no learning rate" else 0.1)
+    old = copy.deepcopy(model[2].state_dict())
+    with gradsight.watch(model, optimizer) as watched:
+        for _ in range(40):
+            x, y = batch()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if how == "put back":
+                model[2].load_state_dict(old)
+        found = {finding.code: finding.parameters for finding in watched.report().findings}
+    assert found == {"GS304": ("2.weight", "2.bias") if how == "put back" else ("0.weight", "0.bias", "2.weight", "2.bias")}
+
+
+@pytest.mark.parametrize("given", ["all", "trainable"])
+def test_a_frozen_backbone_is_left_alone(given: str) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.1)
+    with gradsight.watch(model, optimizer) as watched:
+        for _ in range(40):
+            x, y = batch()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        assert codes(watched.report()) == []
+
+
+def test_a_start_worse_than_guessing_is_found_through_scaling_and_accumulation() -> None:
+    model, ratios = net(), []
+    with torch.no_grad():
+        model[2].weight.mul_(100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with gradsight.watch(model, optimizer) as watched:
+        for _ in range(12):
+            for _ in range(2):
+                x, y = batch()
+                loss = F.cross_entropy(model(x), y)
+                scaler.scale(loss / 2).backward()
+            ratios.append(float(loss.detach()) / math.log(3))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found = {finding.code: finding for finding in watched.report().findings}
+    told = ", ".join(f"{ratio:.3g}" for ratio in ratios[:3])
+    assert found["GS108"].evidence == f"the first losses are {told} times that of a guess"
 
 
 def test_findings_and_abstentions_are_in_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ class Session:
 
     def __init__(self, run_dir: Path, steps: int | None, health: str | None) -> None:
         self._run_dir, self._steps, self._health = run_dir, steps, health
-        self._process = os.getpid()
+        self._forked = False
         self._new: list[Optimizer] = []
         self._watches: list[Watch] = []
         self._names: list[str] = []
@@ -39,12 +39,17 @@ class Session:
         interception.observe(self)
         interception.around_backward(self._before_backward, lambda: None)
         register_optimizer_step_post_hook(self._stepped)
+        os.register_at_fork(after_in_child=self._let_go)
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has just been made."""
-        if os.getpid() == self._process:
-            self._new.append(optimizer)
-            self._known.append({"optimizer": type(optimizer).__name__, "made": place_of_call(), "id": id(optimizer)})
+        self._new.append(optimizer)
+        self._known.append({"optimizer": type(optimizer).__name__, "made": place_of_call(), "id": id(optimizer)})
+
+    def _let_go(self) -> None:
+        """In a forked child: what the parent trains is the parent's; what is new here gets a directory of its own."""
+        self._forked = True
+        self._watches, self._made = [], {}
 
     # What torch tells.
 
@@ -64,7 +69,7 @@ class Session:
         pass
 
     def _before_backward(self, tensors: Any) -> None:
-        if self._new and os.getpid() == self._process:
+        if self._new:
             new, self._new = self._new, []
             try:
                 self._open(new)
@@ -72,8 +77,6 @@ class Session:
                 print(f"gradsight: cannot watch this script: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() != self._process:
-            return
         made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         if made == 1:
             self._describe(optimizer)
@@ -106,6 +109,8 @@ class Session:
     def _open_one(self, model: Any, optimizers: list[Optimizer]) -> None:
         name = distinct([*self._names, name_of(model, "model" if type(model) is torch.nn.Module else None)])[-1]
         folder = self._run_dir if not self._names else self._run_dir / name
+        if self._forked:
+            folder = self._run_dir / f"{name}-{os.getpid()}"
         self._names.append(name)
         options: dict[str, Any] = {"histograms": Schedule(step_interval=25), "health": self._health or True}
         try:
@@ -127,7 +132,7 @@ class Session:
                 known["steps"] = place_of_call()
                 known["lr"] = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
                 known["scheduler"] = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if dist.rank() == 0 and int(os.environ.get("RANK", "0")) == 0:
+        if dist.rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
             plain = [{key: value for key, value in known.items() if key != "id"} for known in self._known]
             try:
                 self._run_dir.mkdir(parents=True, exist_ok=True)

@@ -68,6 +68,12 @@ def around_backward(before: Callable[[Any], None], after: Callable[[], None], wa
             _around.remove((before, after))
 
 
+def renew_lock() -> None:
+    """In a forked child: the thread that held the lock may not exist here."""
+    global _lock
+    _lock = threading.RLock()
+
+
 def inside_backward() -> bool:
     """Whether a backward pass is running now, in any thread: on accelerators, hooks run in threads of the engine's."""
     return _depth > 0
@@ -109,7 +115,7 @@ def _restore() -> None:
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _depth
     if _depth == 0:
-        for before, _ in tuple(_around):
+        for before, _ in _around:  # no copy: who is added by one of these, as a new watch is, hears of this pass too
             before(args[0] if args else kwargs.get("tensors"))
     with _lock:
         _depth += 1

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.capture import interception
+from gradsight.capture.guessing import loss_of_a_guess
 
+_GUESSES = 12
+"""Backward passes whose loss is compared with a guess's: those of the first steps."""
 _BATCHES = 12
 """Batches compared with the one before; then the model is left alone."""
 _ENTRIES = 256
@@ -24,18 +27,25 @@ class Vitals:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
+        self._optimizers, self._handles = optimizers, list[Any]()
+        self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer) for optimizer in optimizers]
         self._batches = Batches()
         self._handle: Any = None
         self._loss: Tensor | None = None
+        self._guesses = 0
+        self.guess: float | None = None
+        """What the loss of one of the first backward passes would have been without any knowledge."""
         self.half: bool | None = None
         """Whether the last forward pass ran under float16 autocast."""
 
     def start(self) -> None:
         """Begin to watch."""
         interception.around_backward(self._before_backward, self._after_backward)
-        for clearing in self._clearing:
+        for optimizer, clearing in zip(self._optimizers, self._clearing, strict=True):
             clearing.start()
+            self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
+            self._handles.append(optimizer.register_step_post_hook(self._step_ends))
         if getattr(self._model, "_compiled_call_impl", None) is None:  # hooks inside a compiled call would break its graph
             self._handle = self._model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
 
@@ -44,6 +54,8 @@ class Vitals:
         interception.around_backward(self._before_backward, self._after_backward, wanted=False)
         for clearing in self._clearing:
             clearing.stop()
+        while self._handles:
+            self._handles.pop().remove()
         self._leave_model()
 
     @property
@@ -57,17 +69,41 @@ class Vitals:
         """How many batches in a row were the same, made anew; None where no batch was seen."""
         return self._batches.alike
 
+    @property
+    def fixed(self) -> bool:
+        """Whether every batch seen was the first one again, in the same tensors or in new ones."""
+        return self._batches.fixed
+
     def take_loss(self) -> Tensor | None:
         """What the last backward pass was called on, if that was a single number; once."""
         loss, self._loss = self._loss, None
         return loss
 
+    def take_guess(self) -> float | None:
+        """The same for what a guess would have given; once."""
+        guess, self.guess = self.guess, None
+        return guess
+
+    def _step_begins(self, *_: Any) -> None:
+        self._evaluations = 0
+
+    def _step_ends(self, *_: Any) -> None:
+        self._evaluations = None
+
     def _before_backward(self, tensors: Any) -> None:
+        if self._evaluations is not None:
+            self._evaluations += 1
+        if (self._evaluations or 0) <= 1:  # a step starts from the first evaluation of its closure
+            self._note_loss(tensors)
+        for clearing in self._clearing:
+            clearing.before_backward()
+
+    def _note_loss(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
             self._loss = roots[0].detach()
-        for clearing in self._clearing:
-            clearing.before_backward()
+            if self._guesses < _GUESSES:
+                self.guess, self._guesses = loss_of_a_guess(roots[0]), self._guesses + 1
 
     def _after_backward(self) -> None:
         for clearing in self._clearing:
@@ -169,6 +205,8 @@ class Batches:
         self._before: list[Tensor] = []
         self._objects: list[Callable[[], Tensor | None]] = []
         self.alike: int | None = None
+        self.fixed = False
+        """Whether there has only been one, on purpose or not."""
 
     def see(self, values: Sequence[Any]) -> None:
         """A batch comes by."""
@@ -189,6 +227,7 @@ class Batches:
             and any(sample.numel() > 1 and bool((sample != sample[0]).any()) for sample in samples)
         )
         self.alike = (self.alike or 0) + 1 if alike else 0
+        self.fixed = self.count > 1 and (alike or same_objects) and (self.fixed or self.count == 2)
         self._before, self._objects = samples, [weakref.ref(tensor) for tensor in tensors]
 
 

@@ -67,12 +67,23 @@ def reduces_gradients(model: nn.Module) -> bool:
     return bool(getattr(model, "require_backward_grad_sync", True))
 
 
+def replicated_parameters(model: nn.Module) -> set[int]:
+    """The ids of parameters that DistributedDataParallel keeps alike on all ranks by reducing their gradients."""
+    copied = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+    over_all = [module for module in copied if module.process_group.size() == world_size()]
+    return {id(parameter) for module in over_all for parameter in module.parameters() if not is_sharded(parameter)}
+
+
 @dataclass(slots=True)
 class Gathering:
     """A collective under way on our own group."""
 
     work: Any
     parts: list[Tensor]
+
+    def done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return bool(self.work.is_completed())
 
     def wait(self) -> list[npt.NDArray[np.float64]]:
         """Every rank's array, in the order of ranks."""

@@ -5,25 +5,29 @@ One wild value moves neither. What is not finite never enters, and during an inc
 become the norm that it is measured against. One that lasts is a new level, and the baseline starts again.
 """
 
+from math import exp, log
+
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
 LENGTH = 50
-REFRESH = 10
+REFRESH, LATER = 10, 25
+"""Steps from one look at the past to the next, while it is shorter than the baseline and then."""
 WARM_UP = 10
 NEW_LEVEL = 25
 NORMAL = 1.4826
 LEAST_SPREAD = 0.05
 _FLOOR, _CEILING = -100.0, 700.0
 """The logarithms that stand for zero and for infinity."""
+_LEAST = exp(_FLOOR)
 
 
 class Baseline:
     """A rolling baseline of n parameters and, last, of the total."""
 
-    __slots__ = ("_count", "_held", "_ring", "median", "spread")
+    __slots__ = ("_bounds", "_count", "_held", "_ring", "median", "spread")
 
     def __init__(self) -> None:
         self._ring: Floats | None = None
@@ -32,13 +36,17 @@ class Baseline:
         self.median: Floats | None = None
         """None until warmed up."""
         self.spread: Floats | None = None
+        self._bounds: dict[tuple[float, float], Floats] = {}
 
-    def excess(self, row: Floats) -> tuple[Floats, Floats] | None:
-        """By how much each of these `logarithms` exceeds its median, and that in spreads; None during warm-up."""
-        if self.median is None or self.spread is None or len(row) != len(self.median):
+    def bound(self, factor: float, sigmas: float, size: int) -> Floats | None:
+        """The `logarithms` that are both so many times the usual and so many spreads above it; None during warm-up."""
+        if self.median is None or self.spread is None or size != len(self.median):
             return None
-        above = row - self.median
-        return above, above / self.spread
+        key = (factor, sigmas)
+        if key not in self._bounds:
+            bound = self.median + np.maximum(log(factor), sigmas * self.spread)
+            self._bounds[key] = np.where(self.median > _FLOOR / 2, bound, np.inf)  # nothing at all has no multiple
+        return self._bounds[key]
 
     def enter(self, row: Floats, finite: bool, incident: bool) -> None:
         """Take in the `logarithms` of a step, unless it is part of an incident or not finite."""
@@ -47,30 +55,33 @@ class Baseline:
             if self._held < NEW_LEVEL or not finite:
                 return
             self._ring, self._count, self.median, self.spread = None, 0, None, None
+            self._bounds = {}
         self._held = 0
         if self._ring is None or self._ring.shape[1] != len(row):
             self._ring, self._count = np.empty((LENGTH, len(row))), 0
         self._ring[self._count % LENGTH] = row
         self._count += 1
-        if self._count >= WARM_UP and (self._count % REFRESH == 0):
+        if self._count >= WARM_UP and self._count % (REFRESH if self._count <= LENGTH else LATER) == 0:
             self._refresh(self._ring[: min(self._count, LENGTH)])
 
     def _refresh(self, rows: Floats) -> None:
+        self._bounds = {}
         self.median = np.median(rows, axis=0)
         deviation = np.median(np.abs(rows - self.median), axis=0)
         self.spread = np.maximum(NORMAL * deviation, LEAST_SPREAD)
 
 
-def logarithms(l2: Floats, total: float) -> Floats:
+def logarithms(l2: Floats, total: float, ordinary: bool = False) -> Floats:
     """Natural logarithms of norms and, last, of the total; zero and nothing at all are a very small number.
+
+    `ordinary`: all of them are known to be finite and above zero.
 
     >>> logarithms(np.array([1.0, 0.0]), 1.0).tolist()
     [0.0, -100.0, 0.0]
     """
     result = np.empty(len(l2) + 1)
     result[:-1], result[-1] = l2, total
-    with np.errstate(divide="ignore", invalid="ignore"):
-        np.log(result, out=result)
-    if not np.isfinite(result.sum()):
-        np.nan_to_num(result, copy=False, nan=_FLOOR, posinf=_CEILING, neginf=_FLOOR)
-    return result
+    if ordinary:
+        return np.log(result, out=result)
+    np.log(np.maximum(result, _LEAST), out=result)
+    return np.nan_to_num(result, copy=False, nan=_FLOOR, posinf=_CEILING)

@@ -2,15 +2,14 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from math import isfinite
+from typing import Any, get_args
 
 from gradsight.judge import checks
-from gradsight.judge.registry import MISSING, Check, chosen
-from gradsight.judge.window import Observed, Subject, Window
+from gradsight.judge.registry import MISSING, Check, Fact, When, chosen
+from gradsight.judge.window import Observed, RankLook, Subject, Window
 from gradsight.records import Finding
 from gradsight.verdict import SEVERITIES, Abstention
 
@@ -20,7 +19,7 @@ for _module in pkgutil.iter_modules(checks.__path__):
 _STRETCH = 10
 _CALM = 10
 """Judgings without a fact before the next one counts as a new incident."""
-_OUTLIER = (float(np.log(10.0)), 8.0)
+_OUTLIER = (10.0, 8.0)
 """From here on a step is kept out of the baseline: tenfold the median, and this many spreads above it."""
 
 
@@ -49,7 +48,7 @@ class Judge:
         running = [_Running(check, values, int(values.get("patience", 1))) for check, values in chosen(settings)]
         self._running = running
         self._ready: dict[str, tuple[int, list[_Running]]] = {}
-        self._by_when = {when: [each for each in running if each.check.when == when] for when in ("step", "stretch", "look")}
+        self._by_when = {when: [each for each in running if each.check.when == when] for when in get_args(When)}
 
     def observe(self, observed: Observed, patient: bool = True) -> None:
         """Judge one step. Without patience, one look must do."""
@@ -61,8 +60,13 @@ class Judge:
         if window.steps_seen % _STRETCH == 0 or not patient:
             self._run("stretch", patient)
         if observed.l2 is not None:
-            finite = observed.counts is None and bool(np.isfinite(observed.total))
+            finite = observed.counts is None and isfinite(observed.total)
             window.baseline.enter(window.logarithms, finite, self._is_outlier())
+
+    def compare(self, look: RankLook) -> None:
+        """Judge what every rank brought to the gradient of a step that was observed before."""
+        self.window.take_ranks(look)
+        self._run("ranks", patient=True)
 
     def findings(self) -> list[Finding]:
         """What has been found so far, the worst first."""
@@ -89,8 +93,10 @@ class Judge:
                 self._tell(each, replace(each.finding, evidence=f"{each.evidence}; {each.incidents} times in all"))
 
     def _run(self, when: str, patient: bool) -> None:
+        window = self.window
         for each in self._able(when):
-            facts = list(each.check.function(self.window, **each.settings))
+            gate = each.check.gate
+            facts = list(each.check.function(window, **each.settings)) if gate is None or gate(window) else ()
             if facts or each.streak or each.finding is not None:
                 self._weigh(each, facts, patient)
 
@@ -103,7 +109,7 @@ class Judge:
             self._ready[when] = (len(signals), able)
         return able
 
-    def _weigh(self, each: _Running, facts: list[Any], patient: bool) -> None:
+    def _weigh(self, each: _Running, facts: Sequence[Fact], patient: bool) -> None:
         """Count agreement; make, widen or end a finding."""
         if not facts:
             each.streak = 0
@@ -139,8 +145,9 @@ class Judge:
             self._on_finding(finding)
 
     def _is_outlier(self) -> bool:
-        found = self.window.baseline.excess(self.window.logarithms)
-        return found is not None and bool(found[0][-1] > _OUTLIER[0] and found[1][-1] > _OUTLIER[1])
+        row = self.window.logarithms
+        bound = self.window.baseline.bound(*_OUTLIER, len(row))
+        return bound is not None and bool(row[-1] > bound[-1])
 
 
 def _finding(each: _Running, severity: str, first_step: int) -> Finding:

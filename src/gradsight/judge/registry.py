@@ -7,6 +7,7 @@
         Why: why it matters.
         \"\"\"
 
+`gate` is what must hold of the window for the check to find anything: most steps are ordinary, and asked no more than that.
 `patience` is how many judgings in a row must agree before a finding is made; without it, one is enough.
 """
 
@@ -19,8 +20,8 @@ from typing import Any, Literal
 
 from gradsight.errors import UsageError
 
-When = Literal["step", "stretch", "look"]
-"""Every step; every ten steps, for what is read from history; or whenever a closer look was taken."""
+When = Literal["step", "stretch", "look", "ranks"]
+"""Every step; every ten steps, for what is read from history; after a closer look; after ranks were compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Check:
     recommendation: str
     fix: str
     function: Callable[..., Iterable[Fact]]
+    gate: Callable[[Any], bool] | None
+    """What must hold of the window for the check to find anything: cheap to ask, and asked first."""
     defaults: Mapping[str, Any]
 
     @property
@@ -61,10 +64,12 @@ MISSING = {
     "norms": "no gradient norms were measured",
     "optimizer": "no optimizer is known: give it to watch(model, optimizer)",
     "loss": "no loss was seen",
+    "guess": "the loss is no plain cross-entropy, so it is not known where it should start",
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",
     "clearing": "no optimizer was watched from one step to the next",
     "batches": "the model was not called with tensors while training",
+    "ranks": "no rank's own gradients were seen: there is one process, or no DistributedDataParallel (FSDP2 hides them)",
     "closer": "no closer look was taken",
 }
 """Why a check has to abstain, by the signal it lacks."""
@@ -77,6 +82,7 @@ def check(
     *,
     when: When = "step",
     needs: tuple[str, ...] = ("norms",),
+    gate: Callable[[Any], bool] | None = None,
     recommendation: str,
     fix: str,
 ) -> Callable[[Callable[..., Iterable[Fact]]], Callable[..., Iterable[Fact]]]:
@@ -87,7 +93,7 @@ def check(
             raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
         parameters = list(inspect.signature(function).parameters.values())[1:]
         defaults = {parameter.name: parameter.default for parameter in parameters}
-        CHECKS[code] = Check(code, name, severity, when, needs, recommendation, fix.strip("\n"), function, defaults)
+        CHECKS[code] = Check(code, name, severity, when, needs, recommendation, fix.strip("\n"), function, gate, defaults)
         return function
 
     return file

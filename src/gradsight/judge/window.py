@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ Flags = npt.NDArray[np.bool_]
 
 _KEPT = 400
 """Steps of history that trends are read from."""
+_RANK_LOOKS = 60
+NOTHING = 1e-40
+"""Stands for a norm of zero where logarithms are compared."""
 _LOOKS = 4
 """Closer looks that are remembered."""
 
@@ -54,6 +58,21 @@ class Closer:
     """The share of entries that are not zero, but below float16's smallest normal number."""
     dead_share: Floats
     """The share of rows of a weight that stayed zero in every one of the last looks."""
+    weight: Floats
+    """Sum of squares of the weight before the step, where all of it was read."""
+
+
+@dataclass(slots=True)
+class RankLook:
+    """What every rank brought to the common gradient of one step, before reduction."""
+
+    step: int
+    rows: npt.NDArray[np.intp]
+    """The parameters that were looked at."""
+    norms: Floats
+    """Of each rank's own gradients, [ranks, rows]."""
+    always: Flags
+    """Which of the rows are looked at on every step, so that their norms can be compared over time."""
 
 
 @dataclass(slots=True)
@@ -74,6 +93,10 @@ class Observed:
     """How many batches in a row were the same; None where no batch was seen."""
     half: bool | None = None
     """Whether the forward pass ran under float16 autocast."""
+    fixed: bool = False
+    """Whether every batch so far was the same one."""
+    guess: float | None = None
+    """What the loss would be if the model knew nothing; None where it is of no kind that tells."""
 
 
 @dataclass(slots=True)
@@ -97,13 +120,20 @@ class Window:
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     first_losses: list[float] = field(default_factory=list)
+    starts: list[tuple[float, float]] = field(default_factory=list)
+    """Of the first three steps: the loss, and what it would be if the model knew nothing."""
     clips: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     scales: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Loss scale, and whether the step was left out."""
     closers: deque[Closer] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     looks_taken: int = 0
+    ever_updated: bool = False
+    """Whether any closer look found that a step had changed a weight."""
     alive: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient other than zero."""
+    all_alive: bool = False
+    has_zeros: bool = False
+    """Whether some parameter has no gradient at this step, or one of exactly zero."""
     received: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient at all."""
     started_at_zero: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -116,6 +146,16 @@ class Window:
     """Blocks of the model in its own order, with the rows of their matrices."""
     _block_rows: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     _block_of_row: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    ranks: RankLook | None = None
+    """The newest comparison of ranks, which may be of a step before."""
+    rank_looks: deque[RankLook] = field(default_factory=lambda: deque(maxlen=_LOOKS))
+    """The last comparisons over all parameters, of steps that were not left out and in which everything was finite."""
+    rank_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_RANK_LOOKS))
+    """Such steps, with or without all parameters."""
+    rank_logarithms: deque[Floats] = field(default_factory=lambda: deque(maxlen=_RANK_LOOKS))
+    """At those steps: each rank's norm over the parameters that are looked at on every step."""
+    left_out: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """Steps that a GradScaler left out."""
     signals: set[str] = field(default_factory=set)
     """What has been seen so far."""
 
@@ -148,13 +188,28 @@ class Window:
         if step.scale is not None:
             self.signals.add("scale")
             self.scales.append((step.scale, step.skipped))
+        if step.skipped:
+            self.left_out.append(step.step)
         if observed.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if observed.uncleared else 0
         if observed.alike is not None:
             self.signals.add("batches")
+        if observed.guess is not None and observed.loss is not None and len(self.starts) < 3 and self.steps_seen <= 3:
+            self.signals.add("guess")
+            self.starts.append((observed.loss, observed.guess))
         if observed.closer is not None:
             self._take_closer(observed.closer)
+
+    def take_ranks(self, look: RankLook) -> None:
+        """Make this the newest comparison of ranks."""
+        self.signals.add("ranks")
+        self.ranks = look
+        if look.step not in self.left_out and np.isfinite(look.norms).all():
+            if not look.always.all():
+                self.rank_looks.append(look)
+            self.rank_steps.append(look.step)
+            self.rank_logarithms.append(np.log(np.maximum(np.linalg.norm(look.norms[:, look.always], axis=1), NOTHING)))
 
     def _take_norms(self, observed: Observed) -> None:
         self.previous = self.l2
@@ -164,22 +219,26 @@ class Window:
         self.signals.add("norms")
         if observed.rows is None:
             self.l2 = observed.l2
-            self.received[:] = True
+            if not self.all_alive:
+                self.received[:] = True
         else:
             self.l2 = np.full(len(self.subject.names), np.nan)
             self.l2[observed.rows] = observed.l2
             self.received[observed.rows] = True
-        self.logarithms = logarithms(self.l2, observed.total)
-        self.alive |= self.l2 > 0
+        self.has_zeros = not self.l2.min(initial=1.0) > 0  # a NaN is not above zero either
+        self.logarithms = logarithms(self.l2, observed.total, not self.has_zeros and isfinite(observed.total))
+        if not self.all_alive:
+            self.alive[slice(None) if observed.rows is None else observed.rows] |= observed.l2 != 0
+            self.all_alive = bool(self.alive.all())
         same = 0 < observed.total == self.previous_total and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0
         clip = observed.step.clip_coef
         self.effective = observed.total * clip if clip is not None else observed.total
-        if observed.counts is None and np.isfinite(observed.total):
+        if observed.counts is None and isfinite(observed.total):
             self.totals.append(observed.total)
 
     def _take_loss(self, loss: float) -> None:
-        if np.isfinite(loss):
+        if isfinite(loss):
             self.signals.add("loss")
             self.losses.append(loss)
             if len(self.first_losses) < 10:
@@ -190,6 +249,7 @@ class Window:
         if self.looks_taken == 0:
             self.started_at_zero = np.isnan(closer.update_ratio)
         self.looks_taken += 1
+        self.ever_updated |= bool((closer.update_ratio > 0).any())
         self.closers.append(closer)
 
     def block_norms(self) -> Floats:
@@ -209,6 +269,11 @@ class Window:
             return None
         recent = list(self.losses)[-10:]
         return bool(np.median(recent) < 0.1 * np.median(self.first_losses[:5]))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the gradient has come down to a thousandth of its largest: a minimum, where nothing has to move any more."""
+        return self.now.total < 1e-3 * max(self.totals, default=0.0)
 
     def named(self, rows: object) -> tuple[str, ...]:
         """The names of these rows."""

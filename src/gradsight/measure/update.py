@@ -70,6 +70,11 @@ def update_ratios(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64
         return ratio, np.where(left_out > 0, ratio * np.sqrt(relative * left_out), np.where(np.isnan(ratio), np.nan, 0.0))
 
 
+def squares_of_whole(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Sums of squares of the weights before the step, NaN where only a sample was read: two samples cannot be compared."""
+    return np.where(sums[:, 0] == sums[:, 1], sums[:, 4], np.nan)
+
+
 def _relative_error(
     n: npt.NDArray[np.float64], square: npt.NDArray[np.float64], fourth: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:

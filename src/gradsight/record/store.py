@@ -7,6 +7,7 @@ frames into the tables several times a second and empties the tail. Whoever open
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import sqlite3
@@ -32,8 +33,23 @@ _open: dict[Path, "Store"] = {}
 _open_lock = threading.Lock()
 
 
+@functools.cache
+def _in_forked_children() -> None:
+    """A forked child lets go of every open store: it shares the parent's files, but has neither its thread nor its locks."""
+
+    def let_go() -> None:
+        global _open_lock
+        _open_lock = threading.Lock()
+        for store in _open.values():
+            store.let_go()
+        _open.clear()
+
+    os.register_at_fork(after_in_child=let_go)
+
+
 def open_store(run_dir: str | os.PathLike[str], problems: Problems | None = None) -> "Store":
     """The store of a run directory; those who open it in one process share it, and each closes it once."""
+    _in_forked_children()
     path = Path(run_dir).resolve()
     with _open_lock:
         store = _open.get(path)
@@ -62,6 +78,7 @@ class Store:
             raise
         self._number = schema.last_frame(self._connection)
         self._lock = threading.RLock()  # a signal may close a watch while one of these is held
+        self._let_go = False
         self._pending: list[frames.Frame] = []
         self._pending_bytes = 0
         self._layout_of: tuple[Sequence[str], int] | None = None
@@ -132,6 +149,12 @@ class Store:
                 self._connection.close()
             os.close(self._tail)
 
+    def let_go(self) -> None:
+        """In a forked child: whatever is handed over from now on is dropped. Closing the tail here leaves the parent's lock."""
+        self._lock, self._database = threading.RLock(), threading.RLock()
+        self._let_go, self._pending, self._pending_bytes = True, [], 0
+        os.close(self._tail)
+
     def _layout(self, names: Sequence[str]) -> int:
         """The number of a list of names; asked for at every step, so remembered by identity."""
         if self._layout_of is None or self._layout_of[0] is not names:
@@ -142,6 +165,8 @@ class Store:
 
     def _add(self, kind: int, payload: bytes) -> None:
         with self._lock:
+            if self._let_go:
+                return
             self._number += 1
             if self._pending_bytes > _BACKLOG:
                 self._problems.report(

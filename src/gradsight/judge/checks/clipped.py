@@ -1,6 +1,7 @@
 """GS405: clipped at nearly every step."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -28,8 +29,10 @@ def clipped(window: Window, *, share: float = 0.95, coefficient: float = 0.05, s
     Why: then it is no guard but a second, hidden learning rate. Mild clipping on every step is an ordinary recipe,
     and left alone.
     """
+    if len(window.clips) < steps or min(islice(reversed(window.clips), 10)) >= 1:
+        return
     recent = np.array(window.clips)[-steps:]
-    if len(recent) < steps or (recent < 1).mean() < share or np.median(recent) >= coefficient:
+    if (recent < 1).mean() < share or np.median(recent) >= coefficient:
         return
     usual = float(np.median(np.array(window.totals)[-steps:])) if window.totals else 0.0
     cut = float(np.median(recent))

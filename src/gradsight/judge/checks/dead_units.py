@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.judge.fixes import LIVING_UNITS
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -18,10 +19,8 @@ from gradsight.judge.window import Window
         "Units that never get a gradient do not come back by themselves: use LeakyReLU or GELU, lower the learning"
         " rate, initialise biases at zero."
     ),
-    fix="""
-# units that cannot die
-nn.LeakyReLU(0.01)    # instead of nn.ReLU()
-
+    fix=LIVING_UNITS
+    + """
 def init_weights(module):
     if isinstance(module, nn.Linear):
         nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
@@ -34,10 +33,9 @@ def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterato
     """Most units of a layer get no gradient at any look.
 
     Why: a unit whose row of the weight has a zero gradient for every sample is dead, and its capacity lost. A few
-    dead units are
-    ordinary, and so are lookup tables whose rows are not in the batch.
+    dead units are ordinary, and so are lookup tables whose rows are not in the batch.
     """
-    if window.looks_taken < looks:
+    if window.looks_taken < looks or window.now.total == 0:
         return
     with np.errstate(invalid="ignore"):
         rows = np.flatnonzero(window.closers[-1].dead_share > share)

@@ -1,6 +1,7 @@
 """GS203: decay to nothing."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -28,11 +29,14 @@ nn.GELU()             # instead of nn.Sigmoid(), nn.Tanh() or nn.ReLU()
 def decay(window: Window, *, factor: float = 1000.0, limit: float = 0.001, patience: int = 2) -> Iterator[Fact]:
     """The gradient has decayed to nothing while the loss has not.
 
-    Why: a solved problem and a stalled one both have no gradient; only the loss tells them apart.
+    Why: a solved problem and a stalled one both have no gradient; only the loss tells them apart. With one batch for ever, a
+    gradient of nothing is a minimum; with a new one every time its noise would keep the gradient up, were it not cut off.
     """
-    totals = np.array(window.totals)
-    if len(totals) < 20 or window.converging is not False:
+    if window.now.fixed:
         return
+    if len(window.totals) < 20 or min(islice(reversed(window.totals), 10)) >= limit or window.converging is not False:
+        return
+    totals = np.array(window.totals)
     early, late = float(np.max(totals[: len(totals) // 2])), float(np.median(totals[-10:]))
     first, last = float(np.median(window.first_losses[:5])), float(np.median(list(window.losses)[-10:]))
     if late < limit and late * factor < early and last > 0.3 * first:

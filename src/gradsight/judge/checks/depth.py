@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.judge.fixes import KEEP_THE_SIZE, LIST_FROZEN
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -17,19 +18,9 @@ from gradsight.judge.window import Window
         "The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead of sigmoid and tanh, add "
         "skip connections or normalisation, initialise for the activation."
     ),
-    fix="""
-# is something frozen?
-for name, parameter in model.named_parameters():
-    if not parameter.requires_grad:
-        print(f"Frozen: {name}")
-
-# an initialisation that keeps the signal's size
-def init_weights(module):
-    if isinstance(module, nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
-
-model.apply(init_weights)
-
+    fix=LIST_FROZEN
+    + KEEP_THE_SIZE
+    + """
 # a block that keeps its signal
 x = x + self.layer(self.norm(x))
 """,
@@ -43,7 +34,10 @@ def depth(window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: i
     """
     if window.now.counts is not None or len(window.blocks) < blocks:
         return
-    norms = zip(window.blocks, window.block_norms().tolist(), strict=True)
+    found = window.block_norms().tolist()
+    if max(found) < ratio * min(found):
+        return
+    norms = zip(window.blocks, found, strict=True)
     known = [(name, norm) for (name, _), norm in norms if norm > 0]
     if len(known) < blocks:
         return

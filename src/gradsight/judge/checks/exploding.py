@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.judge.fixes import CLIP
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -14,13 +15,8 @@ from gradsight.judge.window import Window
         "Clip the gradient at once and lower the learning rate; then look for missing normalisation or too large "
         "an initialisation."
     ),
-    fix="""
-# after loss.backward(), before optimizer.step()
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-
-# or, entry by entry
-torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
-
+    fix=CLIP
+    + """
 # and a tenth of the learning rate
 for group in optimizer.param_groups:
     group["lr"] *= 0.1

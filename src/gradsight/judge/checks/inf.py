@@ -11,6 +11,7 @@ from gradsight.judge.window import Window
     "GS104",
     "infinite gradient",
     "critical",
+    gate=lambda window: window.now.counts is not None,
     recommendation=(
         "Something overflowed: clip, lower the learning rate, keep exponentials and half precision in range; with "
         "float16 use a GradScaler."

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.judge.fixes import CLIP
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -13,13 +14,7 @@ from gradsight.judge.window import Window
     recommendation=(
         "Clip the gradient to a norm of 1, and check that inputs and targets are normalised and the loss is a mean."
     ),
-    fix="""
-# after loss.backward(), before optimizer.step()
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-
-# or, entry by entry
-torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
-""",
+    fix=CLIP,
 )
 def large(window: Window, *, limit: float = 100.0, critical: float = 1000.0, patience: int = 3) -> Iterator[Fact]:
     """The gradient that the optimizer uses is large: it may be about to explode.

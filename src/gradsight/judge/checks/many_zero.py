@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.judge.fixes import FOR_RELU, LIVING_UNITS
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -12,20 +13,12 @@ from gradsight.judge.window import Window
     "GS107",
     "many zero gradients",
     "warning",
+    gate=lambda window: window.has_zeros,
     recommendation=(
         "More than half of the parameters get a gradient of exactly zero: check the initialisation (all zero?), "
         "use LeakyReLU or GELU, look for branches that do not reach the loss."
     ),
-    fix="""
-# units that cannot die
-nn.LeakyReLU(0.01)    # instead of nn.ReLU()
-
-def init_weights(module):
-    if isinstance(module, nn.Linear):
-        nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
-
-model.apply(init_weights)
-""",
+    fix=LIVING_UNITS + FOR_RELU,
 )
 def many_zero(window: Window, *, share: float = 0.5, patience: int = 5) -> Iterator[Fact]:
     """Most parameters get a gradient of exactly zero.

@@ -14,6 +14,7 @@ from gradsight.judge.window import Window
     "warning",
     when="look",
     needs=("norms", "optimizer"),
+    gate=lambda window: window.subject.memberships is not None and 0 in window.subject.memberships,
     recommendation=(
         "These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also "
         "saves their part of backward."

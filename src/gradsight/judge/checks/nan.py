@@ -10,6 +10,7 @@ from gradsight.judge.window import Flags, Window
     "GS103",
     "NaN gradient",
     "critical",
+    gate=lambda window: window.now.counts is not None,
     recommendation=(
         "Look at the loss and the batch of this step first (log of 0, division by 0, a NaN in the data or the "
         "labels), then lower the learning rate."

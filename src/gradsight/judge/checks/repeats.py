@@ -10,6 +10,7 @@ from gradsight.judge.window import Window
     "GS501",
     "the same gradient again",
     "warning",
+    gate=lambda window: window.repeats > 0,
     recommendation=(
         "Neither the batch nor the weights change: check that the loader advances, that backward() runs on the new"
         " loss, and that the learning rate is not zero."
@@ -24,7 +25,7 @@ for inputs, targets in loader:    # not next(iter(loader)): that is the first ba
 def repeats(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     """The gradient is exactly that of the step before.
 
-    Why: two batches never give the same gradient bit for bit; something stands still. A solved problem may.
+    Why: two batches never give the same gradient bit for bit; something stands still. At a minimum that is as it should be.
     """
-    if window.repeats >= steps and window.converging is not True:
+    if window.repeats >= steps and window.converging is not True and not window.at_rest:
         yield Fact(f"{window.repeats} steps in a row", first_step=window.now.step.step - window.repeats)

@@ -1,10 +1,11 @@
 """GS202: a steady rise."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
+from gradsight.judge.fixes import CLIP
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -18,22 +19,16 @@ from gradsight.judge.window import Window
         "The gradient builds up to an explosion: clip before it comes, lower the learning rate, look for a loss "
         "that rises with it."
     ),
-    fix="""
-# after loss.backward(), before optimizer.step()
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-
-# or, entry by entry
-torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
-""",
+    fix=CLIP,
 )
 def rise(window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: int = 40) -> Iterator[Fact]:
     """The gradient rises steadily, and is beyond the healthy range.
 
     Why: an explosion announces itself; here there is still time. Growth within the ordinary range (0.1 to 10) is left alone.
     """
-    totals = np.array(window.totals)
-    if len(totals) < stretch:
+    if len(window.totals) < stretch or max(islice(reversed(window.totals), 20)) < least:
         return
+    totals = np.array(window.totals)
     quarters = [float(np.median(part)) for part in np.array_split(totals[-4 * stretch :], 4)]
     steady = all(later > 1.3 * earlier for earlier, later in pairwise(quarters))
     if steady and quarters[3] > max(least, factor * quarters[0]) and window.converging is not True:

@@ -11,6 +11,7 @@ from gradsight.judge.window import Window
     "the same batch again",
     "warning",
     needs=("batches",),
+    gate=lambda window: bool(window.now.alike),
     recommendation=(
         "Every step is given the same batch, made anew: check that the loader advances (next(iter(loader)) starts "
         "over) and that its random state is not reset. If this is full-batch training on purpose, silence it with "

@@ -11,6 +11,7 @@ from gradsight.judge.window import Window
     "gradients are not cleared",
     "critical",
     needs=("clearing",),
+    gate=lambda window: window.uncleared > 0,
     recommendation="Every step uses the sum of all gradients so far: clear them once per step.",
     fix="""
 optimizer.zero_grad()    # before loss.backward(), or after optimizer.step()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.judge.fixes import LIVING_UNITS
 from gradsight.judge.registry import Fact, check
 from gradsight.judge.window import Window
 
@@ -21,17 +22,18 @@ for name, parameter in model.named_parameters():
         print(f"Frozen: {name}")
     elif parameter.grad is None:
         print(f"Cut off from the loss: {name}")
-
-# units that cannot die
-nn.LeakyReLU(0.01)    # instead of nn.ReLU()
-""",
+"""
+    + LIVING_UNITS,
 )
 def zero(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     """No gradient reaches any parameter: nothing is learned.
 
-    Why: the optimizer's steps change nothing, or only decay the weights.
+    Why: the optimizer's steps change nothing, or only decay the weights. A loss of exactly 0, a margin that is kept, has
+    nothing left to learn.
     """
     now = window.now
+    if now.loss == 0:
+        return
     if now.l2 is not None and now.total == 0 and now.counts is None and not now.step.skipped:
         yield Fact(f"the norm over {len(now.l2)} parameters is exactly 0" if len(now.l2) else "no parameter has a gradient")
     elif now.l2 is None and now.step.gradient == "none seen":
