@@ -135,6 +135,9 @@ def test_unknown_name_lists_the_known_ones() -> None:
         "import gradsight.wording",
         "import gradsight.dump.reader, gradsight.dump.verify, gradsight.dump.diff, gradsight.dump.statistics",
         "from gradsight.cli import main; main(['dump', 'show', '--help'])",
+        "from gradsight.cli import main; main(['train', '--help'])",
+        "from gradsight.cli import main; main(['train', '--data', 'nowhere'])",
+        "from gradsight.train.samples import open_samples; open_samples({'architecture': 'char'}).text(0)",
     ],
 )
 def test_no_torch_without_need(code: str) -> None:

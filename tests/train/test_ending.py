@@ -15,7 +15,7 @@ import gradsight
 from gradsight.cli import main
 from train.small import differing, log, options, run, weights, write_text
 
-LONG = {"max_steps": 40, "checkpoint_interval": 4, "eval_interval": 20, "log_interval": 3}
+LONG = {"max_steps": 30, "checkpoint_interval": 4, "eval_interval": 15, "log_interval": 3}
 
 
 def start(folder: Path, *flags: str, **changes: object) -> "subprocess.Popen[str]":
@@ -54,7 +54,7 @@ def test_ended_by_a_signal_and_resumed(number: signal.Signals, folder: Path, cap
         out, err = process.communicate(timeout=60)
     place = folder / "Results" / "b"
     made = len(list(gradsight.open_run(place).steps()))
-    assert 6 <= made < 40
+    assert 6 <= made < 30
     if number == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
         again = ["train", "--resume", "--results_dir", str(place.parent), "--experiment", "b"]

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.dist import is_sharded
+from gradsight.dist.processes import Processes, held_like, whole
 from gradsight.errors import RunError, UsageError
 from gradsight.names import named_parameters
 from gradsight.record.problems import say
-from gradsight.train.parallel import Processes
 
 _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 
@@ -60,7 +59,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, processes:
     for name, parameter in _parameters(model):
         prefix = f"optimizer/{name}/"
         keys = [key for key in tensors if key.startswith(prefix)]
-        optimizer.state[parameter] = {key.removeprefix(prefix): _like(parameter, tensors[key]) for key in keys}
+        optimizer.state[parameter] = {key.removeprefix(prefix): _state(parameter, tensors[key]) for key in keys}
     if f"rng/{processes.rank}/cpu" in tensors:
         torch.set_rng_state(tensors[f"rng/{processes.rank}/cpu"])
     if processes.device.type == "cuda" and f"rng/{processes.rank}/cuda" in tensors:
@@ -80,15 +79,18 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _gathered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Every tensor to be kept, whole; of sharded ones every process sends its part."""
     for name, parameter in _parameters(model):
-        yield f"model/{name}", _whole(parameter)
+        yield f"model/{name}", _kept(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"optimizer/{name}/{key}", _whole(value)
+            yield f"optimizer/{name}/{key}", _kept(value)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    kept: Tensor = full.detach().cpu().contiguous()
-    return kept
+def _kept(tensor: Tensor) -> Tensor:
+    return whole(tensor).detach().cpu().contiguous()
+
+
+def _state(parameter: Tensor, found: Tensor) -> Tensor:
+    """A tensor of the optimizer's; AdamW's count of steps is one number, which stays on the CPU."""
+    return held_like(parameter, found) if found.dim() else found
 
 
 def _fill(parameter: Tensor, tensors: dict[str, Tensor], key: str, folder: Path) -> None:
@@ -99,19 +101,7 @@ def _fill(parameter: Tensor, tensors: dict[str, Tensor], key: str, folder: Path)
             f"the checkpoint {folder} is of another model: {key.removeprefix('model/')} is {tuple(parameter.shape)} "
             f"{parameter.dtype} here, and the checkpoint {what}. Give the settings that the run was started with"
         )
-    parameter.copy_(_like(parameter, found))
-
-
-def _like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """A whole tensor as the parameter is held: on its device, and sharded like it."""
-    if whole.dim() == 0:
-        return whole  # AdamW's count of steps stays on the CPU
-    if is_sharded(parameter):
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        return distribute_tensor(whole.to(mesh.device_type), mesh, placements)
-    return whole.to(parameter.device)
+    parameter.copy_(held_like(parameter, found))
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

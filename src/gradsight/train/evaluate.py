@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradsight.dist.processes import Processes
 from gradsight.train.batches import make_batch, spread_evenly
 from gradsight.train.data import SPLITS
-from gradsight.train.parallel import Processes
 from gradsight.train.samples import Samples
 
 FILE = "training_log.json"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.checkpointing.monitor import MemoryMonitor
-from gradsight.dist import is_sharded
+from gradsight.dist.processes import Processes, reduced_at_last, whole
 from gradsight.distribution import log_gradient_distribution
 from gradsight.dump.dumper import GradientDumper
 from gradsight.record.store import write_config
@@ -24,7 +24,6 @@ from gradsight.train import checkpoint
 from gradsight.train.batches import Batch, Batches
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.evaluate import NextTokenLoss, TrainingLog, evaluate
-from gradsight.train.parallel import Processes, reduced_at_last
 from gradsight.train.progress import Telling
 from gradsight.train.schedule import learning_rate
 from gradsight.train.scoring import Scoring
@@ -166,8 +165,7 @@ def tell(run: Training, loss: Tensor, norm: Tensor) -> None:
     """Show progress; the numbers are read from the device only when they are due."""
     run.telling.advance()
     if due(run.step, run.settings.log_interval, run.settings.max_steps):
-        whole = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-        run.telling.numbers(loss.item(), whole.item(), run.memory)
+        run.telling.numbers(loss.item(), whole(norm).item(), run.memory)
 
 
 def look(run: Training, watched: Watch, log: TrainingLog) -> None:

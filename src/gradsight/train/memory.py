@@ -11,7 +11,8 @@ import torch
 from gradsight.checkpointing.fit import largest_batch
 from gradsight.checkpointing.predict import predict_peak_memory
 from gradsight.checkpointing.room import available_memory
-from gradsight.checkpointing.startup import HEADROOM, StartupReport, startup_report
+from gradsight.checkpointing.sizes import format_size
+from gradsight.checkpointing.startup import HEADROOM, startup_report
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.models import ARCHITECTURES, architecture, model_from_settings
@@ -20,10 +21,15 @@ _SHORTEST = 16
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
 
 
-def predicted(settings: Settings, device: torch.device) -> StartupReport:
+def startup_lines(settings: Settings, device: torch.device) -> list[str]:
     """The startup report: device, parameters, expected peak, checkpointing, recommended batch size."""
     policy = "full" if settings.gradient_checkpointing else None
-    return startup_report(_build_for(settings), settings.batch_size, policy=policy, device=device.type)
+    report = startup_report(_build_for(settings), settings.batch_size, policy=policy, device=device.type)
+    lines = str(report).splitlines()
+    if settings.method == "GradDotProd":
+        size = format_size(report.expected.by_kind["gradients"])
+        lines.insert(3, f"Scoring samples: {size} more, for the validation batch's gradient")
+    return lines
 
 
 def is_out_of_memory(error: BaseException) -> bool:

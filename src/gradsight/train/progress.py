@@ -1,7 +1,8 @@
 """What a run says of itself: a bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -60,8 +61,23 @@ class Telling:
             self._bar.update(self._task, numbers=f"loss {loss:.3f} norm {norm:.2f} {rate:,.0f} tok/s")
 
     def say(self, text: str) -> None:
-        """One line."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """One line; on a terminal it is broken between words."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
+
+    def show(self, line: str) -> None:
+        """A line that is to be copied, or brings its own colours: printed as it is."""
+        if not self.console.quiet:
+            self.console.file.write(f"{line}\n")
+            self.console.file.flush()
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Something that takes a while: a spinner on a terminal, nothing elsewhere."""
+        if self.console.is_terminal and not self.console.quiet:
+            with self.console.status(f"{what} ..."):
+                yield
+        else:
+            yield
 
 
 def _duration(seconds: float) -> str:

@@ -1,7 +1,9 @@
 """A run from its settings: what is put together before the loop, and what is written after it."""
 
+import shlex
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,21 +17,22 @@ from torch.optim import AdamW, Optimizer
 from gradsight.checkpointing.apply import apply_checkpointing
 from gradsight.cli.report import write_report
 from gradsight.cli.texts import Texts
+from gradsight.dist.processes import Processes
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.record.reader import open_run
 from gradsight.record.tracker import MetricsTracker
 from gradsight.show.markdown import report, summarize
+from gradsight.show.terminal import terminal_lines, wants_colour
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batches, validation_pair
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.data import open_corpus
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.loop import Instruments, OnBatch, Training, train
-from gradsight.train.memory import advice, is_out_of_memory, predicted
+from gradsight.train.memory import advice, is_out_of_memory, startup_lines
 from gradsight.train.models import architecture, model_from_settings
-from gradsight.train.parallel import Processes
 from gradsight.train.progress import Telling
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring, forget_scores
@@ -62,6 +65,10 @@ def run_training(
         with instruments(run) as tools:
             ended_by = train(run, tools)
         return finish(run, ended_by)
+    except KeyboardInterrupt:
+        if processes.first:
+            print("Stopped at once, without saving", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         if is_out_of_memory(error):
             raise GradsightError(advice(settings, processes.device, str(run_dir / "config.json"))) from error
@@ -122,9 +129,10 @@ def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimize
     """The model as the processes share it, and its optimizer. Initial weights depend on the seed alone."""
     torch.manual_seed(settings.seed)
     model = model_from_settings(to_dict(settings)).to(processes.device)
+    blocks = {name: module for name, module in model.named_modules() if type(module).__name__ == "GPT2Block"}
     if settings.gradient_checkpointing:
-        apply_checkpointing(model, "full", blocks=[f"transformer.h.{n}" for n in range(len(model.transformer.h))])  # type: ignore[union-attr, arg-type]
-    model = processes.spread(model, settings.parallel)
+        apply_checkpointing(model, "full", blocks=list(blocks))
+    model = processes.spread(model, settings.parallel, list(blocks.values()))
     torch.manual_seed(settings.seed + 1 + processes.rank)  # dropout differs from process to process
     adam = settings.optimizer
     groups = [
@@ -142,7 +150,10 @@ def introduce(run: Training) -> None:
         what = settings.data or "the source of Python's standard library"
         run.telling.say(f"Data: {what}: {order.epoch_length:,} samples of {settings.block_size} tokens, {len(domains)} domains")
         if settings.startup_report:
-            run.telling.say(str(predicted(settings, run.processes.device)))
+            with run.telling.working("Predicting memory"):
+                lines = startup_lines(settings, run.processes.device)
+            for line in lines:
+                run.telling.say(line)
         steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
         run.telling.say(f"Training: {settings.architecture}, {settings.method}, {steps}, into {run.run_dir}")
     run.processes.wait()
@@ -220,10 +231,15 @@ def finish(run: Training, ended_by: int | None) -> int:
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
         write_report(run.run_dir / "report.md", report(summary, Texts(run.run_dir)))
-        run.telling.say(f"{run.step} steps, {run.seconds:.0f} s. {summary.verdict}")
+        for name in (name for name in run.memory if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb"))):
+            run.telling.say(f"{name}: {run.memory[name]:.3f}")
+        run.telling.say(f"{run.step} steps in {run.seconds:.0f} s")
+        health = summary.health
+        for line in terminal_lines(health, wants_colour(sys.stdout)) if health.findings else [summary.verdict]:
+            run.telling.show(line)
         if ended_by is not None:
-            again = f"gradsight train --resume --results_dir {run.settings.results_dir} --experiment {run.settings.name}"
             run.telling.say(f"Stopped by {signal.Signals(ended_by).name}; the step was finished and saved. Continue with:")
-            run.telling.say(f"  {again}")
-        run.telling.say(f"run: {run.run_dir}, report: {run.run_dir / 'report.md'}")
+            folder, name = (shlex.quote(str(part)) for part in (run.settings.results_dir, run.settings.name))
+            run.telling.show(f"  gradsight train --resume --results_dir {folder} --experiment {name}")
+        run.telling.show(f"report: {run.run_dir / 'report.md'}")
     return 0 if ended_by is None else 128 + ended_by

@@ -1,7 +1,7 @@
 """The processes that train together, and how the model is spread over them. Everything here also works in one process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsight.dist import is_sharded
 from gradsight.errors import UsageError
 
 
@@ -45,7 +46,7 @@ class Processes:
         """Whether this is the process that writes and prints."""
         return self.rank == 0
 
-    def spread(self, model: nn.Module, parallel: str) -> nn.Module:
+    def spread(self, model: nn.Module, parallel: str, blocks: Sequence[nn.Module]) -> nn.Module:
         """The model as these processes share it: replicated (ddp) or sharded block by block (fsdp)."""
         if self.world == 1:
             return model
@@ -55,7 +56,7 @@ class Processes:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world,))
-        for block in model.transformer.h:  # type: ignore[union-attr]
+        for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model
@@ -114,3 +115,19 @@ def reduced_at_last(model: nn.Module, last: bool) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def held_like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """A whole tensor as a parameter is held: on its device, and sharded like it."""
+    if not is_sharded(parameter):
+        return whole.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole.to(mesh.device_type), mesh, placements)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which every process may hold a part, put together; to be called on all of them."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return full
