@@ -168,9 +168,12 @@ class Calls:
         """The calls whose outputs a gradient came back to: those that the step is made of. Before backward, all of them."""
         return [call for call in self.calls if call.nodes] or self.calls
 
-    def passes(self) -> tuple[list[Pass], list[str]]:
-        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt."""
-        used = self.used()
+    def passes(self, everything: bool = False) -> tuple[list[Pass], list[str]]:
+        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt.
+
+        `everything`: also calls that no gradient has come back to, such as one that has just raised an exception.
+        """
+        used = self.calls if everything else self.used()
         notes: dict[str, None] = {}
         if self.dropped:
             notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
