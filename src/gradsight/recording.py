@@ -253,7 +253,7 @@ class Recorder:
         name = f"step{step}-{code}" if dist.rank() == 0 else f"step{step}-rank{dist.rank()}"
         with self._survives_disk():
             staged = pending.staged if pending is not None else None
-            staged = staged or self._incidents.stage(self.calls.passes()[0])
+            staged = staged or self._incidents.stage(self.calls.passes(everything=True)[0])
             what = of_ending(step, code, reason, pending.diagnosis if pending is not None else None)
             self._incidents.write(name, staged, what | (pending.facts if pending else {}), self._ring)
 

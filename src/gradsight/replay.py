@@ -15,7 +15,7 @@ from gradsight.incidents import state_of
 from gradsight.passes import Pass
 from gradsight.record.arguments import unpack_passes
 from gradsight.record.bundle import checked_file, read_document
-from gradsight.record.diagnoses import merge_diagnoses, numbered
+from gradsight.record.diagnoses import is_broken, merge_diagnoses, numbered
 from gradsight.record.incidents import rank_parts
 from gradsight.records import Diagnosis, GuiltySample
 
@@ -44,10 +44,16 @@ def replay(path: Path, model: nn.Module, seconds: float, found: Diagnosis | None
     diagnosis = merge_diagnoses(parts)
     if diagnosis is None:
         raise UsageError(f"{path} cannot be replayed: {read_document(path).get('replay')}")
-    spike = read_document(path).get("kind") == "spike"
-    reproduced = diagnosis.operation is not None or any(not math.isfinite(each.norm) for each in diagnosis.samples)
     agrees = None if found is None else _agree(found, diagnosis)
-    return Replayed(diagnosis, reproduced or (spike and bool(diagnosis.samples) and agrees is not False), agrees)
+    return Replayed(diagnosis, _is_reproduced(read_document(path), diagnosis, agrees), agrees)
+
+
+def _is_reproduced(body: Mapping[str, Any], diagnosis: Diagnosis, agrees: bool | None) -> bool:
+    """Whether what was recorded has come back: something not finite, the samples of a spike, or the exception."""
+    if body.get("kind") == "spike":
+        return bool(diagnosis.samples) and agrees is not False
+    raised = f" raised {str(body.get('reason')).partition(':')[0]}:"
+    return is_broken(diagnosis) or (body.get("code") == "exception" and any(raised in note for note in diagnosis.notes))
 
 
 def _replay_part(path: Path, body: Mapping[str, Any], model: nn.Module, seconds: float) -> Diagnosis:

@@ -79,6 +79,19 @@ class Length(nn.Module):
         return x + length
 
 
+class OwnLoss(nn.Module):
+    """Returns its loss and what the loss is computed from, to which a broken gradient comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        lengths = (y * y).sum(-1).sqrt()  # root in a loss of its own
+        return lengths.mean(), y
+
+
 class Half(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul(1000).half().float()  # fp16 overflow
@@ -290,6 +303,10 @@ FAULTS = {
     ),
     "sqrt at zero": Fault(
         lambda: Body(Length()), lambda: [rows((11, 0.0))], "sqrt", "backward", "middle", "sqrt at zero", {(0, 11)}
+    ),
+    "a loss of the model's own": Fault(
+        OwnLoss, lambda: [rows((10, 0.0))], "sqrt", "backward", "", "root in a loss of its own", {(0, 10)},
+        lambda model, x: model(x)[0],
     ),
     "fp16 overflow": Fault(
         lambda: Body(Half()), lambda: [rows((2, 70.0))], "to(float16)", "forward", "middle", "fp16 overflow", {(0, 2)}

@@ -24,13 +24,14 @@ def test_time_is_kept_to() -> None:
             time.sleep(0.02)
             return super().forward(x)
 
+    fast = nn.Linear(6, 6)
+    diagnose(fast, step(fast, [rows()], squared)[0], seconds=60, kind="spike")  # torch imports a second's worth on the way
     model = Slow(6, 6)
     passes, _ = step(model, [rows(count=500)] * 3, squared)
-    diagnose(model, passes[:1], seconds=2, kind="spike")  # what torch imports on the way takes a second of its own
-    found = diagnose(model, passes, seconds=1, kind="spike")
-    assert 0 < len(found.samples) < 60
+    found = diagnose(model, passes, seconds=2, kind="spike", most=None)
+    assert 0 < len(found.samples) < 500
     assert all(sample.share is None for sample in found.samples)
-    assert found.notes[0] == "the 1 s of the diagnosis were over while running micro-batch 0 for its samples"
+    assert found.notes[0] == "the 2 s of the diagnosis were over while running micro-batch 0 for its samples"
     assert "samples were taken, not of all: no shares are given" in found.notes[1]
 
 

@@ -294,6 +294,20 @@ def test_broken_samples_come_alone() -> None:
     assert math.isnan(found.samples[0].norm)
 
 
+def test_a_second_output_that_is_broken_counts() -> None:
+    model = Twofold()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        return out["y"].square().mean() + (out["right"] * torch.where(x[:, :1] == 9.0, math.nan, 1.0)).mean()
+
+    passes, _ = step(model, [rows((3, 9.0))], loss)
+    found = diagnose(model, passes, seconds=60, kind="nonfinite")
+    assert [sample.row for sample in found.samples] == [3]
+    assert found.operation is not None
+    assert found.operation.phase == "loss"
+
+
 def test_samples_that_batch_norm_mixes_are_not_taken_apart() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     passes, _ = step(model, [rows()], squared)

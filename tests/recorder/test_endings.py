@@ -107,6 +107,24 @@ def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> N
     assert set(os.listdir(incident.path)) == {"incident.json", "ring.safetensors"}
 
 
+def test_an_exception_of_the_model_is_kept_with_its_own_call_and_replayed(tmp_path: Path, capsys: Any) -> None:
+    """The second micro-batch asks for a row that is not there; no gradient has come back to it yet."""
+    code = "import torch\n\n\ndef build():\n    return torch.nn.Embedding(10, 2), None\n"
+    (tmp_path / "model.py").write_text(code)
+    model = nn.Embedding(10, 2)
+    with (
+        pytest.raises(IndexError),
+        gradsight.watch(model, torch.optim.SGD(model.parameters()), run_dir=tmp_path, recorder="batch"),
+    ):
+        for tokens in ([1, 2, 3], [4, 11, 6]):
+            model(torch.tensor(tokens)).sum().backward()
+    (incident,) = gradsight.open_run(tmp_path).incidents()
+    assert (incident.step, incident.code) == (0, "exception")
+    assert len(body(incident)["passes"]) == 2
+    assert main(["replay", incident.path, "--build", f"{tmp_path / 'model.py'}:build"]) == 2
+    assert "raised IndexError: index out of range in self" in " ".join(capsys.readouterr().out.split())
+
+
 def test_leaving_early_is_no_incident(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(KeyboardInterrupt), gradsight.watch(model, run_dir=tmp_path) as watch:

@@ -37,6 +37,8 @@ def test_it_is_named_and_reproduced(fault: Fault, tmp_path: Path) -> None:
     assert str(incident.diagnosis) == str(finding.diagnosis) == str(recorded.diagnosis)  # as text: a NaN is not itself
     assert finding.incident == f"incidents/step{fault.bad_step}-{fault.code}"
     assert incident.replayable
+    assert run.to_arrow("incidents").column("code").to_pylist() == [fault.code]
+    assert f'"row": {fault.samples[0][1]}' in run.to_arrow("findings").to_pylist()[0]["diagnosis"]
     check(fault, incident.diagnosis)
 
     again = replay(Path(incident.path), fault.build(), 60, incident.diagnosis)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,13 @@ def test_arguments_survive_as_data() -> None:
         "device": torch.device("cpu"),
         "mask": None,
     }
-    given = ([torch.arange(3), {"deep": (1.5, "text", True)}], torch.randn(2, 2).t())
+    given = ([torch.arange(3), {"encoded": UserDict(ids=[1])}, {"deep": (1.5, "text", True)}], torch.randn(2, 2).t())
     one = Pass(given, kwargs, {"cpu": torch.get_rng_state()}, {}, ("cpu", "bfloat16"), True, "a.py:1", (torch.ones(2), None))
     structure, tensors = pack_passes([one])
     (again,) = unpack_passes(json.loads(json.dumps(structure, allow_nan=False)), tensors)
     assert again.kwargs == {**kwargs, "shape": (2, 3)}
     assert torch.equal(again.args[0][0], torch.arange(3))
-    assert again.args[0][1] == {"deep": (1.5, "text", True)}
+    assert again.args[0][1:] == [{"encoded": {"ids": [1]}}, {"deep": (1.5, "text", True)}]
     assert torch.equal(again.args[1], given[1])
     assert again.output_gradients is not None
     assert again.output_gradients[1] is None

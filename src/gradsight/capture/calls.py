@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.capture import interception
+from gradsight.capture.call import After, Before, Call, around, autocast, called, is_aside, tensors_of
 from gradsight.capture.callers import users_line
 from gradsight.errors import UsageError
 from gradsight.passes import Pass
@@ -21,45 +22,6 @@ from gradsight.rows import tensors_in
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
 """Calls of one step that are kept, whatever they hold."""
-
-
-class Call:
-    """One call of the model, while its step lasts."""
-
-    __slots__ = (
-        "__weakref__",
-        "buffer_versions",
-        "bytes",
-        "gradient_bytes",
-        "gradients",
-        "made",
-        "nodes",
-        "tensors",
-        "too_large",
-        "versions",
-    )
-
-    def __init__(self, made: Pass, tensors: list[Tensor]) -> None:
-        self.made = made
-        self.tensors = tensors
-        self.versions = [tensor._version for tensor in tensors]
-        self.bytes = sum(tensor.nbytes for tensor in tensors)
-        self.buffer_versions: list[int] = []
-        self.gradients: list[Tensor | None] = []
-        """The gradients that came back to the tensors of the output, through whatever uses them."""
-        self.nodes: dict[int, Any] = {}
-        """By place in the output: the autograd node that a gradient came back to. Held from then on: before that, it would keep
-        the activations of a pass alive that nobody wants any more."""
-        self.gradient_bytes = 0
-        self.too_large = False
-
-    def drop_gradients(self) -> None:
-        """They take too much memory."""
-        self.too_large, self.gradients, self.gradient_bytes = True, [], 0
-
-    def changed(self) -> bool:
-        """Whether somebody has changed an argument in place since."""
-        return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
 
 
 class Calls:
@@ -74,7 +36,7 @@ class Calls:
         on_failure: Callable[[Exception], None] | None = None,
     ) -> None:
         """`lasting`: calls are kept from the end of their step until the model is called again."""
-        self.model = _called(model)
+        self.model = called(model)
         self._lasting, self._over, self._on_failure = lasting, False, on_failure
         self._most_bytes, self._most_gradient_bytes = most_bytes, most_gradient_bytes
         self.calls: list[Call] = []
@@ -101,11 +63,11 @@ class Calls:
         interception.around_backward(self._before_backward, self._after_backward)
         if getattr(self.model, "_compiled_call_impl", None) is not None:  # hooks inside a compiled call would break its graph
             self._compiled = self.model._compiled_call_impl
-            self.model._compiled_call_impl = _around(self, self._compiled)
+            self.model._compiled_call_impl = around(self, self._compiled)
             return
         self._handles = [
-            self.model.register_forward_pre_hook(_Before(self), with_kwargs=True),
-            self.model.register_forward_hook(_After(self)),
+            self.model.register_forward_pre_hook(Before(self), with_kwargs=True),
+            self.model.register_forward_hook(After(self)),
         ]
 
     def stop(self) -> None:
@@ -142,7 +104,7 @@ class Calls:
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if _is_aside():
+        if is_aside():
             return
         if self._over:
             self.release()
@@ -151,7 +113,7 @@ class Calls:
 
     def after(self, output: Any) -> None:
         """It has returned."""
-        if self.calls and torch.is_grad_enabled() and not _is_aside():
+        if self.calls and torch.is_grad_enabled() and not is_aside():
             self._guarded(self._after, output)
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
@@ -170,12 +132,12 @@ class Calls:
             kwargs=kwargs,
             rng=self._random_states(),
             buffers={name: buffer.clone() for name, buffer in self._spectral},
-            autocast=_autocast(),
+            autocast=autocast(),
             training=self.model.training,
             caller=users_line(),
             sample_ids=ids,
         )
-        call = Call(made, list(_tensors((*args, *kwargs.values()))))
+        call = Call(made, list(tensors_of((*args, *kwargs.values()))))
         call.buffer_versions = [buffer._version for _, buffer in self._buffers]
         self._held += call.bytes
         self.calls.append(call)
@@ -206,9 +168,12 @@ class Calls:
         """The calls whose outputs a gradient came back to: those that the step is made of. Before backward, all of them."""
         return [call for call in self.calls if call.nodes] or self.calls
 
-    def passes(self) -> tuple[list[Pass], list[str]]:
-        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt."""
-        used = self.used()
+    def passes(self, everything: bool = False) -> tuple[list[Pass], list[str]]:
+        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt.
+
+        `everything`: also calls that no gradient has come back to, such as one that has just raised an exception.
+        """
+        used = self.calls if everything else self.used()
         notes: dict[str, None] = {}
         if self.dropped:
             notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
@@ -268,68 +233,3 @@ class Calls:
 
     def _after_backward(self) -> None:
         pass
-
-
-class _Hook:
-    """A hook of ours. A copy of the model, or one that was saved and loaded, has one that does nothing."""
-
-    def __init__(self, calls: Calls | None = None) -> None:
-        self._calls = calls
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(self), ()
-
-
-class _Before(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._calls is not None:
-            self._calls.before(args, kwargs)
-
-
-class _After(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._calls is not None:
-            self._calls.after(output)
-
-
-def _around(calls: Calls, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled call that is told of before and after, outside of what is compiled."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.before(args, kwargs)
-        output = compiled(*args, **kwargs)
-        calls.after(output)
-        return output
-
-    return call
-
-
-def _called(model: nn.Module) -> nn.Module:
-    """The module that sees the arguments, however a data-parallel wrapper is called."""
-    inner = model._modules.get("module")
-    return _called(inner) if type(model).__name__ == "DistributedDataParallel" and inner is not None else model
-
-
-def _is_aside() -> bool:
-    """Whether a call is no pass of the training: ours, one being compiled, or one inside torch.func."""
-    return interception.suspended() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _autocast() -> tuple[str, str] | None:
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return device, str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return None
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(list(value.values()))
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

@@ -21,6 +21,8 @@ from gradsight.records import GuiltyOperation
 from gradsight.rows import NotSeparable, tell_batch
 
 _NAMED = 3
+Pair = tuple[Tensor, Tensor]
+"""An output and the gradient that came back to it."""
 
 
 def find_operation(
@@ -42,14 +44,33 @@ def find_operation(
             return _whole_step(root, number, finder, rerun)
         with finder:
             outputs = call(root, args, kwargs)
-        cotangents = _cotangents(one, outputs)
-        if cotangents is not None and not any(c is not None and state_of(c) for c in cotangents):
-            return _backward(root, finder, outputs, cotangents)
-        if (forward := _forward(finder, outputs)) is not None:
-            return forward
-        if cotangents is None:
-            raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
-        return outside(one, outputs, number, loss_root)
+        return _judge(root, one, number, finder, outputs, loss_root)
+
+
+def _judge(
+    root: nn.Module, one: Pass, number: int, finder: Finder, outputs: Sequence[Tensor], loss_root: Tensor | None
+) -> GuiltyOperation | None:
+    """Pull from the last outputs; if that is clean, from the others too, in case they were used outside."""
+    pairs = _cotangents(one, outputs)
+    last = ends([y for y, _ in pairs])
+    outer = [pair for pair, end in zip(pairs, last, strict=True) if end]
+    for chosen in (outer, pairs) if len(outer) < len(pairs) else (outer,):
+        if not chosen or any(state_of(c) for _, c in chosen):
+            break
+        if (guilty := _backward(root, finder, chosen, keep=chosen is not pairs)) is not None:
+            return _at_first(finder, guilty, outputs)
+    else:
+        return None
+    if (forward := _forward(finder, outputs)) is not None:
+        return forward
+    if not pairs:
+        raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
+    return outside(one, outputs, number, loss_root)
+
+
+def _backward(root: nn.Module, finder: Finder, pairs: Sequence[Pair], keep: bool) -> GuiltyOperation | None:
+    with finder:
+        return finder.first(pull([y for y, _ in pairs], [c for _, c in pairs], parameters_of(root), keep=keep))
 
 
 def _forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
@@ -79,36 +100,14 @@ def _at_first(finder: Finder, guilty: GuiltyOperation | None, outputs: Sequence[
     return before if same else guilty
 
 
-def _cotangents(one: Pass, outputs: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
-    """The gradients at the outputs; where none were kept, a model that returns its loss is pulled from there."""
+def _cotangents(one: Pass, outputs: Sequence[Tensor]) -> list[Pair]:
+    """Outputs and the gradients at them; where none were kept, a model that returns its loss is pulled from there."""
     kept = one.output_gradients
     if kept is not None and len(kept) == len(outputs) and any(c is not None for c in kept):
-        return kept
+        given = zip(outputs, kept, strict=True)
+        return list({id(y): (y, c) for y, c in given if c is not None and y.requires_grad}.values())
     scalars = [y for y in outputs if y.requires_grad and y.numel() == 1]
-    if len(scalars) != 1 or state_of(scalars[0]):
-        return None
-    return [torch.ones_like(y) if y is scalars[0] else None for y in outputs]
-
-
-def _backward(
-    root: nn.Module, finder: Finder, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-) -> GuiltyOperation | None:
-    """Pull from the last outputs; if that is clean, from the others too, in case they were used outside."""
-    pairs = list(
-        {id(y): (y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad}.values()
-    )
-    last = ends([y for y, _ in pairs])
-    parameters = parameters_of(root)
-    for chosen in ([pair for pair, end in zip(pairs, last, strict=True) if end], [] if all(last) else pairs):
-        if not chosen:
-            continue
-        with finder:
-            found = pull([y for y, _ in chosen], [c for _, c in chosen], parameters, keep=not all(last))
-        if (guilty := finder.first(found)) is not None:
-            return _at_first(finder, guilty, outputs)
-    if not pairs:
-        raise NoGradient("no gradient reached the model's outputs")
-    return None
+    return [(y, torch.ones_like(y)) for y in scalars] if len(scalars) == 1 and not state_of(scalars[0]) else []
 
 
 def _before_the_pass(

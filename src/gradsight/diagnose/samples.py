@@ -101,16 +101,13 @@ def _forward(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _whole(root: nn.Module, one: Pass, budget: Budget) -> Whole:
     budget.check()
     tape = Tape(budget)
-    args, kwargs = arguments(one)
-    told = tell_batch(args, kwargs, len(one.sample_ids) if one.sample_ids is not None else None, None, root)
-    with replaying(root, one, tape):
-        with tape:
-            outputs, rows = _forward(root, *arguments(one))
+    told = tell_batch(one.args, one.kwargs, len(one.sample_ids) if one.sample_ids is not None else None, None, root)
+    with replaying(root, one, tape), tape:
+        outputs, rows = _forward(root, *arguments(one))
         totals = _totals(one, outputs)
         chosen = _direct(rows, _at_rows(rows, outputs, totals))
         last = _direct(outputs, {number: c for number, c in enumerate(totals) if c is not None})
-        with tape:  # recomputation draws again
-            gradient = pull([outputs[n] for n in last], list(last.values()), parameters_of(root))
+        gradient = pull([outputs[n] for n in last], list(last.values()), parameters_of(root))
     values = {number: rows[number].detach() for number in chosen}
     return Whole(one, told, tape, values, chosen, gradient)
 
@@ -143,11 +140,11 @@ def _direct(rows: Sequence[Tensor], totals: Mapping[int, Tensor]) -> dict[int, T
     while waiting:
         last = [n for n, end in zip(waiting, ends([rows[n] for n in waiting]), strict=True) if end]
         for number in last:
-            own = totals[number]
+            own, via = totals[number], None
             if chosen:
                 (via,) = pull([rows[n] for n in chosen], list(chosen.values()), [rows[number]], keep=True)
                 own = own if via is None else own - via
-            if not chosen or float(own.abs().max()) > tolerance(own.dtype) / 10 * float(totals[number].abs().max()):
+            if via is None or float(own.abs().max()) > tolerance(own.dtype) / 10 * float(via.abs().max()):
                 chosen[number] = own
         waiting = [n for n in waiting if n not in last]
     return chosen
@@ -194,8 +191,7 @@ def _order(whole: Whole) -> list[int]:
 
 def _norm(gradient: Sequence[Tensor | None]) -> float:
     """The norm over all parameters, in float64."""
-    squares = [_values(g).double().square().sum() for g in gradient if g is not None]
-    return math.sqrt(float(sum(squares, torch.zeros((), dtype=torch.float64)))) if squares else 0.0
+    return math.sqrt(sum(float(_values(g).double().square().sum()) for g in gradient if g is not None))
 
 
 def _values(gradient: Tensor) -> Tensor:
