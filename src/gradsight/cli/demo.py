@@ -34,8 +34,11 @@ def demo(*, run_dir: Path | None = None) -> int:
     started = time.perf_counter()
     print("A small GPT learns the source of Python's standard library, with all five")
     print("instruments at work. On the way one sample of one batch is poisoned.\n", flush=True)
+    import torch
+
     from gradsight.train.demonstration import Demonstration
 
+    torch.set_num_threads(1)  # so small a model gains little from a second one, and on a busy machine loses minutes
     code = perform(Demonstration(), run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     print(f"{time.perf_counter() - started:.0f} s in all.")
     return code

@@ -53,7 +53,7 @@ def _verdict(summary: "Summary") -> Iterator[str]:
     losses = [step.loss for step in summary.steps if step.loss is not None]
     norms = [step.total_norm for step in summary.steps if step.total_norm is not None]
     yield f"  {headline(summary.health)}"
-    yield _line("loss", f"{f'{figure(losses[0])} → {figure(losses[-1])}':<16}{sparkline(losses, _CURVE)}")
+    yield _line("loss", f"{f'{figure(losses[0])} → {figure(losses[-1])}':<16}{sparkline(losses, _CURVE // 2)}")
     yield _line("gradient norm", f"{f'{figure(norms[0])} → {figure(norms[-1])}':<16}{sparkline(_peaks(norms), _CURVE)}")
 
 

@@ -33,15 +33,15 @@ Weighted = tuple[Tensor, Tensor]
 class Demonstration:
     """What is trained, and the fault that is planted."""
 
-    steps: int = 120
+    steps: int = 100
     batch_size: int = 16
     block_size: int = 128
     width: int = 128
     layers: int = 4
     heads: int = 4
     rate: float = 2e-3
-    target_rows: int = 32
-    poisoned_step: int = 80
+    target_rows: int = 24
+    poisoned_step: int = 70
     poisoned_row: int = 5
     poison: float = 1000.0
     """The weight of the poisoned sample, where all others have 1."""
@@ -81,7 +81,7 @@ def run(demo: Demonstration, run_dir: Path, memory: CheckpointingReport, tell: C
     optimizer = torch.optim.AdamW(model.parameters(), lr=demo.rate)
     target = weighted(samples.of("val"), spread_evenly(len(samples.of("val")), demo.target_rows))
     dumper = GradientDumper(run_dir, start_step=demo.steps - 1, dump_on="warning")
-    engine = GhostEngine(model, loss_of, target, optimizer=optimizer, refresh_every=4, run_dir=run_dir, save_interval=50)
+    engine = GhostEngine(model, loss_of, target, optimizer=optimizer, refresh_every=5, run_dir=run_dir, save_interval=50)
     monitor = MemoryMonitor(log_every=20)
     with watch(model, optimizer, run_dir=run_dir, histograms=Schedule(step_interval=20), dump=dumper) as watched:
         describe(run_dir, demo, watched, memory)
