@@ -259,6 +259,16 @@ def test_the_flight_recorder_is_as_told(tmp_path: Path, given: str, meant: bool 
     assert gradsight.open_run(place).config["settings"]["watch"]["recorder"] == meant
 
 
+def test_an_incident_is_run_again_without_a_build_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is known from the run's own settings."""
+    place = run(
+        tmp_path, method="Regular", learning_rate=1e25, grad_clip=0.0, trainer__callbacks__watch__recorder="batch", max_steps=3
+    )
+    incident = next((place / "incidents").iterdir())
+    assert main(["replay", str(incident)]) == 2
+    assert "Reproduced: the same as was found in process." in capsys.readouterr().out
+
+
 def test_the_report_shows_the_samples_with_their_text(tmp_path: Path) -> None:
     report = (run(tmp_path) / "report.md").read_text()
     assert "## Samples: their influence on 'validation'" in report
