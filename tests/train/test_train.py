@@ -152,6 +152,9 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path, capsys: pytest.Ca
     run(tmp_path, expect=64)
     assert "holds a run already. Continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
     assert (place / "mine.txt").exists()
+    (tmp_path / "keep.txt").write_text("no number")
+    run(tmp_path, "--overwrite", data_weights=tmp_path / "keep.txt", expect=64)
+    assert (place / "mine.txt").exists(), "a wrong option does not cost the old run"
     run(tmp_path, "--overwrite", max_steps=2)
     assert not (place / "mine.txt").exists()
     assert len(list(gradsight.open_run(place).steps())) == 2

@@ -61,7 +61,8 @@ def train(
 def refuse_early(settings: Settings) -> None:
     """What can be seen to be wrong before torch is loaded and processes are started."""
     architecture(settings.architecture)
-    for name, path in (("data", settings.data), ("data_weights", settings.data_weights)):
+    for name in ("data", "data_weights", "tokenizer"):
+        path = getattr(settings, name)
         if path is not None and not Path(path).exists():
             raise UsageError(f"--{name} {path}: there is no such file or folder")
 
