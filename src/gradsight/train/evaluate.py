@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradsight.dist.processes import Processes
+from gradsight.dist.training import reshard
 from gradsight.errors import RunError
 from gradsight.record.problems import say
 from gradsight.train.batches import make_batch, spread_evenly
@@ -56,7 +57,7 @@ def evaluate(
             total += loss.by_row(model, batch.pair).sum() * bool(mine)
         found[f"{split}_loss"] = float(processes.sum(total)) / len(rows) if rows else None
     model.train(was_training)
-    processes.reshard(model)
+    reshard(model)
     return found
 
 
