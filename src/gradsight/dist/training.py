@@ -100,7 +100,8 @@ class Ranks:
         padded = part.new_zeros((rows, *sharded.shape[1:]))
         padded[: part.shape[0]] = part
         whole = part.new_empty((rows * self.size, *sharded.shape[1:]))
-        dist.all_gather_into_tensor(whole, padded, group=self._group)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 has renamed it, and warns
+        gather(whole, padded, group=self._group)
         return whole[: sharded.shape[0]]
 
     def gather_objects(self, value: Any) -> list[Any] | None:
