@@ -36,7 +36,7 @@ def train(
     Parameters
     ----------
     config
-        Settings from a YAML file, or from the config.json of a run; options given here come before it.
+        Settings from a YAML file, or from the config.json of a run; options on the command line win over it.
     resume
         Go on from the newest checkpoint, bit for bit, with the settings of the run.
     overwrite
