@@ -28,7 +28,7 @@ def startup_lines(settings: Settings, device: torch.device) -> list[str]:
     report = startup_report(_build_for(settings), settings.batch_size, policy=policy, device=device.type)
     lines = str(report).splitlines()
     if settings.method == "GradDotProd":
-        size = format_size(report.expected.by_kind["gradients"])
+        size = format_size(report.expected.by_kind["parameters"])
         lines.insert(3, f"Scoring samples: {size} more, for the validation batch's gradient")
     return lines
 
