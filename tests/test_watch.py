@@ -1,6 +1,7 @@
 """A watch from opening to closing: steps, logs, resuming, ends of all kinds, and bad input."""
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -542,3 +543,18 @@ def test_a_forked_child_leaves_its_parents_record_alone(tmp_path: Path) -> None:
     assert [len(list(open_run(tmp_path / name).steps())) for name in "abd"] == [4, 2, 4]
     assert [scalar.name for scalar in open_run(tmp_path / "c").scalars()] == ["of the parent"]
     assert done.stderr.count("this process was forked from one that is being recorded; what it trains is not") == 2
+
+
+def test_output_that_nobody_reads_any_more_ends_quietly(tmp_path: Path) -> None:
+    """As with `gradsight report RUN | head -1`; 141 is what a shell says of a process that SIGPIPE ended."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, optimizer, run_dir=tmp_path):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "gradsight", "report", str(tmp_path)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -64,6 +64,8 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
     for number in range(3):
         batch = pair(2 * ROWS, 10 + number)
         mine = local_rows(batch, rank)
+        with torch.no_grad():
+            loss_fn(model, mine)  # an evaluation, after which FSDP2's outermost parameters are still whole
         with engine.observe(sample_ids=[100 * rank + i for i in range(ROWS)]):
             loss_fn(model, mine).backward()
         named = dict(zip(dict(plain.named_parameters()), model.parameters(), strict=True))

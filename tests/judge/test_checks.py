@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (one case per row reads best)
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,14 @@ def test_a_check_leaves_its_neighbour_alone(code: str, left: Callable[[], dict[s
 
 def test_every_check_is_in_the_table() -> None:
     assert sorted(CHECKS) == [code for code, _, _ in CASES]
+
+
+def test_gates_save_work_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = [(found(), left()) for _, found, left in CASES]
+    assert any(check.gate for check in CHECKS.values())
+    for code, check in CHECKS.items():
+        monkeypatch.setitem(CHECKS, code, replace(check, gate=None))
+    assert [(found(), left()) for _, found, left in CASES] == gated
 
 
 def test_an_ordinary_run_has_no_finding() -> None:

@@ -33,6 +33,12 @@ def test_one_finding_per_code_counts_its_incidents() -> None:
     assert "3 times in all" in judge.findings()[0].evidence
 
 
+def test_ordinary_logarithms_are_those_of_any_numbers() -> None:
+    norms = np.exp(np.random.default_rng(0).normal(size=50) * 5)
+    assert logarithms(norms, 3.0, ordinary=True).tolist() == logarithms(norms, 3.0).tolist()
+    assert logarithms(np.array([np.nan, np.inf, 0.0]), 1.0).tolist() == [-100.0, 700.0, -100.0, 0.0]
+
+
 def test_a_baseline_never_takes_in_what_is_not_finite() -> None:
     baseline = Baseline()
     for number in range(60):

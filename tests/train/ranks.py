@@ -11,7 +11,6 @@ from gradsight.cli import main
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, of its collectives
     torch.distributed.init_process_group("gloo")
     for tokens in json.loads(sys.argv[1]):
         code = main(["train", *tokens])

@@ -13,6 +13,7 @@ from gradsight.train.config import Settings, flat, from_dict, to_dict
 OPTIONS = {
     "data": None,
     "data_weights": None,
+    "tokenizer": None,
     "block_size": None,
     "architecture": "char",
     "gradient_checkpointing": False,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from gradsight.errors import UsageError
 from gradsight.train.data import SPLITS, open_corpus, standard_library
@@ -118,6 +119,16 @@ def test_text_that_is_cut_inside_a_character_can_be_read(tmp_path: Path) -> None
 def test_tokens_read_as_numbers(tmp_path: Path) -> None:
     samples = open_samples({"data": str(write_tokens(tmp_path / "web.bin", 300, 100)), "block_size": 3})
     assert samples.text(1) == "304 305 306 307"
+
+
+def test_tokens_read_as_text_where_a_tokenizer_is_known(tmp_path: Path) -> None:
+    words = {word: number for number, word in enumerate(("crow", "heron", "swift", "rook"))}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="rook")).save(str(tmp_path / "tokenizer.json"))
+    settings = {"data": str(write_tokens(tmp_path / "web.bin", 0, 10)), "block_size": 3}
+    assert open_samples(settings | {"tokenizer": str(tmp_path / "tokenizer.json")}).text(0) == "crow heron swift rook"
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"--tokenizer .*broken.json cannot be read"):
+        open_samples(settings | {"tokenizer": str(tmp_path / "broken.json")}).text(0)
 
 
 def test_data_that_is_too_short(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import gradsight
 from gradsight.cli import main
+from gradsight.train.stopping import Stopping
 from train.small import differing, log, options, run, weights, write_text
 
 LONG = {"max_steps": 30, "checkpoint_interval": 4, "eval_interval": 15, "log_interval": 3}
@@ -88,6 +90,24 @@ def test_two_processes_started_by_the_command_end_together_and_one_goes_on(folde
     run(folder, "--resume", experiment="b", **LONG | {"max_steps": made + 1, "batch_size": 4})
     used = [{(s.step, s.sample_id) for s in gradsight.open_run(p).scores()} for p in (folder / "Results" / "whole", place)]
     assert used[1] == {(step, sample) for step, sample in used[0] if step <= made}, "the order of samples is one"
+
+
+def test_asked_twice_it_ends_at_once_but_a_launcher_may_pass_a_signal_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Stopping() as stopping:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert stopping.signal == signal.SIGINT
+        monkeypatch.setattr("gradsight.train.stopping._IMPATIENCE", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_thread_may_train(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        place = pool.submit(run, tmp_path, method="Regular", max_steps=1).result()
+    assert len(list(gradsight.open_run(place).steps())) == 1
 
 
 def test_settings_are_refused_before_processes_are_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import gradsight
 from gradsight.cli import main
@@ -15,7 +17,7 @@ from gradsight.train import checkpoint
 from gradsight.train.batches import Batch
 from gradsight.train.config import from_dict
 from gradsight.train.run import run_training
-from train.small import TINY, differing, log, run, weights
+from train.small import DUMP, TINY, differing, log, run, weights
 
 KINDS: list[dict[str, Any]] = [
     {"model__dropout": 0.1},
@@ -141,3 +143,26 @@ def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(tmp_path: Pa
         place = run(tmp_path, checkpoint_interval=2)
     assert len(list(gradsight.open_run(place).steps())) == 4
     assert checkpoint.newest(place) is None
+
+
+def test_dumps_are_made_again(tmp_path: Path) -> None:
+    whole = run(tmp_path, **EIGHT, **{f"{DUMP}.enabled": True, f"{DUMP}.save_first_n": 2})
+    crash_at(whole, 5)
+    again = resume(tmp_path)
+    name = "sampled_gradients/transformer.ln_f.weight_first2.safetensors"
+    for step in range(8):
+        files = [place / "gradient_dumper" / f"step{step}" / name for place in (whole, again)]
+        assert torch.equal(*(load_file(file)["gradient"] for file in files))
+
+
+def test_a_training_log_that_cannot_be_read_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = run(tmp_path, experiment="b", method="Regular")
+    (place / "training_log.json").write_text("[{")
+    common = ["train", "--resume", "--results_dir", str(place.parent), "--experiment", "b", "--max_steps", "6"]
+    assert main(common) == 2
+    assert "training_log.json cannot be read" in capsys.readouterr().err
+    (place / "training_log.json").unlink()
+    (place / "training_log.json.partial").mkdir()
+    with pytest.warns(GradsightWarning, match=r"training_log.json cannot be written: Is a directory"):
+        assert main(common) == 0
+    assert len(list(gradsight.open_run(place).steps())) == 6

@@ -45,7 +45,7 @@ def test_every_combination_trains_alike(
         batch_size=4 // accumulation,
         model_dtype=model_dtype,
         train_dtype=train_dtype,
-        **THREE,
+        **THREE | {f"{GHOST}.self_check": True},
     )
     recorded, plain = gradsight.open_run(place), gradsight.open_run(plain_runs[dtype])
     assert len(list(recorded.scores())) == (12 if method == "GradDotProd" else 0)
@@ -60,15 +60,14 @@ def test_every_combination_trains_alike(
 
 
 def test_scores_do_not_change_training_with_exact_grad(tmp_path: Path) -> None:
-    changes = {f"{GHOST}.exact_grad": True}
-    scored = run(tmp_path, experiment="scored", **{name.replace(".", "__"): value for name, value in changes.items()})
+    scored = run(tmp_path, experiment="scored", **{f"{GHOST}.exact_grad": True})
     plain = run(tmp_path, experiment="plain", method="Regular")
     assert differing(weights(scored), weights(plain)) == []
     assert log(scored) == log(plain)
 
 
 def test_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = run(tmp_path, **{f"{DUMP}.enabled".replace(".", "__"): True, f"{DUMP}.step_interval".replace(".", "__"): 2})
+    place = run(tmp_path, **{f"{DUMP}.enabled": True, f"{DUMP}.step_interval": 2})
     assert {path.name for path in place.iterdir() if not path.name.startswith("run.sqlite-")} == {
         "checkpoints",
         "config.json",
@@ -153,6 +152,9 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path, capsys: pytest.Ca
     run(tmp_path, expect=64)
     assert "holds a run already. Continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
     assert (place / "mine.txt").exists()
+    (tmp_path / "keep.txt").write_text("no number")
+    run(tmp_path, "--overwrite", data_weights=tmp_path / "keep.txt", expect=64)
+    assert (place / "mine.txt").exists(), "a wrong option does not cost the old run"
     run(tmp_path, "--overwrite", max_steps=2)
     assert not (place / "mine.txt").exists()
     assert len(list(gradsight.open_run(place).steps())) == 2
@@ -257,6 +259,16 @@ def test_heads_that_do_not_divide_the_width(tmp_path: Path, capsys: pytest.Captu
 def test_the_flight_recorder_is_as_told(tmp_path: Path, given: str, meant: bool | str) -> None:
     place = run(tmp_path, method="Regular", trainer__callbacks__watch__recorder=given)
     assert gradsight.open_run(place).config["settings"]["watch"]["recorder"] == meant
+
+
+def test_an_incident_is_run_again_without_a_build_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is known from the run's own settings."""
+    place = run(
+        tmp_path, method="Regular", learning_rate=1e25, grad_clip=0.0, trainer__callbacks__watch__recorder="batch", max_steps=3
+    )
+    incident = next((place / "incidents").iterdir())
+    assert main(["replay", str(incident)]) == 2
+    assert "Reproduced: the same as was found in process." in capsys.readouterr().out
 
 
 def test_the_report_shows_the_samples_with_their_text(tmp_path: Path) -> None:

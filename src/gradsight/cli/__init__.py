@@ -9,6 +9,8 @@ from cyclopts import App, CycloptsError
 from gradsight.errors import GradsightError, UsageError
 
 WRONG_USAGE = 64
+NOBODY_READS = 128 + 13
+"""As a shell tells of a process that SIGPIPE ended."""
 
 _HELP = "What the gradients of a PyTorch training run are doing, which samples push the model where, and what backward costs."
 _COMMANDS = {
@@ -29,6 +31,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if tokens is None else tokens)
     try:
         code = _app(listing=not tokens or tokens[0].startswith("-"))(_prepared(tokens), exit_on_error=False)
+        sys.stdout.flush()
     except (CycloptsError, UsageError) as error:
         if isinstance(error, UsageError) and os.environ.get("RANK", "0") == "0":  # all ranks find the same
             print(f"gradsight: {error}", file=sys.stderr)
@@ -36,6 +39,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     except GradsightError as error:
         print(f"gradsight: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output (head, less) has seen enough; nothing may be written to it any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
     return code if isinstance(code, int) else 0
 
 

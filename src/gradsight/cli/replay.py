@@ -98,10 +98,9 @@ def _model_of_run(path: Path) -> Any:
         return None
     if not isinstance(settings, dict) or "train" not in settings or read_document(path).get("passes") is None:
         return None
-    from gradsight.train import models
+    from gradsight.train.models import model_from_settings
 
-    make = getattr(models, "model_from_settings", None)
-    return None if make is None else make(settings)
+    return model_from_settings(settings["train"])
 
 
 def _block(title: str, diagnosis: Diagnosis | None) -> list[str]:

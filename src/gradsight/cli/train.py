@@ -36,7 +36,7 @@ def train(
     Parameters
     ----------
     config
-        Settings from a YAML file, or from the config.json of a run; options given here come before it.
+        Settings from a YAML file, or from the config.json of a run; options on the command line win over it.
     resume
         Go on from the newest checkpoint, bit for bit, with the settings of the run.
     overwrite
@@ -61,7 +61,8 @@ def train(
 def refuse_early(settings: Settings) -> None:
     """What can be seen to be wrong before torch is loaded and processes are started."""
     architecture(settings.architecture)
-    for name, path in (("data", settings.data), ("data_weights", settings.data_weights)):
+    for name in ("data", "data_weights", "tokenizer"):
+        path = getattr(settings, name)
         if path is not None and not Path(path).exists():
             raise UsageError(f"--{name} {path}: there is no such file or folder")
 

@@ -61,14 +61,6 @@ class Processes:
         fully_shard(model, mesh=mesh)
         return model
 
-    def reshard(self, model: nn.Module) -> None:
-        """After a forward pass without a backward pass a sharded model's outermost parameters are still whole: undo that."""
-        if self.world > 1:
-            from torch.distributed.fsdp import FSDPModule
-
-            if isinstance(model, FSDPModule):
-                model.reshard()
-
     def mean(self, value: Tensor) -> Tensor:
         """The mean over all processes."""
         return self.sum(value) / self.world

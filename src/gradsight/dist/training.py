@@ -30,10 +30,25 @@ def like(parameter: Any, values: Tensor) -> Tensor:
     return whole
 
 
+def reshard(model: nn.Module) -> None:
+    """Shard a model's parameters again that a forward pass without a backward pass, an evaluation, has left whole.
+
+    FSDP2 keeps its outermost parameters whole for a backward pass to come; until then the model's own parameters are other
+    tensors than those that the optimizer has.
+    """
+    if dist.is_available() and dist.is_initialized():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and not all(is_sharded(p) for p in module.parameters()):
+                module.reshard()
+
+
 class Ranks:
     """The processes that train this model together, with a group of our own."""
 
     def __init__(self, model: nn.Module) -> None:
+        reshard(model)
         sharded = [p for p in model.parameters() if is_sharded(p)]
         self.sharded = bool(sharded)
         replicated = any(isinstance(m, DistributedDataParallel) for m in model.modules())
@@ -85,7 +100,8 @@ class Ranks:
         padded = part.new_zeros((rows, *sharded.shape[1:]))
         padded[: part.shape[0]] = part
         whole = part.new_empty((rows * self.size, *sharded.shape[1:]))
-        dist.all_gather_into_tensor(whole, padded, group=self._group)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 has renamed it, and warns
+        gather(whole, padded, group=self._group)
         return whole[: sharded.shape[0]]
 
     def gather_objects(self, value: Any) -> list[Any] | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.dist.training import Ranks
+from gradsight.dist.training import Ranks, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.bookkeeping import Books
 from gradsight.ghost.carriers import Tangents, keep
@@ -193,6 +193,8 @@ class GhostEngine:
             raise UsageError("this GhostEngine is closed")
         if self._open is not None:
             raise UsageError("an observed block is still open: blocks cannot be nested")
+        if self._ranks.sharded:
+            reshard(self.model)
         self._parameters = Parameters(self.root)
         self._step = self._books.step(step)
         self._books.begin(self._step)

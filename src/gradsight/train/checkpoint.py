@@ -116,6 +116,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> N
     save_file(tensors, partial / _TENSORS)
     (partial / _FACTS).write_text(json.dumps(facts, indent=1))
     for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors writes for its owner's eyes only
         _force(file)
     shutil.rmtree(folder, ignore_errors=True)
     partial.replace(folder)

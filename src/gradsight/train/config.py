@@ -131,6 +131,8 @@ class Settings:
     the source of Python's standard library."""
     data_weights: Annotated[str | None, Parameter(group=DATA)] = None
     """Sample ids to keep, one per line, or a CSV of sample_id,weight; `gradsight influence --export` writes both."""
+    tokenizer: Annotated[str | None, Parameter(group=DATA)] = None
+    """A tokenizer.json of Hugging Face's, by which the tokens of a .bin are shown as text."""
     block_size: Annotated[int | None, Parameter(group=DATA)] = None
     """Tokens in a sample; by default the architecture's."""
     architecture: Annotated[str, Parameter(group=MODEL)] = "char"

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradsight.dist.processes import Processes
+from gradsight.dist.training import reshard
+from gradsight.errors import RunError
+from gradsight.record.problems import say
 from gradsight.train.batches import make_batch, spread_evenly
 from gradsight.train.data import SPLITS
 from gradsight.train.samples import Samples
@@ -54,7 +57,7 @@ def evaluate(
             total += loss.by_row(model, batch.pair).sum() * bool(mine)
         found[f"{split}_loss"] = float(processes.sum(total)) / len(rows) if rows else None
     model.train(was_training)
-    processes.reshard(model)
+    reshard(model)
     return found
 
 
@@ -63,16 +66,28 @@ class TrainingLog:
 
     def __init__(self, run_dir: Path, up_to: int) -> None:
         self._file = run_dir / FILE
-        self.entries: list[dict[str, Any]] = []
-        if self._file.is_file():
-            self.entries = [entry for entry in json.loads(self._file.read_text()) if entry["step"] < up_to]
+        self.entries = [entry for entry in _read(self._file) if entry["step"] <= up_to]
 
     def add(self, entry: dict[str, Any]) -> None:
-        """One evaluation."""
+        """One evaluation; it replaces an earlier one of the same step."""
         plain = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()
         }
-        self.entries.append(plain)
+        self.entries = [known for known in self.entries if known["step"] != entry["step"]] + [plain]
         partial = self._file.with_name(f"{FILE}.partial")
-        partial.write_text(json.dumps(self.entries, indent=1) + "\n")
-        os.replace(partial, self._file)
+        try:
+            partial.write_text(json.dumps(self.entries, indent=1) + "\n")
+            os.replace(partial, self._file)
+        except OSError as error:
+            say(f"{self._file} cannot be written: {error.strerror}. Training goes on")
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run that is resumed."""
+    if not file.is_file():
+        return []
+    try:
+        entries: list[dict[str, Any]] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file} cannot be read: {error}. Move it away to go on without what it holds") from error
+    return entries

@@ -4,6 +4,7 @@ import resource
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def startup_lines(settings: Settings, device: torch.device) -> list[str]:
     report = startup_report(_build_for(settings), settings.batch_size, policy=policy, device=device.type)
     lines = str(report).splitlines()
     if settings.method == "GradDotProd":
-        size = format_size(report.expected.by_kind["gradients"])
+        size = format_size(report.expected.by_kind["parameters"])
         lines.insert(3, f"Scoring samples: {size} more, for the validation batch's gradient")
     return lines
 
@@ -38,10 +39,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS))
 
 
-def advice(settings: Settings, device: torch.device, config: str) -> str:
-    """What would fit instead, as commands."""
+def advice(settings: Settings, device: torch.device, config: Path) -> str:
+    """What would fit instead, as commands; they build on the run's config.json where the run got so far."""
     room = int(HEADROOM * _room(device))
-    base = f"gradsight train --config {shlex.quote(config)} --overwrite"
+    there = config.is_file()
+    base = f"gradsight train --config {shlex.quote(str(config))} --overwrite" if there else "gradsight train YOUR_OPTIONS"
     lines = [f"out of memory on {device.type} with --batch_size {settings.batch_size} and --block_size {settings.block_size}."]
     lines += ["What should fit:", f"  {base} {_smaller_batch(settings, device, room)}"]
     if (length := _shorter_block(settings, device, room)) is not None:

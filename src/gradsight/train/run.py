@@ -52,10 +52,11 @@ def run_training(
     processes = Processes(settings.device)
     try:
         if not eval_only:
-            prepare_directory(run_dir, resume, overwrite, processes)
+            refuse_mixing(run_dir, resume, overwrite)
         run = assemble(settings, run_dir, processes, on_batch)
         if eval_only:
             return evaluate_only(run)
+        make_directory(run_dir, processes, anew=not resume)
         if resume:
             go_on(run)
         if run.step >= settings.max_steps:
@@ -71,7 +72,7 @@ def run_training(
         return 128 + signal.SIGINT
     except Exception as error:
         if is_out_of_memory(error):
-            raise GradsightError(advice(settings, processes.device, str(run_dir / "config.json"))) from error
+            raise GradsightError(advice(settings, processes.device, run_dir / "config.json")) from error
         raise
     finally:
         processes.close()
@@ -80,12 +81,14 @@ def run_training(
 def resolved(settings: Settings) -> Settings:
     """The settings with what follows from others filled in, so that config.json says all."""
     size = settings.block_size or architecture(settings.architecture).block_size
-    data, weights = (None if path is None else str(Path(path).absolute()) for path in (settings.data, settings.data_weights))
-    return replace(settings, block_size=size, experiment=settings.name, data=data, data_weights=weights)
+    given = (settings.data, settings.data_weights, settings.tokenizer)
+    data, weights, tokenizer = (None if path is None else str(Path(path).absolute()) for path in given)
+    settings = replace(settings, data=data, data_weights=weights, tokenizer=tokenizer)
+    return replace(settings, block_size=size, experiment=settings.name)
 
 
-def prepare_directory(run_dir: Path, resume: bool, overwrite: bool, processes: Processes) -> None:
-    """Make the run directory; refuse to mix two runs in one."""
+def refuse_mixing(run_dir: Path, resume: bool, overwrite: bool) -> None:
+    """Refuse to put two runs into one directory, or to resume what is not there."""
     there = (run_dir / "run.sqlite").exists()
     if resume and checkpoint.newest(run_dir) is None:
         what = "has no checkpoint yet" if there else "is not there"
@@ -95,9 +98,13 @@ def prepare_directory(run_dir: Path, resume: bool, overwrite: bool, processes: P
             f"{run_dir} holds a run already. Continue it with --resume, replace it with --overwrite, "
             f"or name this one with --experiment NAME"
         )
+
+
+def make_directory(run_dir: Path, processes: Processes, anew: bool) -> None:
+    """Make the run directory, and remove the run that is replaced: only now, when all else has been found in order."""
     processes.wait()
     if processes.first:
-        if there and not resume:
+        if anew and (run_dir / "run.sqlite").exists():
             shutil.rmtree(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
     processes.wait()

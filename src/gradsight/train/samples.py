@@ -3,7 +3,7 @@
 import bisect
 import csv
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.errors import UsageError
+from gradsight.errors import MissingPackage, UsageError
 from gradsight.train.data import SPLITS, Corpus, open_corpus
 from gradsight.train.models import architecture
 
@@ -24,14 +24,15 @@ def open_samples(settings: Mapping[str, Any]) -> "Samples":
     """The training samples of a run, from the settings in its config.json."""
     train = settings.get("train", settings)
     block_size = train.get("block_size") or architecture(train.get("architecture", "char")).block_size
-    return Samples(open_corpus(train.get("data")), block_size)
+    return Samples(open_corpus(train.get("data")), block_size, tokenizer=train.get("tokenizer"))
 
 
 class Samples:
     """One split of a corpus as numbered blocks of block_size + 1 tokens: the inputs, and one more as the last target."""
 
-    def __init__(self, corpus: Corpus, block_size: int, split: str = "train") -> None:
+    def __init__(self, corpus: Corpus, block_size: int, split: str = "train", tokenizer: str | None = None) -> None:
         self.corpus, self.block_size, self.split = corpus, block_size, split
+        self._tokenizer = tokenizer
         self._domains = list(corpus.parts[split])
         self._tokens = [corpus.parts[split][name] for name in self._domains]
         counts = [len(tokens) // (block_size + 1) for tokens in self._tokens]
@@ -62,11 +63,23 @@ class Samples:
         return self._domains[self._part(sample_id)]
 
     def text(self, sample_id: int) -> str:
-        """A sample to read: text where tokens are bytes, else the tokens' numbers."""
+        """A sample to read: text where tokens are bytes or a tokenizer is known, else the tokens' numbers."""
         part, tokens = self._part(sample_id), self.tokens(sample_id)
         if self._tokens[part].dtype == np.uint8:
             return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-        return " ".join(map(str, tokens))
+        return " ".join(map(str, tokens)) if self._tokenizer is None else self._decode(tokens.tolist())
+
+    @cached_property
+    def _decode(self) -> Callable[[list[int]], str]:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise MissingPackage("tokenizers", "hf", "--tokenizer") from error
+        try:
+            decoder: Any = tokenizers.Tokenizer.from_file(str(self._tokenizer))
+        except Exception as error:  # the package raises Exception itself
+            raise UsageError(f"--tokenizer {self._tokenizer} cannot be read: {error}") from error
+        return lambda tokens: str(decoder.decode(tokens, skip_special_tokens=False))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM as a wish: the step is finished first."""
 
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -18,8 +19,9 @@ class Stopping:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stopping":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+        if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be had, and do not come
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
