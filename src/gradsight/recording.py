@@ -34,6 +34,7 @@ _HELD = {False: (256 * 2**20, 64 * 2**20), True: (2**30, 2**30)}
 _ALWAYS = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
 _OWN = ("gradsight.ghost.", "gradsight.capture.")
+RANK_APART = "GS503"
 _DIAGNOSED = (NAN, INF, SPIKE, EXPLODING)
 _NOT_CALLED = "the model itself was not called in this step since it is watched: there is nothing to run again"
 _TOO_LATE = "the step was seen to be bad only after the optimizer had used its gradient: it was not run again"
@@ -172,7 +173,10 @@ class Recorder:
     def judged(self, finding: Finding) -> None:
         """A finding is new or has changed."""
         key = (finding.code, finding.first_step)
-        if key not in self._known and (finding.severity == "critical" or finding.code == SPIKE):
+        critical = (
+            finding.severity == "critical" and finding.code != RANK_APART
+        )  # its NaN is in the mean too: that is the incident
+        if key not in self._known and (critical or finding.code == SPIKE):
             self._known.add(key)
             self._told.append(finding)
 

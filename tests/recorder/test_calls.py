@@ -214,12 +214,13 @@ def test_what_is_usual_is_the_judges_baseline() -> None:
     seen = 0
     for value in values.tolist():
         row = np.array([value])
-        one, other = usual.excess(value), twin.excess(row)
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
+        found, bound = usual.excess(value), twin.bound(10.0, 8.0, 1)
+        assert (found is None) == (bound is None)
+        if found is not None and twin.median is not None and twin.spread is not None:
             seen += 1
-            assert one == pytest.approx((other[0][0], other[1][0]), rel=1e-12)
-        outlier = other is not None and bool(other[0][0] > math.log(10.0) and other[1][0] > 8.0)
+            above = value - float(twin.median[0])
+            assert found == pytest.approx((above, above / float(twin.spread[0])), rel=1e-12)
+        outlier = bound is not None and bool(row[0] > bound[0])
         usual.enter(value)
         twin.enter(row, True, outlier)
     assert seen > 100

@@ -109,7 +109,7 @@ class SplitConvolution(torch.autograd.Function):
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
             rows = [layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)]
             each = (backward(g, xi, weight, *options, [False, True, False])[1] for g, xi in zip(*rows, strict=True))
-            dw, pairs = sum_and_dots(each, weight, tangents)
+            dw, pairs = sum_and_dots(each, weight.dtype, tangents)
         if need_bias:
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)

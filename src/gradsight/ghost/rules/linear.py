@@ -1,6 +1,6 @@
 """Linear layers: torch.nn.functional.linear, and addmm as in Hugging Face's Conv1D."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,23 +169,32 @@ def split_outer(
     One product at a time, so the scratch is one weight's worth.
     """
     rows, columns = (layout.rows(t, batch).reshape(batch, -1, t.shape[-1]).unbind() for t in (left, right))
-    scratch = left.new_empty(left.shape[-1], right.shape[-1])
-    products = (torch.mm(a.t(), b, out=scratch) for a, b in zip(rows, columns, strict=True))
-    return sum_and_dots(products, scratch, tangents)
+    return sum_and_dots(_products(rows, columns), left.dtype, tangents)
 
 
-def sum_and_dots(gradients: Iterable[Tensor], like: Tensor, tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+def _products(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Iterator[Tensor]:
+    """rows_i^T columns_i, the first in memory of its own, the others all in the same."""
+    yield torch.mm(rows[0].t(), columns[0])
+    scratch = rows[0].new_empty(rows[0].shape[-1], columns[0].shape[-1]) if len(rows) > 1 else rows[0]
+    for a, b in zip(rows[1:], columns[1:], strict=True):
+        yield torch.mm(a.t(), b, out=scratch)
+
+
+def sum_and_dots(
+    gradients: Iterable[Tensor], dtype: torch.dtype, tangents: Tangents
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """The sum of the samples' gradients, and each one's dot with the directions, in fp32 or wider.
 
-    The gradients come one by one, and may all come in the same memory.
+    The gradients come one by one. The sum is made in the memory of the first; the others may all come in the same.
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    total = torch.zeros_like(like, dtype=wide)
+    wide = torch.promote_types(dtype, torch.float32)
     directions = [direction.to(wide).reshape(-1) for _, direction in tangents]
     dots: list[list[Tensor]] = [[] for _ in tangents]
+    total: Tensor | None = None
     for gradient in gradients:
         flat = gradient.reshape(-1).to(wide)
         for found, direction in zip(dots, directions, strict=True):
             found.append(torch.dot(flat, direction))
-        total += gradient
+        total = flat.view(gradient.shape) if total is None else total.add_(gradient)
+    assert total is not None
     return total, [(slot, torch.stack(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
