@@ -13,8 +13,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LENGTH = 50
-REFRESH, LATER = 10, 25
-"""Steps from one look at the past to the next, while it is shorter than the baseline and then."""
+REFRESH = 10
+"""Steps from one look at the past to the next: while norms still fall fast, an older look would hide a spike."""
 WARM_UP = 10
 NEW_LEVEL = 25
 NORMAL = 1.4826
@@ -61,7 +61,7 @@ class Baseline:
             self._ring, self._count = np.empty((LENGTH, len(row))), 0
         self._ring[self._count % LENGTH] = row
         self._count += 1
-        if self._count >= WARM_UP and self._count % (REFRESH if self._count <= LENGTH else LATER) == 0:
+        if self._count >= WARM_UP and self._count % REFRESH == 0:
             self._refresh(self._ring[: min(self._count, LENGTH)])
 
     def _refresh(self, rows: Floats) -> None:

@@ -3,7 +3,7 @@
 from collections import deque
 from statistics import median
 
-from gradsight.judge.baseline import LATER, LEAST_SPREAD, LENGTH, NEW_LEVEL, NORMAL, REFRESH, WARM_UP
+from gradsight.judge.baseline import LEAST_SPREAD, LENGTH, NEW_LEVEL, NORMAL, REFRESH, WARM_UP
 
 _OUTLIER = (2.302585092994046, 8.0)  # tenfold, and this many spreads
 
@@ -37,6 +37,6 @@ class Usual:
         self._held = 0
         self._ring.append(value)
         self._count += 1
-        if self._count >= WARM_UP and self._count % (REFRESH if self._count <= LENGTH else LATER) == 0:
+        if self._count >= WARM_UP and self._count % REFRESH == 0:
             self._median = median(self._ring)
             self._spread = max(NORMAL * median([abs(each - self._median) for each in self._ring]), LEAST_SPREAD)
