@@ -145,14 +145,18 @@ def test_descending_into_multihead_attention() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(0), Layout(1), Layout(0, "major"), Layout(0, "minor"), Layout(1, "minor")])
-def test_rows_and_back(layout: Layout) -> None:
+def test_matrices_hold_the_rows_of_each_sample(layout: Layout) -> None:
     shape = [6, 6, 2]
     if layout.kind == "plain":
         shape[layout.dim] = B
-    x = rand(*shape)
-    rows = layout.rows(x, B)
-    assert rows.shape[0] == B
-    assert torch.equal(layout.unrows(rows), x)
+    numbers = torch.arange(72).reshape(6, 6, 2)[: shape[0], : shape[1]]
+    matrices = layout.matrices(numbers, B)
+    assert matrices.shape == (B, numbers.numel() // B // 2, 2)
+    index = torch.arange(shape[layout.dim])
+    owner = {"plain": index, "major": index // (len(index) // B), "minor": index % B}[layout.kind]
+    for i in range(B):
+        own = numbers.index_select(layout.dim, index[owner == i])
+        assert sorted(matrices[i].flatten().tolist()) == sorted(own.flatten().tolist())
 
 
 def test_layouts_are_remembered_where_shapes_mislead() -> None:

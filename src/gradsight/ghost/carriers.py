@@ -4,7 +4,7 @@ A carrier knows the directional derivatives of one tensor. They are computed whe
 that is not needed, and a direction may become known after the forward pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -57,7 +57,7 @@ class Operation:
     """One call with inputs that carry directions: d f = f'(inputs) d inputs, for every slot."""
 
     def __init__(self, call: Call, flat: Sequence[Any], carried: Mapping[int, Carrier]) -> None:
-        self.origins = origins_of(carried)
+        self.origins = origins_of(carried.values())
         self.rows = any(carrier.rows for carrier in carried.values())
         self._call = call
         self._flat = list(flat)
@@ -103,9 +103,9 @@ class Fixed:
         return self._pairs
 
 
-def origins_of(carried: Mapping[int, Carrier]) -> tuple[str, ...]:
+def origins_of(carriers: Iterable[Carrier]) -> tuple[str, ...]:
     """The names of all parameters that these carriers come from."""
-    return tuple(sorted({name for carrier in carried.values() for name in carrier.origins}))
+    return tuple(sorted({name for carrier in carriers for name in carrier.origins}))
 
 
 def push_forward(call: Call, flat: Sequence[Any], carried: Mapping[int, Carrier]) -> dict[int, list[Tensor | None]]:

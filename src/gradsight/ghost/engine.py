@@ -27,6 +27,7 @@ from gradsight.ghost.proof import Proof
 from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.rules.registry import DECLINED
 from gradsight.ghost.scores import Scores, VerifyReport
+from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.targets import LossFn, Staleness, Targets, check_targets
 from gradsight.ghost.tracer import Options, Plan, Tracer
 from gradsight.ghost.verify import compare
@@ -79,7 +80,7 @@ class GhostEngine:
         self._optimizer, self._precondition, self._refresh_every = optimizer, precondition, refresh_every
         self._per_parameter, self._batch_dim = per_parameter, batch_dim
         self._options = Options(exact_grad, route)
-        self._memory = LayoutMemory(batch_dim or 0)
+        self._memory, self._scratch = LayoutMemory(batch_dim or 0), Scratch()
         self._proof = Proof(self.root, self._ranks, self._memory, self_check, self._options)
         names = tuple(self._parameters.all) if per_parameter else None
         ledger = Ledger(self._targets.names, names, frozenset(self._parameters.trainable), precondition)
@@ -209,6 +210,7 @@ class GhostEngine:
             self._memory,
             self._options,
             factors=self._factors,
+            scratch=self._scratch,
             on_source=look_up if self._ranks.sharded else None,
             on_backward=self._before_backward,
             on_call=_refuse_only if concatenation is None else concatenation.on_call,

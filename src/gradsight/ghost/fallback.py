@@ -30,6 +30,11 @@ def row_dots(a: Tensor, b: Tensor, layout: Layout, batch: int) -> Tensor:
 
 def score_table(pairs: Sequence[tuple[int, Tensor]], like: Tensor) -> Tensor:
     """The scores of one use as a table [slots, B], as the gradient of the probe."""
+    if len(like) == 1 and pairs:
+        total = pairs[0][1]
+        for _, scores in pairs[1:]:
+            total = total + scores
+        return total.to(like).unsqueeze(0)
     table = torch.zeros_like(like)
     for slot, scores in pairs:
         table[slot] += scores.to(device=like.device, dtype=like.dtype)

@@ -41,17 +41,18 @@ class Layout:
             return torch.unflatten(tensor, self.dim, (batch, -1)).movedim(self.dim, 0)
         return torch.unflatten(tensor, self.dim, (-1, batch)).movedim(self.dim + 1, 0)
 
-    def unrows(self, rows: Tensor) -> Tensor:
-        """The inverse of `rows`."""
-        if self.kind == "all":
-            return rows.squeeze(0)
-        if self.kind == "plain":
-            return rows.movedim(0, self.dim)
-        if self.kind == "major":
-            return rows.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
-        return rows.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 1)
+    def matrices(self, tensor: Tensor, batch: int) -> Tensor:
+        """The tensor as [samples, positions, features]; a view where that is possible.
+
+        >>> Layout(1).matrices(torch.zeros(3, 2, 5), 2).shape
+        torch.Size([2, 3, 5])
+        """
+        first = self.dim == 0 and self.kind in LEADING
+        return (tensor if first else self.rows(tensor, batch)).reshape(batch, -1, tensor.shape[-1])
 
 
+LEADING = frozenset({"plain", "major", "all"})
+"""The kinds by which, in dimension 0, each sample's entries lie side by side."""
 ALL = Layout(kind="all")
 
 Key = tuple[str, ...]

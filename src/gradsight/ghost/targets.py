@@ -63,6 +63,7 @@ class Targets:
         self.directions: dict[str, Direction] = {}
         self.losses: dict[str, Tensor] = {}
         self.factors = FactorBook()
+        self._without_factors: set[str] = set()
         self._unread: list[tuple[str, list[str], Tensor, Any]] = []
         self._model, self._root, self._loss_fn, self._batches, self._ranks = model, root, loss_fn, batches, ranks
 
@@ -90,7 +91,8 @@ class Targets:
 
     def _gradient(self, name: str, batch: Any, parameters: Parameters, keep_factors: bool) -> tuple[Direction, Tensor]:
         """The gradient of the target's mean loss, averaged over all processes."""
-        recorder = FactorRecorder(parameters.name) if keep_factors and self._can_record() else None
+        wanted = keep_factors and name not in self._without_factors and self._can_record()
+        recorder = FactorRecorder(parameters.name) if wanted else None
         with aside(self._root), without_reduction(self._model), ExitStack() as stack:
             if recorder is not None:
                 stack.enter_context(eager())
@@ -99,6 +101,8 @@ class Targets:
             check_loss(loss, f"on target {name!r}")
             found, _ = gradients([loss], None, parameters.trainable, self._ranks.sharded)
         self.factors.take(name, {} if recorder is None else recorder.found, found)
+        if recorder is not None and not recorder.found:
+            self._without_factors.add(name)
         if not self._ranks.sharded:
             found = (
                 {n: found.get(n, torch.zeros_like(p)) for n, p in parameters.trainable.items()}

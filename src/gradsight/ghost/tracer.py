@@ -24,6 +24,7 @@ from gradsight.ghost.gram import Factor
 from gradsight.ghost.layout import Key, Layout, LayoutMemory
 from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.rules import DECLINED, RULES, descend
+from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent import Call, autocast_dtype, generator_state, name_of
 from gradsight.ghost.use import Use
 
@@ -57,6 +58,7 @@ class Plan:
     """Called with the loss before its backward pass."""
     on_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] | None = None
     """May refuse or replace a call; returns DECLINED to leave it."""
+    scratch: Scratch = field(default_factory=Scratch)
     slow: dict[str, set[str]] = field(default_factory=dict)
     """Operations that went the universal way, with their parameters."""
 
@@ -74,6 +76,8 @@ class Tracer(TorchFunctionMode):
         self._constant: dict[int, weakref.ref[Tensor]] = {}
         self._sources: dict[str, Source] = {}
         self.paused = False
+        self.on_recompute: Callable[[], None] | None = None
+        """Called once, when an operation is met that a backward pass may run again."""
         self._preferred: int | None = None
 
     @property
@@ -158,19 +162,23 @@ class Tracer(TorchFunctionMode):
             replaced = self.plan.on_call(func, args, kwargs)
             if replaced is not DECLINED:
                 return replaced
-        if not torch.is_grad_enabled() or not any(self.carrier(x) for x in _tensors_of(args, kwargs)):
-            return self._plain(func, args, kwargs)
-        flat, spec = tree_flatten((tuple(args), dict(kwargs)))
-        tensors = [(i, x) for i, x in enumerate(flat) if isinstance(x, Tensor)]
-        carried = {i: c for i, x in tensors if (c := self.carrier(x)) is not None}
+        tensors = _tensors_of(args, kwargs)
+        if not torch.is_grad_enabled():
+            self._expect_recompute()
+            return self._plain(func, args, kwargs, tensors)
+        carriers = [carrier for x in tensors if (carrier := self.carrier(x)) is not None]
+        if not carriers:
+            return self._plain(func, args, kwargs, tensors)
         inner = descend(func)
         if inner is not None:
             return self._inside(inner, args, kwargs)
-        if func in RULES and any(i not in carried and not self._is_constant(x) for i, x in tensors):
-            scored = RULES[func](Use(self, func, args, kwargs, origins_of(carried)))
+        if self.on_recompute is not None and saves_are_packed():
+            self._expect_recompute()
+        if func in RULES and any(self.carrier(x) is None and not self._is_constant(x) for x in tensors):
+            scored = RULES[func](Use(self, func, args, kwargs, origins_of(carriers)))
             if scored is not DECLINED:
                 return scored
-        return self._general(func, args, kwargs, flat, spec, tensors, carried)
+        return self._general(func, args, kwargs)
 
     def _inside(self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a composite function with every operation in it seen; by torch's convention its samples are in dimension 1."""
@@ -181,22 +189,22 @@ class Tracer(TorchFunctionMode):
         finally:
             self._preferred = outside
 
-    def _plain(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _expect_recompute(self) -> None:
+        """Some operations of this pass may run again in its backward pass."""
+        if self.on_recompute is not None:
+            self.on_recompute()
+            self.on_recompute = None
+
+    def _plain(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and all(self._is_constant(x) for x in _tensors_of(args, kwargs)):
+        if isinstance(out, Tensor) and all(self._is_constant(x) for x in tensors):
             self._constant[id(out)] = weakref.ref(out)
         return out
 
-    def _general(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        flat: list[Any],
-        spec: Any,
-        tensors: Sequence[tuple[int, Tensor]],
-        carried: Mapping[int, Carrier],
-    ) -> Any:
+    def _general(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+        tensors = [(i, x) for i, x in enumerate(flat) if isinstance(x, Tensor)]
+        carried = {i: c for i, x in tensors if (c := self.carrier(x)) is not None}
         device = tensors[0][1].device
         call = Call(func, spec, device.type, generator_state(func, device), autocast_dtype(device.type))
         version = flat[0]._version if isinstance(flat[0], Tensor) else None
@@ -212,7 +220,7 @@ class Tracer(TorchFunctionMode):
             return out
         if all(self._is_constant(x) or (i in carried and not carried[i].rows) for i, x in tensors):
             return self._carry_on(call, flat, carried, outputs, scored, out)
-        origins = origins_of(carried)
+        origins = origins_of(carried.values())
         found = {j: self.layout((call.name, str(j), *origins), outputs[j].shape, origins) for j in scored}
         layouts = {j: layout for j, layout in found.items() if layout is not None}
         self.plan.slow.setdefault(call.name, set()).update(origins)
@@ -250,7 +258,7 @@ class Tracer(TorchFunctionMode):
         run = Call(_first_changed(call.func), call.spec, call.device, call.generator_state, call.autocast)
         pairs = [(slot, outs[0]) for slot, outs in push_forward(run, before, carried).items()]
         self._constant.pop(id(changed), None)
-        self._carry(changed, Fixed(origins_of(carried), tuple((s, t) for s, t in pairs if t is not None)))
+        self._carry(changed, Fixed(origins_of(carried.values()), tuple((s, t) for s, t in pairs if t is not None)))
 
     def _is_constant(self, x: Tensor) -> bool:
         ref = self._constant.get(id(x))
@@ -273,11 +281,22 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
             tracer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     with ExitStack() as stack:
-        for module in root.modules():
-            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+
+        def enter_with_modules() -> None:
+            for module in root.modules():
+                stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+
+        tracer.on_recompute = enter_with_modules
+        stack.callback(setattr, tracer, "on_recompute", None)
         stack.enter_context(tracer)
         yield
+
+
+def saves_are_packed() -> bool:
+    """Whether someone takes the tensors that autograd keeps: activation checkpointing does, to compute them again instead."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 @contextmanager
@@ -290,13 +309,15 @@ def paused(tracer: Tracer) -> Iterator[None]:
         tracer.paused = False
 
 
-def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of a torch function, which are at most in lists."""
-    for value in (*args, *kwargs.values()):
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from (x for x in value if isinstance(x, Tensor))
+            found += [x for x in value if isinstance(x, Tensor)]
+    return found
 
 
 def changes_in_place(func: Callable[..., Any]) -> bool:

@@ -108,8 +108,8 @@ class SplitConvolution(torch.autograd.Function):
         if need_weight:
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
             rows = [layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)]
-            each = (backward(g, xi, weight, *options, [False, True, False])[1] for g, xi in zip(*rows, strict=True))
-            dw, pairs = sum_and_dots(each, weight.dtype, tangents)
+            each = (backward(g, xi, weight, *options, [False, True, False])[1][None] for g, xi in zip(*rows, strict=True))
+            dw, pairs = sum_and_dots(each, tangents)
         if need_bias:
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)

@@ -1,6 +1,7 @@
 """Linear layers: torch.nn.functional.linear, and addmm as in Hugging Face's Conv1D."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.routes import choose
 from gradsight.ghost.rules.registry import DECLINED, rule
+from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent import autocast_dtype
 
 if TYPE_CHECKING:
@@ -50,9 +52,8 @@ def split_product(use: "Use", x: Tensor, weight: Tensor, bias: Tensor | None, tr
         return gram(use, x, layout, factors, carriers[1])
     if route == "project" or not weight.requires_grad:
         return project(use, x, layout, carriers, transposed)
-    dtype = autocast_dtype(x.device.type)
-    split: Any = SplitProduct.apply(x, weight, bias, use.probe, layout, carriers, transposed, dtype)  # type: ignore[no-untyped-call]
-    return split
+    split = Split(layout, carriers, transposed, autocast_dtype(x.device.type), use.tracer.plan.scratch)
+    return SplitProduct.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
 
 
 def pick_route(use: "Use", x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
@@ -103,98 +104,117 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
 
 def bias_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
     """Each sample's bias gradient [B, p], in fp32 or wider."""
-    rows = layout.rows(grad, batch)
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return rows.sum(dim=tuple(range(1, rows.dim() - 1)), dtype=wide) if rows.dim() > 2 else rows.to(wide)
+    return layout.matrices(grad, batch).sum(1, dtype=wide(grad.dtype))
 
 
 def bias_dots(sums: Tensor, tangents: Tangents) -> list[tuple[int, Tensor]]:
     """<db_i, Db> for every slot."""
-    return [(slot, sums @ direction.reshape(-1).to(sums.dtype)) for slot, direction in tangents]
+    return [(slot, torch.mv(sums, direction.reshape(-1).to(sums.dtype))) for slot, direction in tangents]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over positions and parameters are made in."""
+    return dtype if dtype in {torch.float32, torch.float64} else torch.promote_types(dtype, torch.float32)
+
+
+def in_wide(tensor: Tensor) -> Tensor:
+    """The tensor in fp32 or wider."""
+    return tensor.to(wide(tensor.dtype))
+
+
+@dataclass(slots=True)
+class Split:
+    """How a product is split by sample."""
+
+    layout: Layout
+    carriers: tuple[Carrier | None, Carrier | None]
+    """Of the weight and of the bias."""
+    transposed: bool
+    """Whether the weight is [inputs, outputs]."""
+    dtype: torch.dtype | None
+    """Automatic mixed precision's, where that is on."""
+    scratch: Scratch
 
 
 class SplitProduct(torch.autograd.Function):
-    """x W^T + b whose weight gradient is made sample by sample, each dotted with the directions on the way."""
+    """x W^T + b whose weight gradient is made sample by sample, each dotted with the directions on the way.
+
+    Between two large products the interpreter finds its caches cold: every operation here counts many times over.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        probe: Tensor,
-        layout: Layout,
-        carriers: tuple[Carrier | None, Carrier | None],
-        transposed: bool,
-        dtype: torch.dtype | None,
-    ) -> Tensor:
-        """The plain product, in automatic mixed precision's type where that is on."""
-        if dtype is not None:
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, split: Split) -> Tensor:
+        """The plain product."""
+        ctx.split, ctx.probe, dtype = split, probe.detach(), split.dtype
+        if dtype is None:
+            ctx.save_for_backward(x, weight)
+            return _product(x, weight, bias, split.transposed)
+        x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight)
-        ctx.rest = layout, carriers, transposed, probe.detach()
         with torch.autocast(x.device.type, enabled=False):
-            if not transposed:
-                return F.linear(x, weight, bias)
-            return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
+            return _product(x, weight, None if bias is None else bias.to(dtype), split.transposed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, weight = ctx.saved_tensors
-        layout, (weight_carrier, bias_carrier), transposed, probe = ctx.rest
-        need_x, need_weight, need_bias, need_scores, *_ = ctx.needs_input_grad
+        split, probe = ctx.split, ctx.probe
+        weight_carrier, bias_carrier = split.carriers
+        need_x, need_weight, need_bias, need_scores, _ = ctx.needs_input_grad
         batch = probe.shape[1]
         pairs: list[tuple[int, Tensor]] = []
         dx = dw = db = None
         if need_x:
-            dx = F.linear(grad, weight) if transposed else grad.matmul(weight)
+            dx = F.linear(grad, weight) if split.transposed else grad.matmul(weight)
         if need_weight:
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
-            left, right = (x, grad) if transposed else (grad, x)
-            dw, pairs = split_outer(left, right, layout, batch, tangents)
+            left, right = (x, grad) if split.transposed else (grad, x)
+            products = _products(split.layout.matrices(left, batch), split.layout.matrices(right, batch), split.scratch)
+            dw, pairs = sum_and_dots(products, tangents)
         if need_bias:
-            sums = bias_sums(grad, layout, batch)
+            sums = bias_sums(grad, split.layout, batch)
             db = sums.sum(0)
-            pairs += bias_dots(sums, bias_carrier.tangents() if bias_carrier and need_scores else ())
-        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None, None, None, None
+            if bias_carrier and need_scores:
+                pairs += bias_dots(sums, bias_carrier.tangents())
+        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None
 
 
-def split_outer(
-    left: Tensor, right: Tensor, layout: Layout, batch: int, tangents: Tangents
-) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-    """The sum over samples of left_i^T right_i, and each sample's dot with the directions.
-
-    One product at a time, so the scratch is one weight's worth.
-    """
-    rows, columns = (layout.rows(t, batch).reshape(batch, -1, t.shape[-1]).unbind() for t in (left, right))
-    return sum_and_dots(_products(rows, columns), left.dtype, tangents)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    if not transposed:
+        return F.linear(x, weight, bias)
+    return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def _products(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Iterator[Tensor]:
-    """rows_i^T columns_i, the first in memory of its own, the others all in the same."""
-    yield torch.mm(rows[0].t(), columns[0])
-    scratch = rows[0].new_empty(rows[0].shape[-1], columns[0].shape[-1]) if len(rows) > 1 else rows[0]
-    for a, b in zip(rows[1:], columns[1:], strict=True):
-        yield torch.mm(a.t(), b, out=scratch)
+def _products(left: Tensor, right: Tensor, scratch: Scratch) -> Iterator[Tensor]:
+    """left_i^T right_i for a few samples at a time, [samples, p, d], all in the same memory."""
+    batch, _, p = left.shape
+    memory = scratch.take(left, batch, (p, right.shape[2]))
+    size, rows = memory.shape[0], left.transpose(1, 2)
+    if size == batch:
+        yield torch.bmm(rows, right, out=memory)
+        return
+    for a, b in zip(torch.split(rows, size), torch.split(right, size), strict=True):
+        yield torch.bmm(a, b, out=memory[: a.shape[0]])
 
 
-def sum_and_dots(
-    gradients: Iterable[Tensor], dtype: torch.dtype, tangents: Tangents
-) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+def sum_and_dots(blocks: Iterable[Tensor], tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """The sum of the samples' gradients, and each one's dot with the directions, in fp32 or wider.
 
-    The gradients come one by one. The sum is made in the memory of the first; the others may all come in the same.
+    The gradients come in blocks of one or more samples, which may all lie in the same memory.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    directions = [direction.to(wide).reshape(-1) for _, direction in tangents]
     dots: list[list[Tensor]] = [[] for _ in tangents]
     total: Tensor | None = None
-    for gradient in gradients:
-        flat = gradient.reshape(-1).to(wide)
-        for found, direction in zip(dots, directions, strict=True):
-            found.append(torch.dot(flat, direction))
-        total = flat.view(gradient.shape) if total is None else total.add_(gradient)
+    for block in blocks:
+        rows = in_wide(block.flatten(1))
+        for found, (_, direction) in zip(dots, tangents, strict=True):
+            found.append(torch.mv(rows, direction.reshape(-1).to(rows.dtype)))
+        if total is None:
+            total, shape = rows.sum(0), block.shape[1:]
+        elif rows.shape[0] == 1:
+            total.add_(rows[0])
+        else:
+            total.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
     assert total is not None
-    return total, [(slot, torch.stack(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
+    pairs = [(slot, found[0] if len(found) == 1 else torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
+    return total.view(shape), pairs

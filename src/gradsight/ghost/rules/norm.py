@@ -107,7 +107,7 @@ def _scaled(
 
 
 class SplitLayerNorm(torch.autograd.Function):
-    """LayerNorm whose backward runs sample by sample, so that its weight and bias gradients come apart at no extra cost."""
+    """LayerNorm whose weight and bias gradients are made sample by sample."""
 
     @staticmethod
     def forward(
@@ -133,18 +133,27 @@ class SplitLayerNorm(torch.autograd.Function):
         x, mean, rstd, weight, bias = ctx.saved_tensors
         layout, carriers, probe = ctx.rest
         batch = probe.shape[1]
-        # torch's kernel reads the statistics as if they lay side by side in memory, whatever their strides say.
-        parts = [layout.rows(t, batch).contiguous() for t in (grad, x, mean, rstd)]
-        mask = list(ctx.needs_input_grad[:3])
-        split = [
-            torch.ops.aten.native_layer_norm_backward(g, xi, list(weight.shape), m, r, weight, bias, mask)
-            for g, xi, m, r in zip(*parts, strict=True)
-        ]
-        dx = layout.unrows(torch.stack([s[0] for s in split])) if mask[0] else None
-        sums = [torch.stack([s[j] for s in split]) if mask[j] else None for j in (1, 2)]
+        need = list(ctx.needs_input_grad[:3])
+        whole = grad, x, mean, rstd
+        dx = _backward(whole, weight, bias, [need[0], False, False])[0]
+        split = zip(*(layout.matrices(t, batch).unbind() for t in whole), strict=True)
+        found = [_backward(parts, weight, bias, [False, *need[1:]]) for parts in split]
+        sums = [torch.stack([f[j] for f in found]) if need[j] else None for j in (1, 2)]
         pairs = []
         for carrier, each in zip(carriers, sums, strict=True):
             if carrier is not None and each is not None and ctx.needs_input_grad[3]:
                 pairs += [(slot, each @ d.to(each.dtype)) for slot, d in carrier.tangents()]
         dw, db = (None if s is None else s.sum(0) for s in sums)
         return dx, dw, db, score_table(pairs, probe) if ctx.needs_input_grad[3] else None, None, None, None
+
+
+def _backward(parts: Sequence[Tensor], weight: Tensor, bias: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's own backward of LayerNorm, from the gradient, the input and its statistics.
+
+    Its kernel reads the statistics as if they lay side by side in memory, whatever their strides say.
+    """
+    grad, x, mean, rstd = (t.contiguous() for t in parts)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_layer_norm_backward(
+        grad, x, weight.shape, mean, rstd, weight, bias, mask
+    )
+    return found
