@@ -1,7 +1,9 @@
 """What the scores of the ghost engine cost: training steps with and without them, in turn, in the same process.
 
 The reference is plain training on the same tokens: the training rows and the validation rows in one batch. Every arm takes its
-turn in each round and its best time counts; the A/A ratio (plain training against itself) says how far to trust the rest.
+turn in each round. A step is timed in parts (target, forward, backward, end), and the best time of each part counts: a part is
+short enough to be left alone by whatever else the machine does. The A/A ratio (plain training against itself) says how far to
+trust the rest.
 Memory is the exact peak of live tensor bytes above what was there before the step.
 
     python benchmarks/ghost.py [--rounds 12] [--threads 2] [--clock cpu] [--only scores] [--quick]
@@ -12,11 +14,11 @@ import sys
 sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
 
 import argparse
-import math
 import time
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from gradsight import GhostEngine
 from gradsight.ghost.routes import choose
 
 Step = Callable[[], object]
+Parts = list[float]
 Pair = tuple[Tensor, Tensor]
 
 
@@ -104,19 +107,28 @@ class PeakBytes(TorchDispatchMode):
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 clock = time.perf_counter
+marks: Parts = []
+
+
+def mark() -> None:
+    """A part of a step ends here."""
+    marks.append(clock())
 
 
 def race(arms: dict[str, Step], rounds: int) -> dict[str, float]:
-    """The best time of every arm, all taking turns."""
-    best = dict.fromkeys(arms, math.inf)
+    """The time of every arm, all taking turns: the sum over its parts of each one's best."""
+    best: dict[str, Parts] = {}
     for step in arms.values():
         step()
-    for _ in range(rounds):
-        for name, step in arms.items():
-            start = clock()
-            step()
-            best[name] = min(best[name], clock() - start)
-    return best
+    for turn in range(rounds):
+        for name in list(arms)[:: -1 if turn % 2 else 1]:
+            marks.clear()
+            mark()
+            arms[name]()
+            mark()
+            parts = [end - start for start, end in pairwise(marks)]
+            best[name] = [min(pair) for pair in zip(best.get(name, parts), parts, strict=True)]
+    return {name: sum(best[name]) for name in arms}
 
 
 def peak(step: Step) -> int:
@@ -130,7 +142,9 @@ def peak(step: Step) -> int:
 def plain(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair) -> Step:
     def step() -> None:
         model.zero_grad()
-        loss_fn(model, batch).backward()
+        loss = loss_fn(model, batch)
+        mark()
+        loss.backward()
 
     return step
 
@@ -141,7 +155,11 @@ def observed(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair, val:
     def step() -> None:
         model.zero_grad()
         with engine.observe():
-            loss_fn(model, batch).backward()
+            mark()
+            loss = loss_fn(model, batch)
+            mark()
+            loss.backward()
+            mark()
 
     return step
 

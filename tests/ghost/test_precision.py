@@ -94,6 +94,35 @@ def test_checkpointed_blocks_give_the_same_gradient_and_scores() -> None:
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
 
 
+@pytest.mark.parametrize("self_check", [False, True])
+def test_reentrant_checkpointing_is_refused(self_check: bool) -> None:
+    """By torch itself, in the target's pass."""
+    model = small(0.0, torch.float32)
+    for block in model.blocks:
+        inner = block.forward
+        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=True)
+    engine = GhostEngine(model, loss_fn, pair(3, 2), self_check=self_check)
+    with pytest.raises(RuntimeError, match="set use_reentrant=False"), engine.observe():
+        loss_fn(model, pair(4, 1)).backward()
+
+
+def test_modules_get_hooks_only_where_a_backward_pass_may_run_them_again() -> None:
+    """Hooks on every module cost more than all of the engine's other work in a forward pass."""
+    counts = []
+    for checkpointed in (False, True):
+        model = small(0.0, torch.float32)
+        if checkpointed:
+            inner = model.blocks[0].forward
+            model.blocks[0].forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        engine = GhostEngine(model, loss_fn, pair(3, 2))
+        with engine.observe():
+            loss = loss_fn(model, pair(4, 1))
+            counts.append(sum(len(m._forward_pre_hooks) for m in model.blocks.modules()))
+            loss.backward()
+    assert counts[0] == 0
+    assert counts[1] > 0
+
+
 def test_hugging_face_gradient_checkpointing() -> None:
     found = []
     for checkpointed in (False, True):

@@ -8,6 +8,8 @@ from torch import nn
 from ghost.models import build
 from ghost.small import relative_error
 from ghost.test_table import observe, plain_scores
+from gradsight import GhostEngine
+from gradsight.ghost import scratch
 from gradsight.ghost.gram import FactorRecorder
 from gradsight.ghost.routes import choose
 from gradsight.ghost.rules import linear
@@ -20,6 +22,30 @@ def test_every_route_is_exact(name: str, route: str | None) -> None:
     expected = plain_scores(case)
     engine, _ = observe(case, route=route)
     assert relative_error(engine.scores.total, expected) < 1e-9
+
+
+@pytest.mark.parametrize("fitting", [0, 1, 2, 3, 100])
+def test_products_are_made_for_as_many_samples_as_fit(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five samples in groups of one, two, three or five, on layers of different size that share the memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    monkeypatch.setattr(scratch, "SIZE", fitting * 6 * 8 * 8)
+    x, v = torch.randn(5, 7, 6, dtype=torch.float64), torch.randn(3, 7, 6, dtype=torch.float64)
+
+    def loss_fn(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return m(batch).square().mean()
+
+    loss_fn(model, x).backward()
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    engine = GhostEngine(model, loss_fn, v, self_check=False, route="materialise")
+    for _ in range(2):
+        model.zero_grad()
+        with engine.observe():
+            loss_fn(model, x).backward()
+        for parameter, grad in zip(model.parameters(), plain, strict=True):
+            assert torch.allclose(parameter.grad, grad, rtol=1e-12, atol=1e-15)
+    assert engine.verify(x).max_relative_error < 1e-12
 
 
 def test_the_rule() -> None:
@@ -48,8 +74,6 @@ def test_an_mlp_with_a_small_target_takes_gram(monkeypatch: pytest.MonkeyPatch) 
     def loss_fn(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(m(batch), batch)
 
-    from gradsight import GhostEngine
-
     engine = GhostEngine(model, loss_fn, v, self_check=False)
     seen = taken(monkeypatch)
     with engine.observe():
@@ -71,8 +95,6 @@ def test_a_tied_weight_never_takes_gram() -> None:
             return F.linear(torch.tanh(self.embed(ids)), self.embed.weight)
 
     model = Tied().double()
-    from gradsight import GhostEngine
-
     engine = GhostEngine(model, lambda m, b: F.cross_entropy(m(b), b), torch.arange(3))
     with engine.observe():
         F.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()

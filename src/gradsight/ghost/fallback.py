@@ -34,7 +34,8 @@ def score_table(pairs: Sequence[tuple[int, Tensor]], like: Tensor) -> Tensor:
         total = pairs[0][1]
         for _, scores in pairs[1:]:
             total = total + scores
-        return total.to(like).unsqueeze(0)
+        same = total.dtype == like.dtype and total.device == like.device
+        return (total if same else total.to(like)).unsqueeze(0)
     table = torch.zeros_like(like)
     for slot, scores in pairs:
         table[slot] += scores.to(device=like.device, dtype=like.dtype)
@@ -48,7 +49,7 @@ class Attach(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, probe: Tensor, score: Score, *saved: Tensor) -> Tensor:
         """A fresh tensor of the same values: views out of a custom function must not be changed in place."""
         ctx.score = score
-        ctx.probe = probe.detach()
+        ctx.probe = probe
         ctx.save_for_backward(*saved)
         return y.clone()
 

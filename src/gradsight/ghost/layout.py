@@ -47,8 +47,10 @@ class Layout:
         >>> Layout(1).matrices(torch.zeros(3, 2, 5), 2).shape
         torch.Size([2, 3, 5])
         """
-        first = self.dim == 0 and self.kind in LEADING
-        return (tensor if first else self.rows(tensor, batch)).reshape(batch, -1, tensor.shape[-1])
+        if self.dim == 0 and self.kind in LEADING:
+            same = tensor.dim() == 3 and tensor.shape[0] == batch
+            return tensor if same else tensor.reshape(batch, -1, tensor.shape[-1])
+        return self.rows(tensor, batch).reshape(batch, -1, tensor.shape[-1])
 
 
 LEADING = frozenset({"plain", "major", "all"})

@@ -1,10 +1,22 @@
 """Memory for products that are needed for a moment only."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 SIZE = 16 << 20
 """Bytes for the products of a few samples; one sample's product is made also where it is larger."""
+
+
+class Room(NamedTuple):
+    """Memory for some matrices of the same shape."""
+
+    matrices: Tensor
+    rows: Tensor
+    """The same memory, each matrix as a row."""
+    ones: Tensor
+    """As many as there are rows."""
 
 
 class Scratch:
@@ -16,16 +28,25 @@ class Scratch:
 
     def __init__(self) -> None:
         self._kept: dict[torch.dtype, Tensor] = {}
+        self._rooms: dict[tuple[torch.dtype, int, int, int], Room] = {}
 
-    def take(self, like: Tensor, most: int, shape: tuple[int, int]) -> Tensor:
+    def take(self, like: Tensor, most: int, height: int, width: int) -> Room:
         """Room for matrices of this shape: for `most` of them, or for as many as fit."""
-        entries, size = max(1, shape[0] * shape[1]), like.element_size()
+        key = like.dtype, most, height, width
+        if key in self._rooms:
+            return self._rooms[key]
+        entries, size = max(1, height * width), like.element_size()
         groups = -(-most // max(1, SIZE // (entries * size)))
         number = -(-most // groups)
-        room = number * entries
-        if like.device.type != "cpu" or room * size > SIZE:
-            return like.new_empty(number, *shape)
+        if like.device.type != "cpu" or number * entries * size > SIZE:
+            return _room(like.new_empty(number * entries), number, height, width)
         kept = self._kept.get(like.dtype)
-        if kept is None or kept.numel() < room:
-            self._kept[like.dtype] = kept = like.new_empty(room)
-        return kept[:room].view(number, *shape)
+        if kept is None or kept.numel() < number * entries:
+            self._kept[like.dtype] = kept = like.new_empty(number * entries)
+            self._rooms = {k: room for k, room in self._rooms.items() if k[0] != like.dtype}
+        self._rooms[key] = _room(kept[: number * entries], number, height, width)
+        return self._rooms[key]
+
+
+def _room(memory: Tensor, number: int, height: int, width: int) -> Room:
+    return Room(memory.view(number, height, width), memory.view(number, height * width), memory.new_ones(number))

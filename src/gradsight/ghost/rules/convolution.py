@@ -87,7 +87,7 @@ class SplitConvolution(torch.autograd.Function):
         if mixed is not None:
             x, weight, bias = x.to(mixed), weight.to(mixed), None if bias is None else bias.to(mixed)
         ctx.save_for_backward(x, weight)
-        ctx.rest = layout, carriers, settings, probe.detach()
+        ctx.rest = layout, carriers, settings, probe
         stride, padding, dilation, groups = settings
         with torch.autocast(x.device.type, enabled=False):
             return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
@@ -108,8 +108,9 @@ class SplitConvolution(torch.autograd.Function):
         if need_weight:
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
             rows = [layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)]
-            each = (backward(g, xi, weight, *options, [False, True, False])[1][None] for g, xi in zip(*rows, strict=True))
-            dw, pairs = sum_and_dots(each, tangents)
+            each = (backward(g, xi, weight, *options, [False, True, False])[1] for g, xi in zip(*rows, strict=True))
+            one = grad.new_ones(1)
+            dw, pairs = sum_and_dots(((dw_i.reshape(1, -1), one) for dw_i in each), weight.shape, tangents)
         if need_bias:
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)

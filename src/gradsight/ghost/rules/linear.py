@@ -20,6 +20,9 @@ from gradsight.ghost.tangent import autocast_dtype
 if TYPE_CHECKING:
     from gradsight.ghost.use import Use
 
+WIDE = frozenset({torch.float32, torch.float64})
+"""The types that sums over positions and parameters are made in."""
+
 
 @rule(F.linear)
 def linear(use: "Use") -> Any:
@@ -104,22 +107,22 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
 
 def bias_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
     """Each sample's bias gradient [B, p], in fp32 or wider."""
-    return layout.matrices(grad, batch).sum(1, dtype=wide(grad.dtype))
+    return in_wide(layout.matrices(grad, batch)).sum(1)
 
 
 def bias_dots(sums: Tensor, tangents: Tangents) -> list[tuple[int, Tensor]]:
     """<db_i, Db> for every slot."""
-    return [(slot, torch.mv(sums, direction.reshape(-1).to(sums.dtype))) for slot, direction in tangents]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums over positions and parameters are made in."""
-    return dtype if dtype in {torch.float32, torch.float64} else torch.promote_types(dtype, torch.float32)
+    return [(slot, torch.mv(sums, same_type(direction.reshape(-1), sums))) for slot, direction in tangents]
 
 
 def in_wide(tensor: Tensor) -> Tensor:
     """The tensor in fp32 or wider."""
-    return tensor.to(wide(tensor.dtype))
+    return tensor if tensor.dtype in WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def same_type(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor in the type of another."""
+    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
 @dataclass(slots=True)
@@ -145,7 +148,7 @@ class SplitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, split: Split) -> Tensor:
         """The plain product."""
-        ctx.split, ctx.probe, dtype = split, probe.detach(), split.dtype
+        ctx.split, ctx.probe, dtype = split, probe, split.dtype
         if dtype is None:
             ctx.save_for_backward(x, weight)
             return _product(x, weight, bias, split.transposed)
@@ -171,7 +174,7 @@ class SplitProduct(torch.autograd.Function):
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
             left, right = (x, grad) if split.transposed else (grad, x)
             products = _products(split.layout.matrices(left, batch), split.layout.matrices(right, batch), split.scratch)
-            dw, pairs = sum_and_dots(products, tangents)
+            dw, pairs = sum_and_dots(products, weight.shape, tangents)
         if need_bias:
             sums = bias_sums(grad, split.layout, batch)
             db = sums.sum(0)
@@ -186,35 +189,38 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def _products(left: Tensor, right: Tensor, scratch: Scratch) -> Iterator[Tensor]:
-    """left_i^T right_i for a few samples at a time, [samples, p, d], all in the same memory."""
-    batch, _, p = left.shape
-    memory = scratch.take(left, batch, (p, right.shape[2]))
-    size, rows = memory.shape[0], left.transpose(1, 2)
+def _products(left: Tensor, right: Tensor, scratch: Scratch) -> Iterator[tuple[Tensor, Tensor]]:
+    """left_i^T right_i for a few samples at a time, each as a row, with as many ones; all in the same memory."""
+    batch = left.shape[0]
+    room = scratch.take(left, batch, left.shape[2], right.shape[2])
+    size, rows = room.rows.shape[0], left.transpose(1, 2)
     if size == batch:
-        yield torch.bmm(rows, right, out=memory)
+        torch.bmm(rows, right, out=room.matrices)
+        yield room.rows, room.ones
         return
     for a, b in zip(torch.split(rows, size), torch.split(right, size), strict=True):
-        yield torch.bmm(a, b, out=memory[: a.shape[0]])
+        number = a.shape[0]
+        torch.bmm(a, b, out=room.matrices[:number])
+        yield room.rows[:number], room.ones[:number]
 
 
-def sum_and_dots(blocks: Iterable[Tensor], tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+def sum_and_dots(
+    blocks: Iterable[tuple[Tensor, Tensor]], shape: torch.Size, tangents: Tangents
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """The sum of the samples' gradients, and each one's dot with the directions, in fp32 or wider.
 
-    The gradients come in blocks of one or more samples, which may all lie in the same memory.
+    The gradients come in blocks, one sample per row, each with a vector of as many ones; all may lie in the same memory.
     """
     dots: list[list[Tensor]] = [[] for _ in tangents]
     total: Tensor | None = None
-    for block in blocks:
-        rows = in_wide(block.flatten(1))
+    for block, ones in blocks:
+        rows = in_wide(block)
         for found, (_, direction) in zip(dots, tangents, strict=True):
-            found.append(torch.mv(rows, direction.reshape(-1).to(rows.dtype)))
+            found.append(torch.mv(rows, same_type(direction.reshape(-1), rows)))
         if total is None:
-            total, shape = rows.sum(0), block.shape[1:]
-        elif rows.shape[0] == 1:
-            total.add_(rows[0])
+            total = rows.sum(0)
         else:
-            total.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
+            total.addmv_(rows.t(), same_type(ones, rows))
     assert total is not None
     pairs = [(slot, found[0] if len(found) == 1 else torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
     return total.view(shape), pairs

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradsight.ghost.carriers import Carrier
 from gradsight.ghost.fallback import score_table
 from gradsight.ghost.layout import Layout
+from gradsight.ghost.rules.linear import in_wide
 from gradsight.ghost.rules.registry import DECLINED, rule
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class SplitLayerNorm(torch.autograd.Function):
         """The plain operation."""
         y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.rest = layout, carriers, probe.detach()
+        ctx.rest = layout, carriers, probe
         return y
 
     @staticmethod
@@ -132,28 +133,20 @@ class SplitLayerNorm(torch.autograd.Function):
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, mean, rstd, weight, bias = ctx.saved_tensors
         layout, carriers, probe = ctx.rest
-        batch = probe.shape[1]
-        need = list(ctx.needs_input_grad[:3])
-        whole = grad, x, mean, rstd
-        dx = _backward(whole, weight, bias, [need[0], False, False])[0]
-        split = zip(*(layout.matrices(t, batch).unbind() for t in whole), strict=True)
-        found = [_backward(parts, weight, bias, [False, *need[1:]]) for parts in split]
-        sums = [torch.stack([f[j] for f in found]) if need[j] else None for j in (1, 2)]
+        need_x, *need, need_scores, _, _, _ = ctx.needs_input_grad
+        dx = None
+        if need_x:
+            # torch's kernel reads the statistics as if they lay side by side in memory, whatever their strides say.
+            parts = grad.contiguous(), x.contiguous(), weight.shape, mean.contiguous(), rstd.contiguous(), weight, bias
+            dx = torch.ops.aten.native_layer_norm_backward(*parts, [True, False, False])[0]
+        grad, x, mean, rstd = (in_wide(layout.matrices(t, probe.shape[1])) for t in (grad, x, mean, rstd))
+        sums = [
+            torch.bmm(rstd.transpose(1, 2), (x - mean).mul_(grad)).squeeze(1) if need[0] else None,
+            grad.sum(1) if need[1] else None,
+        ]
         pairs = []
         for carrier, each in zip(carriers, sums, strict=True):
-            if carrier is not None and each is not None and ctx.needs_input_grad[3]:
-                pairs += [(slot, each @ d.to(each.dtype)) for slot, d in carrier.tangents()]
+            if carrier is not None and each is not None and need_scores:
+                pairs += [(slot, torch.mv(each, d.to(each.dtype))) for slot, d in carrier.tangents()]
         dw, db = (None if s is None else s.sum(0) for s in sums)
-        return dx, dw, db, score_table(pairs, probe) if ctx.needs_input_grad[3] else None, None, None, None
-
-
-def _backward(parts: Sequence[Tensor], weight: Tensor, bias: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """torch's own backward of LayerNorm, from the gradient, the input and its statistics.
-
-    Its kernel reads the statistics as if they lay side by side in memory, whatever their strides say.
-    """
-    grad, x, mean, rstd = (t.contiguous() for t in parts)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_layer_norm_backward(
-        grad, x, weight.shape, mean, rstd, weight, bias, mask
-    )
-    return found
+        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None, None, None
