@@ -14,6 +14,8 @@ import sys
 sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
 
 import argparse
+import ctypes
+import random
 import time
 import warnings
 import weakref
@@ -121,7 +123,7 @@ def race(arms: dict[str, Step], rounds: int) -> dict[str, float]:
     for step in arms.values():
         step()
     for turn in range(rounds):
-        for name in list(arms)[:: -1 if turn % 2 else 1]:
+        for name in random.Random(turn).sample(list(arms), len(arms)):
             marks.clear()
             mark()
             arms[name]()
@@ -131,10 +133,21 @@ def race(arms: dict[str, Step], rounds: int) -> dict[str, float]:
     return {name: sum(best[name]) for name in arms}
 
 
-def peak(step: Step) -> int:
-    """The most bytes that a step holds at once, gradients included."""
-    step()
+def keep_memory() -> None:
+    """Let the C library keep what is freed: else arms in turn would fault in each other's pages, which no training does."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        mallopt(option, 1 << 30)
+
+
+def peak(make: Callable[[], Step]) -> int:
+    """The most bytes that are held at once in the first two steps, gradients and everything the engine keeps included."""
     with PeakBytes() as counter:
+        step = make()
+        step()
         step()
     return counter.peak
 
@@ -200,6 +213,12 @@ def split(batch: Pair, rows: int) -> tuple[Pair, Pair]:
     return (batch[0][:rows], batch[1][:rows]), (batch[0][rows:], batch[1][rows:])
 
 
+def report(best: dict[str, float], reference: str) -> None:
+    """Times, and their ratios to the reference's."""
+    for name, seconds in best.items():
+        print(f"  {name:42s} {seconds * 1e3:9.1f} ms  {seconds / best[reference]:6.3f}x")
+
+
 def language_model(rounds: int, size: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"])
@@ -207,27 +226,36 @@ def language_model(rounds: int, size: dict[str, int]) -> None:
     batch, val = split(everything, size["rows"])
     count = sum(p.numel() for p in model.parameters())
     print(f"GPT, {count / 1e6:.1f}M parameters, " + ", ".join(f"{k} {v}" for k, v in size.items()))
+    both, alone = "plain, training and validation rows", "plain, training rows alone"
     arms = {
-        "plain, training and validation rows": plain(model, token_loss, everything),
+        both: plain(model, token_loss, everything),
         "plain again (A/A)": plain(model, token_loss, everything),
         "scores": observed(model, token_loss, batch, val),
+    }
+    report(race(arms, 3 * rounds), both)
+    others = {
+        both: arms[both],
         "scores, exact_grad=True": observed(model, token_loss, batch, val, exact_grad=True),
         "scores, two targets": observed(model, token_loss, batch, None, targets={"a": val, "b": val}),
-        "plain, training rows alone": plain(model, token_loss, batch),
+    }
+    report(race(others, rounds), both)
+    reuse = {
+        alone: plain(model, token_loss, batch),
+        "scores": arms["scores"],
         "scores, direction reused": observed(model, token_loss, batch, val, refresh_every=10**9),
     }
-    best = race(arms, rounds)
-    reference = best["plain, training and validation rows"]
-    for name, seconds in best.items():
-        print(f"  {name:42s} {seconds * 1e3:9.1f} ms  {seconds / reference:6.3f}x")
-    average = (best["scores"] + 7 * best["scores, direction reused"]) / 8
-    alone = best["plain, training rows alone"]
-    print(f"  {'refresh_every=8, against training rows alone':42s} {average * 1e3:9.1f} ms  {average / alone:6.3f}x")
+    best = race(reuse, 2 * rounds)
+    best["scores, refresh_every=8"] = (best["scores"] + 7 * best["scores, direction reused"]) / 8
+    report(best, alone)
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
-    held = {name: peak(arms[name]) for name in ("plain, training rows alone", "scores", "scores, exact_grad=True")}
-    base = held["plain, training rows alone"]
+    model.zero_grad()
+    held = {
+        alone: peak(lambda: plain(model, token_loss, batch)),
+        "scores": peak(lambda: observed(model, token_loss, batch, val)),
+        "scores, exact_grad=True": peak(lambda: observed(model, token_loss, batch, val, exact_grad=True)),
+    }
     for name, size_ in held.items():
-        extra = f"  (+{(size_ - base) / gradient:5.2f} gradients)" if name != "plain, training rows alone" else ""
+        extra = f"  (+{(size_ - held[alone]) / gradient:5.2f} gradients)" if name != alone else ""
         print(f"  memory: {name:34s} {size_ / 1e6:9.1f} MB{extra}")
 
 
@@ -237,15 +265,17 @@ def peers(rounds: int, size: dict[str, int]) -> None:
     batch, val = split(tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"]), size["rows"])
     print("\nper-sample gradients instead of scores, the same training rows (head not tied, for Opacus)")
     own = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"], tied=False)
-    arms = {
-        "plain": plain(model, token_loss, batch),
-        "scores, direction reused": observed(model, token_loss, batch, val, refresh_every=10**9),
-        "vmap(grad)": by_vmap(model, token_loss, batch),
-        "Opacus": by_opacus(own, token_loss, batch),
+    by_hooks = by_opacus(own, token_loss, batch)
+    makers: dict[str, Callable[[], Step]] = {
+        "plain": lambda: plain(model, token_loss, batch),
+        "scores, direction reused": lambda: observed(model, token_loss, batch, val, refresh_every=10**9),
+        "vmap(grad)": lambda: by_vmap(model, token_loss, batch),
+        "Opacus": lambda: by_hooks,
     }
-    best = race(arms, max(2, rounds // 3))
+    best = race({name: make() for name, make in makers.items()}, max(2, rounds // 3))
     for name, seconds in best.items():
-        memory = peak(arms[name]) / 1e6
+        model.zero_grad()
+        memory = peak(makers[name]) / 1e6
         print(f"  {name:42s} {seconds * 1e3:9.1f} ms  {seconds / best['plain']:6.3f}x  {memory:9.1f} MB")
 
 
@@ -286,6 +316,7 @@ def main() -> None:
     global clock
     clock = CLOCKS[options.clock]
     torch.set_num_threads(options.threads)
+    keep_memory()
     warnings.simplefilter("ignore")
     size = {"rows": 8, "validation": 2, "length": 256, "width": 384, "blocks": 4, "vocabulary": 1024}
     if options.quick:
