@@ -6,7 +6,7 @@ short enough to be left alone by whatever else the machine does. The A/A ratio (
 trust the rest.
 Memory is the exact peak of live tensor bytes above what was there before the step.
 
-    python benchmarks/ghost.py [--rounds 12] [--threads 2] [--clock cpu] [--only scores] [--quick]
+    python benchmarks/ghost.py [--rounds 12] [--length 256] [--threads 2] [--clock cpu] [--only scores] [--quick]
 """
 
 import sys
@@ -308,6 +308,7 @@ def routes(rounds: int, quick: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--length", type=int, default=256, help="tokens per row of the language model")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="a small model and few rounds: shows that everything runs")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
@@ -318,7 +319,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_memory()
     warnings.simplefilter("ignore")
-    size = {"rows": 8, "validation": 2, "length": 256, "width": 384, "blocks": 4, "vocabulary": 1024}
+    size = {"rows": 8, "validation": 2, "length": options.length, "width": 384, "blocks": 4, "vocabulary": 1024}
     if options.quick:
         size = {"rows": 4, "validation": 1, "length": 64, "width": 64, "blocks": 2, "vocabulary": 256}
     rounds = 2 if options.quick else options.rounds
