@@ -6,7 +6,7 @@ short enough to be left alone by whatever else the machine does. The A/A ratio (
 trust the rest.
 Memory is the exact peak of live tensor bytes above what was there before the step.
 
-    python benchmarks/ghost.py [--rounds 12] [--length 256] [--threads 2] [--clock cpu] [--only scores] [--quick]
+    python benchmarks/ghost.py [--rounds 12] [--threads 2] [--clock cpu] [--only scores] [--quick]
 """
 
 import sys
@@ -219,43 +219,51 @@ def report(best: dict[str, float], reference: str) -> None:
         print(f"  {name:42s} {seconds * 1e3:9.1f} ms  {seconds / best[reference]:6.3f}x")
 
 
-def language_model(rounds: int, size: dict[str, int]) -> None:
+BOTH, ALONE = "plain, training and validation rows", "plain, training rows alone"
+
+
+def headline(rounds: int, size: dict[str, int]) -> tuple[nn.Module, Pair, Pair, Pair]:
+    """The step with scores against plain training on the same tokens; returns the model and its rows."""
     torch.manual_seed(0)
     model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"])
     everything = tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"])
     batch, val = split(everything, size["rows"])
     count = sum(p.numel() for p in model.parameters())
     print(f"GPT, {count / 1e6:.1f}M parameters, " + ", ".join(f"{k} {v}" for k, v in size.items()))
-    both, alone = "plain, training and validation rows", "plain, training rows alone"
     arms = {
-        both: plain(model, token_loss, everything),
+        BOTH: plain(model, token_loss, everything),
         "plain again (A/A)": plain(model, token_loss, everything),
         "scores": observed(model, token_loss, batch, val),
     }
-    report(race(arms, 3 * rounds), both)
+    report(race(arms, 3 * rounds), BOTH)
+    return model, everything, batch, val
+
+
+def language_model(rounds: int, size: dict[str, int]) -> None:
+    model, everything, batch, val = headline(rounds, size)
     others = {
-        both: arms[both],
+        BOTH: plain(model, token_loss, everything),
         "scores, exact_grad=True": observed(model, token_loss, batch, val, exact_grad=True),
         "scores, two targets": observed(model, token_loss, batch, None, targets={"a": val, "b": val}),
     }
-    report(race(others, rounds), both)
+    report(race(others, rounds), BOTH)
     reuse = {
-        alone: plain(model, token_loss, batch),
-        "scores": arms["scores"],
+        ALONE: plain(model, token_loss, batch),
+        "scores": observed(model, token_loss, batch, val),
         "scores, direction reused": observed(model, token_loss, batch, val, refresh_every=10**9),
     }
     best = race(reuse, 2 * rounds)
     best["scores, refresh_every=8"] = (best["scores"] + 7 * best["scores, direction reused"]) / 8
-    report(best, alone)
+    report(best, ALONE)
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
     model.zero_grad()
     held = {
-        alone: peak(lambda: plain(model, token_loss, batch)),
+        ALONE: peak(lambda: plain(model, token_loss, batch)),
         "scores": peak(lambda: observed(model, token_loss, batch, val)),
         "scores, exact_grad=True": peak(lambda: observed(model, token_loss, batch, val, exact_grad=True)),
     }
     for name, size_ in held.items():
-        extra = f"  (+{(size_ - held[alone]) / gradient:5.2f} gradients)" if name != alone else ""
+        extra = f"  (+{(size_ - held[ALONE]) / gradient:5.2f} gradients)" if name != ALONE else ""
         print(f"  memory: {name:34s} {size_ / 1e6:9.1f} MB{extra}")
 
 
@@ -308,7 +316,6 @@ def routes(rounds: int, quick: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--length", type=int, default=256, help="tokens per row of the language model")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="a small model and few rounds: shows that everything runs")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
@@ -319,12 +326,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_memory()
     warnings.simplefilter("ignore")
-    size = {"rows": 8, "validation": 2, "length": options.length, "width": 384, "blocks": 4, "vocabulary": 1024}
+    size = {"rows": 8, "validation": 2, "length": 256, "width": 384, "blocks": 4, "vocabulary": 1024}
     if options.quick:
         size = {"rows": 4, "validation": 1, "length": 64, "width": 64, "blocks": 2, "vocabulary": 256}
     rounds = 2 if options.quick else options.rounds
     if options.only in {None, "scores"}:
         language_model(rounds, size)
+        headline(rounds, size | {"length": 2 * size["length"]})
     if options.only in {None, "peers"}:
         peers(rounds, size)
     if options.only in {None, "routes"}:

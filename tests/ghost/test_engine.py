@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -226,6 +227,28 @@ def test_nothing_is_left_behind() -> None:
     torch.set_rng_state(random_state)
     model.zero_grad()
     assert torch.equal(loss_fn(model, pair(4, 1)), loss)  # the pass drew the same random numbers as a plain one
+
+
+def test_the_outputs_of_the_model_are_let_go_before_the_backward_pass() -> None:
+    """A language model's logits may be larger than its gradient."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
+    x, y = torch.randn(6, 3), torch.randint(0, 5, (6,))
+
+    def cross_entropy(m: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(m(batch[0]), batch[1])
+
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    engine = GhostEngine(model, cross_entropy, (x, y))
+    handle = model.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
+    model[0].weight.register_hook(lambda grad: alive.append(outputs[-1]() is not None))
+    for _ in range(2):
+        with engine.observe():
+            loss = cross_entropy(model, (x, y))
+            alive.clear()
+            loss.backward()
+        assert alive == [False]
+    handle.remove()
 
 
 def test_memory_is_flat_over_a_thousand_steps() -> None:

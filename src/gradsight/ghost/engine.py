@@ -292,6 +292,7 @@ class GhostEngine:
                 )
             if self._concatenation is not None:
                 self._concatenation.on_backward(loss)
+        self._open.outputs.clear()
 
     def _refresh(self) -> None:
         """Compute the directions anew where they are due."""
