@@ -184,6 +184,7 @@ class GhostEngine:
             self.abandon()
             self._books.close()
             self._targets.directions.clear()
+            self._scratch = Scratch()
             self._ranks.close()
 
     # --- one block, step by step: for observe() and the protocol ---

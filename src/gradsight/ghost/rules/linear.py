@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradsight.ghost.use import Use
 
 WIDE = frozenset({torch.float32, torch.float64})
-"""The types that sums over positions and parameters are made in."""
+"""The types that need no widening."""
 
 
 @rule(F.linear)
@@ -107,7 +107,7 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
 
 def bias_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
     """Each sample's bias gradient [B, p], in fp32 or wider."""
-    return in_wide(layout.matrices(grad, batch)).sum(1)
+    return layout.matrices(grad, batch).sum(1, dtype=wide(grad.dtype))
 
 
 def bias_dots(sums: Tensor, tangents: Tangents) -> list[tuple[int, Tensor]]:
@@ -115,9 +115,14 @@ def bias_dots(sums: Tensor, tangents: Tangents) -> list[tuple[int, Tensor]]:
     return [(slot, torch.mv(sums, same_type(direction.reshape(-1), sums))) for slot, direction in tangents]
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over positions and parameters are made in: fp32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def in_wide(tensor: Tensor) -> Tensor:
     """The tensor in fp32 or wider."""
-    return tensor if tensor.dtype in WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype in WIDE else tensor.to(wide(tensor.dtype))
 
 
 def same_type(tensor: Tensor, like: Tensor) -> Tensor:
