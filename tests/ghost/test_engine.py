@@ -280,8 +280,8 @@ def test_memory_is_flat_over_a_thousand_steps() -> None:
 def broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradsight.ghost.rules import linear
 
-    correct = linear.bias_dots
-    monkeypatch.setattr(linear, "bias_dots", lambda sums, tangents: [(s, 1.5 * v) for s, v in correct(sums, tangents)])
+    correct = linear.vector_dots
+    monkeypatch.setattr(linear, "vector_dots", lambda sums, tangents: [(s, 1.5 * v) for s, v in correct(sums, tangents)])
 
 
 @pytest.mark.usefixtures("broken_rule")

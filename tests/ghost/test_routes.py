@@ -48,6 +48,17 @@ def test_products_are_made_for_as_many_samples_as_fit(fitting: int, monkeypatch:
     assert engine.verify(x).max_relative_error < 1e-12
 
 
+def test_scratch_memory_is_shared_by_layers_but_not_by_devices_or_types() -> None:
+    memory = scratch.Scratch()
+    room = memory.take(torch.empty(1), 4, 8, 6)
+    smaller, twice = memory.take(torch.empty(1), 4, 3, 6), memory.take(torch.empty(1), 4, 8, 6)
+    assert room.matrices.data_ptr() == room.rows.data_ptr() == smaller.rows.data_ptr() == twice.rows.data_ptr()
+    assert memory.take(torch.empty(1, dtype=torch.float64), 4, 8, 6).rows.dtype == torch.float64
+    assert memory.take(torch.empty(1, device="meta"), 4, 8, 6).rows.device.type == "meta"
+    larger = memory.take(torch.empty(1), 5, 8, 6)
+    assert memory.take(torch.empty(1), 4, 8, 6).rows.data_ptr() == larger.rows.data_ptr()
+
+
 def test_the_rule() -> None:
     assert choose(256, 384, 1536) == "materialise"
     assert choose(16, 384, 1536) == "project"

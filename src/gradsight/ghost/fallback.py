@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsight.ghost.carriers import Carrier, push_forward
+from gradsight.ghost.carriers import Carrier, Tangents, push_forward
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.tangent import Call
 
@@ -18,14 +18,38 @@ Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
 """From the gradient of an output and the saved tensors to pairs of slot and scores [B]."""
 
 
+WIDE = frozenset({torch.float32, torch.float64})
+"""The types that need no widening."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over positions and parameters are made in: fp32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def in_wide(tensor: Tensor) -> Tensor:
+    """The tensor in fp32 or wider."""
+    return tensor if tensor.dtype in WIDE else tensor.to(wide(tensor.dtype))
+
+
+def same_type(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor in the type of another; a call of `to` that changes nothing costs more than the question."""
+    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
+
+
 def row_dots(a: Tensor, b: Tensor, layout: Layout, batch: int) -> Tensor:
     """sum over everything but the samples of a * b, in fp32 or wider: [B]. Both broadcast to b's shape."""
-    wide = torch.promote_types(torch.float32, torch.promote_types(a.dtype, b.dtype))
+    dtype = wide(torch.promote_types(a.dtype, b.dtype))
     if a.shape != b.shape:
         a = a.expand_as(b)
     left, right = layout.rows(a, batch).reshape(batch, -1), layout.rows(b, batch).reshape(batch, -1)
-    dots: Tensor = torch.linalg.vecdot(left.to(wide), right.to(wide))
+    dots: Tensor = torch.linalg.vecdot(left.to(dtype), right.to(dtype))
     return dots
+
+
+def vector_dots(vectors: Tensor, tangents: Tangents) -> list[tuple[int, Tensor]]:
+    """<vector_i, D> for every slot; the samples' vectors [B, n] are in fp32 or wider."""
+    return [(slot, torch.mv(vectors, same_type(direction.reshape(-1), vectors))) for slot, direction in tangents]
 
 
 def score_table(pairs: Sequence[tuple[int, Tensor]], like: Tensor) -> Tensor:

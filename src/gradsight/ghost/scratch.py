@@ -15,8 +15,6 @@ class Room(NamedTuple):
     matrices: Tensor
     rows: Tensor
     """The same memory, each matrix as a row."""
-    ones: Tensor
-    """As many as there are rows."""
 
 
 class Scratch:
@@ -33,12 +31,13 @@ class Scratch:
     def take(self, like: Tensor, most: int, height: int, width: int) -> Room:
         """Room for matrices of this shape: for `most` of them, or for as many as fit."""
         key = like.dtype, most, height, width
-        if key in self._rooms:
+        on_cpu = like.device.type == "cpu"
+        if on_cpu and key in self._rooms:
             return self._rooms[key]
         entries, size = max(1, height * width), like.element_size()
         groups = -(-most // max(1, SIZE // (entries * size)))
         number = -(-most // groups)
-        if like.device.type != "cpu" or number * entries * size > SIZE:
+        if not on_cpu or number * entries * size > SIZE:
             return _room(like.new_empty(number * entries), number, height, width)
         kept = self._kept.get(like.dtype)
         if kept is None or kept.numel() < number * entries:
@@ -49,4 +48,4 @@ class Scratch:
 
 
 def _room(memory: Tensor, number: int, height: int, width: int) -> Room:
-    return Room(memory.view(number, height, width), memory.view(number, height * width), memory.new_ones(number))
+    return Room(memory.view(number, height, width), memory.view(number, height * width))

@@ -64,6 +64,7 @@ class Targets:
         self.losses: dict[str, Tensor] = {}
         self.factors = FactorBook()
         self._without_factors: set[str] = set()
+        """Targets too large for the Gram route in every layer: their factors are not looked for again."""
         self._unread: list[tuple[str, list[str], Tensor, Any]] = []
         self._model, self._root, self._loss_fn, self._batches, self._ranks = model, root, loss_fn, batches, ranks
 

@@ -59,6 +59,7 @@ class Plan:
     on_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] | None = None
     """May refuse or replace a call; returns DECLINED to leave it."""
     scratch: Scratch = field(default_factory=Scratch)
+    """Memory for the products of a layer."""
     slow: dict[str, set[str]] = field(default_factory=dict)
     """Operations that went the universal way, with their parameters."""
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier
-from gradsight.ghost.fallback import row_dots, score_table
+from gradsight.ghost.fallback import row_dots, score_table, vector_dots, wide
 from gradsight.ghost.layout import Layout
-from gradsight.ghost.rules.linear import bias_dots, sum_and_dots
+from gradsight.ghost.rules.linear import sum_and_dots
 from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.tangent import autocast_dtype, precision
 
@@ -55,7 +55,7 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
                 along = use.func(saved[0], direction.to(saved[0].dtype), None, *chosen)
             pairs.append((slot, row_dots(along, grad, layout, batch)))
         if bias_carrier:
-            pairs += bias_dots(channel_sums(grad, layout, batch), bias_carrier.tangents())
+            pairs += vector_dots(channel_sums(grad, layout, batch), bias_carrier.tangents())
         return pairs
 
     return use.attach(use.plain(), score, [x] if weight_carrier else [])
@@ -63,8 +63,7 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
 
 def channel_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
     """Each sample's bias gradient [B, channels], in fp32 or wider."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    over_space = grad.flatten(2).sum(2, dtype=wide)
+    over_space = grad.flatten(2).sum(2, dtype=wide(grad.dtype))
     return layout.rows(over_space, batch).reshape(batch, -1, grad.shape[1]).sum(1)
 
 
@@ -109,12 +108,11 @@ class SplitConvolution(torch.autograd.Function):
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
             rows = [layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)]
             each = (backward(g, xi, weight, *options, [False, True, False])[1] for g, xi in zip(*rows, strict=True))
-            one = grad.new_ones(1)
-            dw, pairs = sum_and_dots(((dw_i.reshape(1, -1), one) for dw_i in each), weight.shape, tangents)
+            dw, pairs = sum_and_dots((dw_i.reshape(1, -1) for dw_i in each), weight.shape, tangents)
         if need_bias:
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)
-            pairs += bias_dots(sums, bias_carrier.tangents() if bias_carrier and need_scores else ())
+            pairs += vector_dots(sums, bias_carrier.tangents() if bias_carrier and need_scores else ())
         return dx, dw, db, score_table(pairs, probe) if need_scores else None, None, None, None, None
 
 

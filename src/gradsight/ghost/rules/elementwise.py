@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradsight.ghost.fallback import in_wide, same_type
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.registry import DECLINED, rule
 
@@ -48,10 +49,11 @@ def _broadcast(use: "Use", sign: float, times: bool) -> Any:
     assert carrier is not None
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        values = grad.to(wide) * saved[0].to(wide) if times else grad.to(wide)
+        values = in_wide(grad)
+        if times:
+            values = values * same_type(saved[0], values)
         sums = _sum_to_samples(values, parameter.shape, layout, batch)
-        return [(slot, sign * _dots(sums, d.to(wide), layout, len(shape), batch)) for slot, d in carrier.tangents()]
+        return [(slot, sign * _dots(sums, same_type(d, sums), layout, len(shape), batch)) for slot, d in carrier.tangents()]
 
     return use.attach(use.plain(), score, [other] if times else [])
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier, Tangents
-from gradsight.ghost.fallback import row_dots, score_table
+from gradsight.ghost.fallback import in_wide, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.routes import choose
@@ -19,9 +19,6 @@ from gradsight.ghost.tangent import autocast_dtype
 
 if TYPE_CHECKING:
     from gradsight.ghost.use import Use
-
-WIDE = frozenset({torch.float32, torch.float64})
-"""The types that need no widening."""
 
 
 @rule(F.linear)
@@ -81,7 +78,7 @@ def gram(use: "Use", x: Tensor, layout: Layout, factors: list[list[Factor]], bia
             dots = gram_dots(saved[0], grad, uses)
             pairs.append((slot, layout.rows(dots, batch).reshape(batch, -1).sum(1)))
         if bias_carrier:
-            pairs += bias_dots(bias_sums(grad, layout, batch), bias_carrier.tangents())
+            pairs += vector_dots(bias_sums(grad, layout, batch), bias_carrier.tangents())
         return pairs
 
     return use.attach(use.plain(), score, [x])
@@ -99,7 +96,7 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
             along = F.linear(saved[0].to(grad.dtype), matrix.to(grad.dtype))
             pairs.append((slot, row_dots(along, grad, layout, batch)))
         if bias_carrier:
-            pairs += bias_dots(bias_sums(grad, layout, batch), bias_carrier.tangents())
+            pairs += vector_dots(bias_sums(grad, layout, batch), bias_carrier.tangents())
         return pairs
 
     return use.attach(use.plain(), score, [x] if weight_carrier else [])
@@ -108,26 +105,6 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
 def bias_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
     """Each sample's bias gradient [B, p], in fp32 or wider."""
     return layout.matrices(grad, batch).sum(1, dtype=wide(grad.dtype))
-
-
-def bias_dots(sums: Tensor, tangents: Tangents) -> list[tuple[int, Tensor]]:
-    """<db_i, Db> for every slot."""
-    return [(slot, torch.mv(sums, same_type(direction.reshape(-1), sums))) for slot, direction in tangents]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums over positions and parameters are made in: fp32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def in_wide(tensor: Tensor) -> Tensor:
-    """The tensor in fp32 or wider."""
-    return tensor if tensor.dtype in WIDE else tensor.to(wide(tensor.dtype))
-
-
-def same_type(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor in the type of another."""
-    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
 @dataclass(slots=True)
@@ -184,7 +161,7 @@ class SplitProduct(torch.autograd.Function):
             sums = bias_sums(grad, split.layout, batch)
             db = sums.sum(0)
             if bias_carrier and need_scores:
-                pairs += bias_dots(sums, bias_carrier.tangents())
+                pairs += vector_dots(sums, bias_carrier.tangents())
         return dx, dw, db, score_table(pairs, probe) if need_scores else None, None
 
 
@@ -194,38 +171,36 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def _products(left: Tensor, right: Tensor, scratch: Scratch) -> Iterator[tuple[Tensor, Tensor]]:
-    """left_i^T right_i for a few samples at a time, each as a row, with as many ones; all in the same memory."""
+def _products(left: Tensor, right: Tensor, scratch: Scratch) -> Iterator[Tensor]:
+    """left_i^T right_i for a few samples at a time, each as a row; all in the same memory."""
     batch = left.shape[0]
     room = scratch.take(left, batch, left.shape[2], right.shape[2])
     size, rows = room.rows.shape[0], left.transpose(1, 2)
     if size == batch:
         torch.bmm(rows, right, out=room.matrices)
-        yield room.rows, room.ones
+        yield room.rows
         return
     for a, b in zip(torch.split(rows, size), torch.split(right, size), strict=True):
         number = a.shape[0]
         torch.bmm(a, b, out=room.matrices[:number])
-        yield room.rows[:number], room.ones[:number]
+        yield room.rows[:number]
 
 
-def sum_and_dots(
-    blocks: Iterable[tuple[Tensor, Tensor]], shape: torch.Size, tangents: Tangents
-) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+def sum_and_dots(blocks: Iterable[Tensor], shape: torch.Size, tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """The sum of the samples' gradients, and each one's dot with the directions, in fp32 or wider.
 
-    The gradients come in blocks, one sample per row, each with a vector of as many ones; all may lie in the same memory.
+    The gradients come in blocks of some samples, one per row; all blocks may lie in the same memory.
     """
     dots: list[list[Tensor]] = [[] for _ in tangents]
     total: Tensor | None = None
-    for block, ones in blocks:
+    for block in blocks:
         rows = in_wide(block)
         for found, (_, direction) in zip(dots, tangents, strict=True):
             found.append(torch.mv(rows, same_type(direction.reshape(-1), rows)))
         if total is None:
             total = rows.sum(0)
         else:
-            total.addmv_(rows.t(), same_type(ones, rows))
+            total.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
     assert total is not None
     pairs = [(slot, found[0] if len(found) == 1 else torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
     return total.view(shape), pairs

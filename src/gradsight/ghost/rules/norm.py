@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier
-from gradsight.ghost.fallback import score_table
+from gradsight.ghost.fallback import in_wide, same_type, score_table, vector_dots
 from gradsight.ghost.layout import Layout
-from gradsight.ghost.rules.linear import in_wide
 from gradsight.ghost.rules.registry import DECLINED, rule
 
 if TYPE_CHECKING:
@@ -94,14 +93,11 @@ def _scaled(
         return rows.reshape(batch, -1, values.shape[-features:].numel()).sum(1)
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        grad, pairs = grad.to(wide), []
+        grad, pairs = in_wide(grad), []
         if scale is not None:
-            sums = per_sample(grad * normalise(saved[0].to(wide)))
-            pairs += [(slot, sums @ d.reshape(-1).to(wide)) for slot, d in scale.tangents()]
+            pairs += vector_dots(per_sample(grad * normalise(same_type(saved[0], grad))), scale.tangents())
         if shift is not None:
-            sums = per_sample(grad)
-            pairs += [(slot, sums @ d.reshape(-1).to(wide)) for slot, d in shift.tangents()]
+            pairs += vector_dots(per_sample(grad), shift.tangents())
         return pairs
 
     return use.attach(use.plain(), score, [x] if scale is not None else [])
@@ -147,6 +143,6 @@ class SplitLayerNorm(torch.autograd.Function):
         pairs = []
         for carrier, each in zip(carriers, sums, strict=True):
             if carrier is not None and each is not None and need_scores:
-                pairs += [(slot, torch.mv(each, d.to(each.dtype))) for slot, d in carrier.tangents()]
+                pairs += vector_dots(each, carrier.tangents())
         dw, db = (None if s is None else s.sum(0) for s in sums)
         return dx, dw, db, score_table(pairs, probe) if need_scores else None, None, None, None
