@@ -96,6 +96,21 @@ def test_blocks_without_exactly_one_backward() -> None:
     goes_on(model)
 
 
+@pytest.mark.parametrize("activation", [nn.Tanh(), nn.Identity()])
+def test_second_derivatives(activation: nn.Module) -> None:
+    """A gradient penalty; without an activation its term would else be lost in silence."""
+    model = nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 1))
+    x = torch.randn(4, 40, 3, requires_grad=True)
+    engine = GhostEngine(model, lambda m, batch: m(batch).mean(), torch.randn(2, 40, 3), self_check=False)
+    with pytest.raises(GradsightError, match="differentiated with create_graph=True"), engine.observe():
+        loss = model(x).mean()
+        penalty = torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+        (loss + penalty).backward()
+    loss = model(x).mean()
+    torch.autograd.grad(loss, x, create_graph=True)[0].square().sum().backward()
+    assert model[0].weight.grad is not None
+
+
 def test_nan_in_the_direction() -> None:
     model = small()
     val = pair(3, 2)

@@ -11,7 +11,7 @@ from ghost.test_table import observe, plain_scores
 from gradsight import GhostEngine
 from gradsight.ghost import scratch
 from gradsight.ghost.gram import FactorRecorder
-from gradsight.ghost.routes import choose
+from gradsight.ghost.routes import balance_of, choose
 from gradsight.ghost.rules import linear
 
 
@@ -29,7 +29,7 @@ def test_products_are_made_for_as_many_samples_as_fit(fitting: int, monkeypatch:
     """Five samples in groups of one, two, three or five, on layers of different size that share the memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    monkeypatch.setattr(scratch, "SIZE", fitting * 6 * 8 * 8)
+    monkeypatch.setitem(scratch.SIZES, "cpu", fitting * 6 * 8 * 8)
     x, v = torch.randn(5, 7, 6, dtype=torch.float64), torch.randn(3, 7, 6, dtype=torch.float64)
 
     def loss_fn(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -64,6 +64,14 @@ def test_the_rule() -> None:
     assert choose(16, 384, 1536) == "project"
     assert choose(1, 1024, 1024, target_positions=8) == "gram"
     assert choose(64, 512, 512, directions=8) == "materialise"
+
+
+def test_an_accelerator_moves_fewer_entries_per_product_than_a_core() -> None:
+    single, half = balance_of("cuda", torch.float32), balance_of("cuda", torch.bfloat16)
+    assert balance_of("cpu", torch.bfloat16) < single < half
+    assert choose(256, 384, 1536, balance=single) == "materialise"
+    assert choose(256, 384, 1536, balance=half) == "project"
+    assert choose(2048, 384, 1536, balance=half) == "materialise"
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:

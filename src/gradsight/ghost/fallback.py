@@ -5,11 +5,13 @@ y-gradient times (f'(w) D). The derivative f'(w) D is taken in the backward pass
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradsight.errors import GradsightError
 from gradsight.ghost.carriers import Carrier, Tangents, push_forward
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.tangent import Call
@@ -24,7 +26,7 @@ WIDE = frozenset({torch.float32, torch.float64})
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type that sums over positions and parameters are made in: fp32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype in WIDE else torch.promote_types(dtype, torch.float32)
 
 
 def in_wide(tensor: Tensor) -> Tensor:
@@ -66,6 +68,21 @@ def score_table(pairs: Sequence[tuple[int, Tensor]], like: Tensor) -> Tensor:
     return table
 
 
+def once_differentiable(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """For the backward pass of a function that has no second derivative: refuse to be asked for one."""
+
+    @wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise GradsightError(
+                "an observed pass was differentiated with create_graph=True (as for a gradient penalty), but its gradients "
+                "cannot be differentiated again. Leave that term of the loss out of observe()."
+            )
+        return backward(ctx, *grads)
+
+    return refusing
+
+
 class Attach(torch.autograd.Function):
     """Hands a tensor on unchanged, and in the backward pass the scores found there to the probe."""
 
@@ -78,7 +95,7 @@ class Attach(torch.autograd.Function):
         return y.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient unchanged, and the scores as the gradient of the probe."""
         table = None

@@ -3,26 +3,50 @@
 One sample's inputs A [T, d] and output gradients B [T, p], K directions D [p, d], the target's N positions:
 
     materialise  form dW = B^T A, dot it with D, add it to the weight gradient: no product more than plain training has, but
-                 each sample's dW goes through memory, (3 + 2K) d p entries
+                 each sample's dW goes through memory, (3 + 2K) d p entries (linear.py)
     project      A D^T, then the dot with B: K T d p multiply-adds more, and the weight gradient untouched
     gram         (A A_v^T) * (B B_v^T) with the target's activations: K T N (d + p) multiply-adds more (see gram.py)
 
-A core does about BALANCE multiply-adds in the time in which it moves one entry.
+A device does about `balance` multiply-adds in the time in which it moves one entry. A core's was measured (benchmarks/ghost.py
+shows on which sequence lengths the routes cross), those of accelerators come from data sheets.
 """
 
-BALANCE = 6.0
-"""Multiply-adds per entry moved; benchmarks/ghost.py shows on which sequence lengths the routes cross."""
+from functools import lru_cache
+
+import torch
+
+CORE = 6.0
+ACCELERATOR = 30.0
+ACCELERATOR_HALF = 200.0
+"""With products in 16 bits, which matrix units take."""
 
 
-def choose(length: int, inputs: int, outputs: int, directions: int = 1, target_positions: int | None = None) -> str:
+def balance_of(device: str, dtype: torch.dtype) -> float:
+    """Multiply-adds per entry moved."""
+    if device == "cpu":
+        return CORE
+    return ACCELERATOR_HALF if dtype.itemsize <= 2 else ACCELERATOR
+
+
+@lru_cache
+def choose(
+    length: int,
+    inputs: int,
+    outputs: int,
+    directions: int = 1,
+    target_positions: int | None = None,
+    balance: float = CORE,
+) -> str:
     """The cheapest route for T positions per sample; gram only where the target's activations are at hand.
 
     >>> choose(256, 384, 384), choose(16, 384, 384), choose(16, 384, 384, target_positions=4)
     ('materialise', 'project', 'gram')
+    >>> choose(256, 384, 384, balance=ACCELERATOR_HALF)
+    'project'
     """
     weights = inputs * outputs
     costs = {
-        "materialise": BALANCE * (3 + 2 * directions) * weights,
+        "materialise": balance * (3 + 2 * directions) * weights,
         "project": float(directions * length * weights),
     }
     if target_positions is not None:

@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SIZE = 16 << 20
-"""Bytes for the products of a few samples; one sample's product is made also where it is larger."""
+SIZES = {"cpu": 1 << 20}
+"""Bytes for the products of a few samples, so that small ones are made by one call; a larger product is made alone."""
+OTHER = 16 << 20
+"""The same for other devices, which one product of this size keeps busy."""
 
 
 class Room(NamedTuple):
@@ -34,10 +36,11 @@ class Scratch:
         on_cpu = like.device.type == "cpu"
         if on_cpu and key in self._rooms:
             return self._rooms[key]
-        entries, size = max(1, height * width), like.element_size()
-        groups = -(-most // max(1, SIZE // (entries * size)))
+        entries = max(1, height * width)
+        fitting = SIZES.get(like.device.type, OTHER) // (entries * like.element_size())
+        groups = -(-most // max(1, fitting))
         number = -(-most // groups)
-        if not on_cpu or number * entries * size > SIZE:
+        if not on_cpu:
             return _room(like.new_empty(number * entries), number, height, width)
         kept = self._kept.get(like.dtype)
         if kept is None or kept.numel() < number * entries:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier
-from gradsight.ghost.fallback import row_dots, score_table, vector_dots, wide
+from gradsight.ghost.fallback import once_differentiable, row_dots, score_table, vector_dots, wide
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.linear import sum_and_dots
 from gradsight.ghost.rules.registry import DECLINED, rule
@@ -92,7 +92,7 @@ class SplitConvolution(torch.autograd.Function):
             return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, weight = ctx.saved_tensors
@@ -108,7 +108,7 @@ class SplitConvolution(torch.autograd.Function):
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
             rows = [layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)]
             each = (backward(g, xi, weight, *options, [False, True, False])[1] for g, xi in zip(*rows, strict=True))
-            dw, pairs = sum_and_dots((dw_i.reshape(1, -1) for dw_i in each), weight.shape, tangents)
+            dw, pairs = sum_and_dots((dw_i.reshape(-1) for dw_i in each), weight.shape, tangents)
         if need_bias:
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier, Tangents
-from gradsight.ghost.fallback import in_wide, row_dots, same_type, score_table, vector_dots, wide
+from gradsight.ghost.fallback import in_wide, once_differentiable, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.layout import Layout
-from gradsight.ghost.routes import choose
+from gradsight.ghost.routes import balance_of, choose
 from gradsight.ghost.rules.registry import DECLINED, rule
-from gradsight.ghost.scratch import Scratch
+from gradsight.ghost.scratch import Room, Scratch
 from gradsight.ghost.tangent import autocast_dtype
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def pick_route(use: "Use", x: Tensor, weight: Tensor) -> tuple[str, list[list[Fa
     positions = None if factors is None else max(sum(a.shape[0] for a, _ in uses) for uses in factors)
     length = x.numel() // max(1, x.shape[-1]) // use.batch
     directions = max(1, use.probe.shape[0])
-    route = choose(length, weight.shape[0], weight.shape[1], directions, positions)
+    balance = balance_of(x.device.type, autocast_dtype(x.device.type) or x.dtype)
+    route = choose(length, weight.shape[0], weight.shape[1], directions, positions, balance)
     if use.route is not None and (use.route != "gram" or factors is not None):
         route = use.route
     return ("project" if use.exact_grad and route == "materialise" else route), factors
@@ -140,7 +141,7 @@ class SplitProduct(torch.autograd.Function):
             return _product(x, weight, None if bias is None else bias.to(dtype), split.transposed)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, weight = ctx.saved_tensors
@@ -148,20 +149,23 @@ class SplitProduct(torch.autograd.Function):
         weight_carrier, bias_carrier = split.carriers
         need_x, need_weight, need_bias, need_scores, _ = ctx.needs_input_grad
         batch = probe.shape[1]
+        rows = split.layout.matrices(grad, batch)
         pairs: list[tuple[int, Tensor]] = []
         dx = dw = db = None
-        if need_x:
-            dx = F.linear(grad, weight) if split.transposed else grad.matmul(weight)
-        if need_weight:
-            tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
-            left, right = (x, grad) if split.transposed else (grad, x)
-            products = _products(split.layout.matrices(left, batch), split.layout.matrices(right, batch), split.scratch)
-            dw, pairs = sum_and_dots(products, weight.shape, tangents)
         if need_bias:
-            sums = bias_sums(grad, split.layout, batch)
+            sums = rows.sum(1, dtype=wide(grad.dtype))
             db = sums.sum(0)
             if bias_carrier and need_scores:
                 pairs += vector_dots(sums, bias_carrier.tangents())
+        if need_weight:
+            tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
+            inputs = split.layout.matrices(x, batch)
+            left, right = (inputs, rows) if split.transposed else (rows, inputs)
+        if need_x:
+            dx = F.linear(grad, weight) if split.transposed else grad.matmul(weight)
+        if need_weight:
+            dw, dots = sum_and_dots_of_products(left, right, split.scratch, weight.shape, tangents)
+            pairs += dots
         return dx, dw, db, score_table(pairs, probe) if need_scores else None, None
 
 
@@ -171,36 +175,51 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def _products(left: Tensor, right: Tensor, scratch: Scratch) -> Iterator[Tensor]:
-    """left_i^T right_i for a few samples at a time, each as a row; all in the same memory."""
+def sum_and_dots_of_products(
+    left: Tensor, right: Tensor, scratch: Scratch, shape: torch.Size, tangents: Tangents
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    """`sum_and_dots` of the matrices left_i^T right_i: small ones are made several at once, in scratch memory either way."""
     batch = left.shape[0]
     room = scratch.take(left, batch, left.shape[2], right.shape[2])
-    size, rows = room.rows.shape[0], left.transpose(1, 2)
-    if size == batch:
-        torch.bmm(rows, right, out=room.matrices)
-        yield room.rows
-        return
-    for a, b in zip(torch.split(rows, size), torch.split(right, size), strict=True):
-        number = a.shape[0]
-        torch.bmm(a, b, out=room.matrices[:number])
-        yield room.rows[:number]
+    size, left = room.rows.shape[0], left.transpose(1, 2)
+    if size == 1:
+        return sum_and_dots(_one_by_one(left.unbind(), right.unbind(), room), shape, tangents)
+    total: Tensor | None = None
+    dots: list[list[Tensor]] = [[] for _ in tangents]
+    for a, b in zip(torch.split(left, size), torch.split(right, size), strict=True):
+        torch.bmm(a, b, out=room.matrices[: a.shape[0]])
+        rows = in_wide(room.rows[: a.shape[0]])
+        for found, (_, scores) in zip(dots, vector_dots(rows, tangents), strict=True):
+            found.append(scores)
+        total = rows.sum(0) if total is None else total.add_(rows.sum(0))
+    assert total is not None
+    return total.view(shape), [(slot, torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
 
 
-def sum_and_dots(blocks: Iterable[Tensor], shape: torch.Size, tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+def _one_by_one(left: Sequence[Tensor], right: Sequence[Tensor], room: Room) -> Iterator[Tensor]:
+    """Each product as a vector: the first in memory of its own, all others in the same."""
+    (matrix,), (vector,) = room.matrices.unbind(), room.rows.unbind()
+    yield torch.mm(left[0], right[0]).view(-1)
+    for a, b in zip(left[1:], right[1:], strict=True):
+        torch.mm(a, b, out=matrix)
+        yield vector
+
+
+def sum_and_dots(vectors: Iterable[Tensor], shape: torch.Size, tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """The sum of the samples' gradients, and each one's dot with the directions, in fp32 or wider.
 
-    The gradients come in blocks of some samples, one per row; all blocks may lie in the same memory.
+    The first vector's memory becomes the sum's. All the others may lie in the same memory.
     """
-    dots: list[list[Tensor]] = [[] for _ in tangents]
     total: Tensor | None = None
-    for block in blocks:
-        rows = in_wide(block)
-        for found, (_, direction) in zip(dots, tangents, strict=True):
-            found.append(torch.mv(rows, same_type(direction.reshape(-1), rows)))
+    directions: list[Tensor] = []
+    dots: list[Tensor] = []
+    for vector in vectors:
+        one = in_wide(vector)
         if total is None:
-            total = rows.sum(0)
+            total, directions = one, [same_type(direction.reshape(-1), one) for _, direction in tangents]
         else:
-            total.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
+            total += one
+        dots.extend(map(one.dot, directions))
     assert total is not None
-    pairs = [(slot, found[0] if len(found) == 1 else torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
-    return total.view(shape), pairs
+    number = len(tangents)
+    return total.view(shape), [(slot, torch.stack(dots[i::number])) for i, (slot, _) in enumerate(tangents)]

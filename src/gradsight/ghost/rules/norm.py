@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier
-from gradsight.ghost.fallback import in_wide, same_type, score_table, vector_dots
+from gradsight.ghost.fallback import in_wide, once_differentiable, same_type, score_table, vector_dots
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.registry import DECLINED, rule
 
@@ -124,7 +124,7 @@ class SplitLayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, mean, rstd, weight, bias = ctx.saved_tensors
