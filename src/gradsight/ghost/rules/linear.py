@@ -161,12 +161,12 @@ class SplitProduct(torch.autograd.Function):
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
             inputs = split.layout.matrices(x, batch)
             left, right = (inputs, rows) if split.transposed else (rows, inputs)
-        if need_x:
-            dx = F.linear(grad, weight) if split.transposed else grad.matmul(weight)
-        if need_weight:
             dw, dots = sum_and_dots_of_products(left, right, split.scratch, weight.shape, tangents)
             pairs += dots
-        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None
+        scores = score_table(pairs, probe) if need_scores else None
+        if need_x:
+            dx = F.linear(grad, weight) if split.transposed else grad.matmul(weight)
+        return dx, dw, db, scores, None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
