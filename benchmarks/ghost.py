@@ -6,7 +6,7 @@ twice: the best time of each, for what the step costs where nobody else uses the
 costs on this one. The A/A ratio (plain training against itself) says how far to trust the rest.
 Memory is the exact peak of live tensor bytes above what was there before the step.
 
-    python benchmarks/ghost.py [--rounds 12] [--threads 2] [--clock cpu] [--only scores] [--quick]
+    python benchmarks/ghost.py [--rounds 12] [--threads 2] [--width 384] [--clock cpu] [--only scores] [--quick]
 """
 
 import sys
@@ -149,6 +149,10 @@ def race(arms: dict[str, Step], rounds: int) -> dict[str, Times]:
             steps[name].append([end - start for start, end in pairwise(marks)])
     parts = {name: list(zip(*steps[name], strict=True)) for name in arms}
     return {name: Times(sum(map(min, each)), sum(map(median, each))) for name, each in parts.items()}
+
+
+def best_times(arms: dict[str, Step], rounds: int) -> dict[str, float]:
+    return {name: times.best for name, times in race(arms, rounds).items()}
 
 
 def keep_memory() -> None:
@@ -303,7 +307,7 @@ def peers(rounds: int, size: dict[str, int]) -> None:
         "vmap(grad)": lambda: by_vmap(model, token_loss, batch),
         "Opacus": lambda: by_hooks,
     }
-    best = {name: times.best for name, times in race({n: make() for n, make in makers.items()}, max(2, rounds // 3)).items()}
+    best = best_times({name: make() for name, make in makers.items()}, max(2, rounds // 3))
     for name, seconds in best.items():
         model.zero_grad()
         memory = peak(makers[name]) / 1e6
@@ -326,7 +330,7 @@ def routes(rounds: int, quick: bool) -> None:
         batch, val = split(everything, rows)
         options: list[str | None] = ["materialise", "project", "gram", None]
         arms = {f"{r}": observed(model, loss_fn, batch, val, refresh_every=10**9, route=r) for r in options}
-        best = {name: times.best for name, times in race({"plain": plain(model, loss_fn, batch), **arms}, rounds).items()}
+        best = best_times({"plain": plain(model, loss_fn, batch), **arms}, rounds)
         target = val_rows * length
         small = target * 2 * width < width * width
         pick = choose(length, width, width, 1, target if small else None)
@@ -340,6 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--width", type=int, default=384, help="of the language model")
     parser.add_argument("--quick", action="store_true", help="a small model and few rounds: shows that everything runs")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
     parser.add_argument("--only", choices=["scores", "peers", "routes"])
@@ -349,7 +354,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_memory()
     warnings.simplefilter("ignore")
-    size = {"rows": 8, "validation": 2, "length": 256, "width": 384, "blocks": 4, "vocabulary": 1024}
+    size = {"rows": 8, "validation": 2, "length": 256, "width": options.width, "blocks": 4, "vocabulary": 1024}
     if options.quick:
         size = {"rows": 4, "validation": 1, "length": 64, "width": 64, "blocks": 2, "vocabulary": 256}
     rounds = 2 if options.quick else options.rounds

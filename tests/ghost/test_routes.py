@@ -29,7 +29,7 @@ def test_products_are_made_for_as_many_samples_as_fit(fitting: int, monkeypatch:
     """Five samples in groups of one, two, three or five, on layers of different size that share the memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    monkeypatch.setitem(scratch.SIZES, "cpu", fitting * 6 * 8 * 8)
+    monkeypatch.setattr(scratch, "ON_CPU", fitting * 6 * 8 * 8)
     x, v = torch.randn(5, 7, 6, dtype=torch.float64), torch.randn(3, 7, 6, dtype=torch.float64)
 
     def loss_fn(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 One sample's inputs A [T, d] and output gradients B [T, p], K directions D [p, d], the target's N positions:
 
     materialise  form dW = B^T A, dot it with D, add it to the weight gradient: no product more than plain training has, but
-                 each sample's dW goes through memory, (3 + 2K) d p entries (linear.py)
+                 each sample's dW goes through memory, (3 + 2K) d p entries
     project      A D^T, then the dot with B: K T d p multiply-adds more, and the weight gradient untouched
     gram         (A A_v^T) * (B B_v^T) with the target's activations: K T N (d + p) multiply-adds more (see gram.py)
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SIZES = {"cpu": 1 << 20}
+ON_CPU = 1 << 20
 """Bytes for the products of a few samples, so that small ones are made by one call; a larger product is made alone."""
-OTHER = 16 << 20
-"""The same for other devices, which one product of this size keeps busy."""
+ELSEWHERE = 16 << 20
+"""The same on other devices: enough to keep one busy."""
 
 
 class Room(NamedTuple):
@@ -37,7 +37,7 @@ class Scratch:
         if on_cpu and key in self._rooms:
             return self._rooms[key]
         entries = max(1, height * width)
-        fitting = SIZES.get(like.device.type, OTHER) // (entries * like.element_size())
+        fitting = (ON_CPU if on_cpu else ELSEWHERE) // (entries * like.element_size())
         groups = -(-most // max(1, fitting))
         number = -(-most // groups)
         if not on_cpu:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier
-from gradsight.ghost.fallback import once_differentiable, row_dots, score_table, vector_dots, wide
+from gradsight.ghost.dots import row_dots, score_table, vector_dots, wide
+from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.linear import sum_and_dots
 from gradsight.ghost.rules.registry import DECLINED, rule

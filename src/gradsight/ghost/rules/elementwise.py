@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradsight.ghost.fallback import in_wide, same_type
+from gradsight.ghost.dots import in_wide, same_type
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.registry import DECLINED, rule
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.fallback import row_dots
+from gradsight.ghost.dots import row_dots
 from gradsight.ghost.rules.registry import DECLINED, rule
 
 if TYPE_CHECKING:

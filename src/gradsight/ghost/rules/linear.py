@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier, Tangents
-from gradsight.ghost.fallback import in_wide, once_differentiable, row_dots, same_type, score_table, vector_dots, wide
+from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vector_dots, wide
+from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.routes import balance_of, choose
@@ -79,7 +80,7 @@ def gram(use: "Use", x: Tensor, layout: Layout, factors: list[list[Factor]], bia
             dots = gram_dots(saved[0], grad, uses)
             pairs.append((slot, layout.rows(dots, batch).reshape(batch, -1).sum(1)))
         if bias_carrier:
-            pairs += vector_dots(bias_sums(grad, layout, batch), bias_carrier.tangents())
+            pairs += vector_dots(bias_sums(layout.matrices(grad, batch)), bias_carrier.tangents())
         return pairs
 
     return use.attach(use.plain(), score, [x])
@@ -97,15 +98,15 @@ def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | Non
             along = F.linear(saved[0].to(grad.dtype), matrix.to(grad.dtype))
             pairs.append((slot, row_dots(along, grad, layout, batch)))
         if bias_carrier:
-            pairs += vector_dots(bias_sums(grad, layout, batch), bias_carrier.tangents())
+            pairs += vector_dots(bias_sums(layout.matrices(grad, batch)), bias_carrier.tangents())
         return pairs
 
     return use.attach(use.plain(), score, [x] if weight_carrier else [])
 
 
-def bias_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
-    """Each sample's bias gradient [B, p], in fp32 or wider."""
-    return layout.matrices(grad, batch).sum(1, dtype=wide(grad.dtype))
+def bias_sums(rows: Tensor) -> Tensor:
+    """Each sample's bias gradient [B, p] from its output gradients [B, T, p], in fp32 or wider."""
+    return rows.sum(1, dtype=wide(rows.dtype))
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ class SplitProduct(torch.autograd.Function):
         pairs: list[tuple[int, Tensor]] = []
         dx = dw = db = None
         if need_bias:
-            sums = rows.sum(1, dtype=wide(grad.dtype))
+            sums = bias_sums(rows)
             db = sums.sum(0)
             if bias_carrier and need_scores:
                 pairs += vector_dots(sums, bias_carrier.tangents())

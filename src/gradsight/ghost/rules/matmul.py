@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradsight.ghost.fallback import row_dots
+from gradsight.ghost.dots import row_dots
 from gradsight.ghost.rules.linear import split_product
 from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.tangent import autocast_dtype, precision

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.carriers import Carrier
-from gradsight.ghost.fallback import in_wide, once_differentiable, same_type, score_table, vector_dots
+from gradsight.ghost.dots import in_wide, same_type, score_table, vector_dots
+from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.registry import DECLINED, rule
 
