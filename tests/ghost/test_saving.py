@@ -71,6 +71,34 @@ def test_training_goes_on_when_nothing_can_be_written(tmp_path: Path) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("content", [b"", b"not parquet", b"PAR1 cut short PAR1"])
+def test_a_damaged_file_is_put_aside(content: bytes, tmp_path: Path) -> None:
+    damaged = tmp_path / "grad_dotprods" / "iter_000002.parquet"
+    damaged.parent.mkdir()
+    damaged.write_bytes(content)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=2)
+    with pytest.warns(GradsightWarning, match=r"iter_000002.parquet cannot be read .*it is now iter_000002.damaged"):
+        train(engine, optimizer, 2)
+    assert damaged.with_suffix(".damaged").read_bytes() == content
+    assert set(pyarrow.parquet.read_table(damaged)["step"].to_pylist()) == {0, 1}
+
+
+def test_training_goes_on_whatever_saving_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=1)
+
+    def broken(*args: object, **options: object) -> None:
+        raise ModuleNotFoundError("No module named 'pyarrow'")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", broken)
+    with pytest.warns(GradsightWarning, match="ModuleNotFoundError: .*training goes on, these scores are lost") as seen:
+        train(engine, optimizer, 3)
+    assert len(seen) == 1
+
+
 def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

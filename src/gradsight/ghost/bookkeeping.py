@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.dist.training import Ranks
-from gradsight.errors import GradsightError, GradsightWarning
+from gradsight.errors import GradsightWarning
 from gradsight.ghost.clipping import ClipMeter
 from gradsight.ghost.honesty import Diary
 from gradsight.ghost.ledger import Entry, Ledger, to_host, write
@@ -75,9 +75,11 @@ class Books:
         self._saved_before = due
         try:
             self.save(due)
-        except (GradsightError, OSError) as error:
+        except Exception as error:
             if not self._warned:
-                warnings.warn(f"{error}; training goes on, these scores are lost", GradsightWarning, stacklevel=2)
+                warnings.warn(
+                    f"{type(error).__name__}: {error}; training goes on, these scores are lost", GradsightWarning, stacklevel=2
+                )
             self._warned = True
 
     def save(self, iteration: int | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsight.dist.training import Ranks
-from gradsight.errors import GradsightError
+from gradsight.errors import GradsightError, GradsightWarning
 
 
 @dataclass
@@ -105,9 +106,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], ledger: Ledger) -> Non
     import pyarrow.parquet
 
     if path.exists():
-        kept = pyarrow.parquet.read_table(path).to_pylist()
         steps = {row["step"] for row in rows}
-        rows = [row for row in kept if row["step"] not in steps] + rows
+        rows = [row for row in _rows_in(path) if row["step"] not in steps] + rows
     if not all(isinstance(row["sample_id"], int) for row in rows):
         rows = [{**row, "sample_id": str(row["sample_id"])} for row in rows]
     fields = [
@@ -136,3 +136,17 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], ledger: Ledger) -> Non
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise GradsightError(f"the scores could not be written to {path}: {error}") from error
+
+
+def _rows_in(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier file of this name; one that cannot be read is put aside."""
+    import pyarrow.parquet
+
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        aside = path.with_suffix(".damaged")
+        path.replace(aside)
+        warnings.warn(f"{path} cannot be read ({error}); it is now {aside.name}", GradsightWarning, stacklevel=2)
+        return []
+    return rows
