@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import nn
 
 from gradsight import apply_checkpointing, measure_peak_memory, plan_checkpointing, predict_peak_memory
-from gradsight.checkpointing.allocations import allocator_peak
-from gradsight.checkpointing.workload import Workload, backward, call_build
+from gradsight.memory.allocations import allocator_peak
+from gradsight.memory.workload import Workload, backward, call_build
 from gradsight.train.models import training_step
 
 WIDTH, HEADS, VOCABULARY = 256, 4, 1024

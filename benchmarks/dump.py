@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from gradsight import GradientDumper
-from gradsight.dump.layout import size
+from gradsight.dump.folders import size
 from gradsight.dump.manifest import read
 
 

@@ -20,7 +20,7 @@ import rank_zoo
 import torch
 import zoo
 
-from gradsight.verdict import HealthReport
+from gradsight.values.health_report import HealthReport
 
 CHOSEN = ("mlp", "gpt")
 

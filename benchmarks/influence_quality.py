@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsight import GhostEngine
-from gradsight.record.scores import all_scores
 from gradsight.show.influence import Influence, influence
+from gradsight.store.scores import all_scores
 from gradsight.train.data import sample_windows, standard_library
 from gradsight.train.gpt import GPT, GPTConfig, next_token_loss
 

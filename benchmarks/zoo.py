@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradsight
-from gradsight.verdict import HealthReport
+from gradsight.values.health_report import HealthReport
 
 Batch = tuple[Tensor, Tensor]
 WIDTH, CLASSES, LENGTH = 32, 5, 16

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from gradsight.cli.outline import outline
+from gradsight.record.reader import open_run
 from rich.console import Console
 from rich.text import Text
 
-from gradsight.cli.outline import outline
 from gradsight.cli.texts import Texts
-from gradsight.record.reader import open_run
 from gradsight.show.markdown import summarize
 from gradsight.train.demonstration import Demonstration
 from gradsight.train.samples import Order, open_samples

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from gradsight import GradientDumper, get_checkpoint_metadata, load_keys
+from gradsight.core.parameters import named_parameters
 from gradsight.dump.manifest import read
 from gradsight.dump.reader import Slices
 from gradsight.dump.verify import verify
-from gradsight.names import named_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of torch's own reader
 

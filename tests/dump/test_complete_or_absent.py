@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from gradsight import GradientDumper, load_keys
-from gradsight.dump import files
-from gradsight.dump.layout import Layout, find_dumps
+from gradsight.core import files
+from gradsight.dump.folders import Layout, find_dumps
 from gradsight.dump.verify import verify
 from gradsight.errors import GradsightWarning, RunError
 

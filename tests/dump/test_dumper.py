@@ -16,8 +16,8 @@ from torch import nn
 
 from gradsight import GradientDumper, get_checkpoint_metadata, load_keys
 from gradsight.dump import full
+from gradsight.dump.folders import Layout, find_dumps, size
 from gradsight.dump.job import Facts
-from gradsight.dump.layout import Layout, find_dumps, size
 from gradsight.dump.manifest import read
 from gradsight.errors import GradsightWarning, UsageError
 
@@ -346,7 +346,7 @@ def test_ranks_that_do_not_meet(tmp_path: Path, model: nn.Module, monkeypatch: p
     def fail() -> None:
         raise RuntimeError("timed out")
 
-    monkeypatch.setattr("gradsight.dist.writing.Ranks.join", fail)
+    monkeypatch.setattr("gradsight.core.writing.Ranks.join", fail)
     dumper = GradientDumper(tmp_path)
     with pytest.warns(GradsightWarning, match=r"the ranks did not meet \(timed out\); dump\(\) must be called on every rank"):
         assert dumper.dump(model, 0) is None

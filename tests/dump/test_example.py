@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradsight import get_checkpoint_metadata, load_keys
-from gradsight.dump.layout import find_dumps
+from gradsight.dump.folders import find_dumps
 from gradsight.dump.verify import verify
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gradient_dumping"

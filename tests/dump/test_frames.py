@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 
-from gradsight.dump.frames import LIMIT, describe, frame
+from gradsight.dump.torch_record import LIMIT, describe, frame
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64,

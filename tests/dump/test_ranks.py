@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from gradsight import get_checkpoint_metadata, load_keys
-from gradsight.dist.writing import Ranks
+from gradsight.core.writing import Ranks
 from gradsight.dump.manifest import Manifest, read
 from gradsight.dump.verify import verify
 from gradsight.errors import UsageError

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsight.ghost.layout import Layout, LayoutMemory, candidates
 from gradsight.ghost.rules import RULES
+from gradsight.ghost.sample_axis import Layout, LayoutMemory, candidates
 from gradsight.ghost.tracer import Options, Plan, Tracer
 
 B = 3

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival
+from gradsight.measure.flatten import flat
 from gradsight.measure.histogram import COLUMNS, HistogramLook, exact_histogram, histograms, share_within_a_tenth
-from gradsight.measure.layout import flat
+from gradsight.measure.host_copy import Arrival
 from gradsight.measure.norms import PIECE, NormsLook, combine, exact_norms, look_closer, merge_ranks
 from gradsight.measure.sample import LARGEST, Sample, stride_for
 from gradsight.measure.update import UpdateLook, update_ratios

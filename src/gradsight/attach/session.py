@@ -10,12 +10,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradsight import dist
 from gradsight.attach.models import distinct, models_of, name_of, place_of_call, roots, together
-from gradsight.capture import interception
+from gradsight.core import distributed as dist
+from gradsight.core import moments as interception
 from gradsight.errors import RunError, UsageError
-from gradsight.records import Schedule
-from gradsight.watch import Watch, watch
+from gradsight.session.watch_session import Watch, watch
+from gradsight.values.records import Schedule
 
 
 class Enough(SystemExit):

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from gradsight.attach import __file__ as _attach
-from gradsight.cli.outcome import Outcome, gather
+from gradsight.cli.check_result import Outcome, gather
 from gradsight.errors import UsageError
 
 _WITH_VALUE = {"steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health"}
@@ -140,8 +140,8 @@ def _check_python(file: Path) -> None:
 
 def _check_health(health: Path | None) -> None:
     if health is not None:
-        import gradsight.judge.judge  # noqa: F401  (files the checks)
-        from gradsight.judge.registry import chosen
+        import gradsight.health.judge  # noqa: F401  (files the checks)
+        from gradsight.health.registry import chosen
 
         chosen(health)
 

@@ -58,9 +58,9 @@ def perform(planned: "Demonstration", run_dir: Path) -> int:
 
 def show(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     """Write the report, print what it comes to, and give the exit code: 0 if the planted fault was found."""
-    from gradsight.cli.outline import outline
-    from gradsight.record.reader import open_run
+    from gradsight.cli.demo_summary import outline
     from gradsight.show.markdown import report, summarize
+    from gradsight.store.reader import open_run
 
     run, texts = open_run(run_dir), Texts(run_dir)
     summary = summarize(run)

@@ -12,7 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from gradsight.dump.diff import Difference, compare
-from gradsight.dump.layout import ROOT, find_dumps, size, step_of
+from gradsight.dump.folders import ROOT, find_dumps, size, step_of
 from gradsight.dump.manifest import Entry, Manifest, read
 from gradsight.dump.statistics import QUANTILES, Statistics, measure
 from gradsight.dump.values import values

@@ -8,12 +8,12 @@ from typing import Any, Literal
 from gradsight.cli.report import write_report
 from gradsight.cli.texts import Texts
 from gradsight.errors import RunError, UsageError
-from gradsight.record.scores import FOLDER, all_scores
 from gradsight.show.export import keep_lines, weight_lines
 from gradsight.show.influence import Influence
 from gradsight.show.influence import influence as add_up
 from gradsight.show.samples import TextOf, terminal_lines
 from gradsight.show.terminal import wants_colour
+from gradsight.store.scores import FOLDER, all_scores
 
 
 def influence(

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from gradsight.cli.build_function import load_build
 from gradsight.errors import UsageError
-from gradsight.record.tracker import MetricsTracker
-from gradsight.records import CheckpointingPlan, CheckpointingReport, MemoryUse
+from gradsight.store.tracker import MetricsTracker
 from gradsight.train.models import architecture, training_step
+from gradsight.values.records import CheckpointingPlan, CheckpointingReport, MemoryUse
 
 app = App(
     name="memory",
@@ -95,7 +95,7 @@ def verify(build: Place = None, /, *, policy: Policy = "full", step: Step = DEFA
         A run directory in whose record the result is kept.
     """
     made = step.build(build)
-    from gradsight.checkpointing.verify import verify_checkpointing
+    from gradsight.memory.verify import verify_checkpointing
 
     console = Console()
     with working(console, f"Verifying {step.title(build)}, policy {policy}"):
@@ -160,7 +160,7 @@ def predict(
 
     Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that fits.
     """
-    from gradsight.checkpointing.sizes import parse_size
+    from gradsight.values.sizes import parse_size
 
     limit = None if memory is None else parse_size(memory)
     if limit is not None and build is not None:
@@ -188,8 +188,8 @@ def predicted_row(
     console: Console, place: str | None, name: str | None, policy: str, device: Device, limit: int | None, step: Step
 ) -> Row:
     """Predict one model, plain and checkpointed."""
-    from gradsight.checkpointing.fit import largest_batch
-    from gradsight.checkpointing.predict import predict_peak_memory
+    from gradsight.memory.largest_batch import largest_batch
+    from gradsight.memory.predict import predict_peak_memory
 
     made, optimizer = step.build(place, name), step.optimizer_name
     with working(console, f"Predicting {place or name}"):
@@ -214,8 +214,8 @@ def _batch_text(name: str, step: Step) -> str:
 
 def count_parameters(build: Callable[[], Any]) -> int:
     """Parameters of a model that is never filled."""
-    from gradsight.checkpointing.fake import fake_tensors
-    from gradsight.checkpointing.workload import call_build
+    from gradsight.memory.fake import fake_tensors
+    from gradsight.memory.workload import call_build
 
     with fake_tensors():
         return sum(parameter.numel() for parameter in call_build(build).model.parameters())
@@ -223,7 +223,7 @@ def count_parameters(build: Callable[[], Any]) -> int:
 
 def show_predictions(console: Console, rows: list[Row], limit: int | None, what: str) -> None:
     """The table of predictions, and what it does not know."""
-    from gradsight.checkpointing.sizes import format_size
+    from gradsight.values.sizes import format_size
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("model", overflow="fold")
@@ -256,11 +256,11 @@ def plan(build: Place = None, /, *, budget: Budget, device: Device = "cpu", step
 
     Exits 2 with the smallest reachable peak where nothing fits.
     """
-    from gradsight.checkpointing.sizes import parse_size
+    from gradsight.values.sizes import parse_size
 
     parse_size(budget)
     made = step.build(build)
-    from gradsight.checkpointing.plan import plan_checkpointing
+    from gradsight.memory.plan import plan_checkpointing
 
     console = Console()
     with working(console, f"Planning {step.title(build)} for {budget}"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsight.errors import UsageError
-from gradsight.records import Finding
+from gradsight.values.records import Finding
 
 _CLIP = {"GS101", "GS102", "GS201", "GS202"}
 _CLEAR = {"GS305"}

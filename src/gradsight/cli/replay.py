@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gradsight.errors import GradsightError, RunError, UsageError
-from gradsight.record.bundle import read_document
-from gradsight.record.incidents import merged
-from gradsight.records import Diagnosis, plain
-from gradsight.wording import describe
+from gradsight.incidents.bundle import read_document
+from gradsight.store.incidents import merged
+from gradsight.values.records import Diagnosis, plain
+from gradsight.values.wording import describe
 
 REPRODUCED = 2
 
@@ -70,7 +70,7 @@ def _again(path: Path, body: dict[str, Any], build: str | None, model: Any, seco
     """Run the incident with this model, or that of this build function."""
     if body.get("passes") is None and not list(path.parent.glob(f"{path.name.partition('-')[0]}-rank*")):
         raise UsageError(f"{path} cannot be run again: {body.get('replay')}")
-    from gradsight.replay import replay as run_again
+    from gradsight.incidents.replay import replay as run_again
 
     if build is not None:
         from gradsight.cli.build_function import load_build

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from gradsight.cli.texts import Texts
 from gradsight.errors import RunError
-from gradsight.record.reader import open_run
 from gradsight.show.markdown import Summary, summarize
 from gradsight.show.markdown import report as render
 from gradsight.show.terminal import terminal_lines, wants_colour
+from gradsight.store.reader import open_run
 
 
 def report(run_dir: Path, /) -> int:
@@ -22,7 +22,7 @@ def report(run_dir: Path, /) -> int:
     run_dir
         A directory that `gradsight.watch(..., run_dir=...)` has written.
     """
-    from gradsight.cli.outcome import gather, script_section
+    from gradsight.cli.check_result import gather, script_section
 
     first = summarize(open_run(run_dir))
     notes = ""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsight.errors import GradsightError
-from gradsight.record.reader import open_run
+from gradsight.store.reader import open_run
 
 if TYPE_CHECKING:
     from gradsight.train.samples import Samples

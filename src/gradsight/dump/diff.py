@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradsight.dump.layout import FOLDERS, find_dumps, step_of
+from gradsight.dump.folders import FOLDERS, find_dumps, step_of
 from gradsight.dump.manifest import Manifest, read
 from gradsight.dump.values import Values, values
 from gradsight.errors import UsageError

@@ -10,15 +10,15 @@ from typing import Literal, SupportsIndex
 
 import torch
 
-from gradsight.dist.writing import Ranks
+from gradsight.core.writing import Ranks
+from gradsight.dump.folders import Layout
 from gradsight.dump.gradients import Collector, Gradients
 from gradsight.dump.job import Facts, Job, Limits, run, without_tensors
-from gradsight.dump.layout import Layout
 from gradsight.dump.plan import Fault
 from gradsight.dump.staging import Pool
 from gradsight.dump.writer import Writer
 from gradsight.errors import GradsightWarning, UsageError
-from gradsight.records import Problem, Schedule
+from gradsight.values.records import Problem, Schedule
 
 SEVERITIES = ("warning", "critical")
 

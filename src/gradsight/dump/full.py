@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from gradsight.dump import files
+from gradsight.core import files
 from gradsight.dump.checksums import Checksums
-from gradsight.dump.frames import describe, frame
 from gradsight.dump.gradients import Row
 from gradsight.dump.manifest import Chunk, Entry, Stored
 from gradsight.dump.staging import Buffer, Span
+from gradsight.dump.torch_record import describe, frame
 
 METADATA = ".metadata"
 DCP_VERSION = "1.0.0"

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsight.dist import local_part, reduces_gradients
-from gradsight.dist.writing import Place, place_of, sharding
+from gradsight.core.distributed import local_part, reduces_gradients
+from gradsight.core.parameters import named_parameters
+from gradsight.core.writing import Place, place_of, sharding
 from gradsight.dump.manifest import ITEM_BYTES
 from gradsight.errors import UsageError
-from gradsight.names import named_parameters
 
 HALVES = (torch.float16, torch.bfloat16)
 

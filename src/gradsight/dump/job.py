@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from gradsight.dist.writing import Ranks
-from gradsight.dump import files, full, sampled
+from gradsight.core import files
+from gradsight.core.writing import Ranks
+from gradsight.dump import full, sampled
+from gradsight.dump.folders import Layout
 from gradsight.dump.full import Shard
 from gradsight.dump.gradients import Gradients, Row
-from gradsight.dump.layout import Layout
 from gradsight.dump.manifest import NAME, Chunk, Entry, Manifest, Stored, encode
 from gradsight.dump.plan import Fault, Offer, Plan, decide
 from gradsight.dump.staging import Buffer, Span

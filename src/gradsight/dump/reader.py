@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.dump.layout import FOLDERS
+from gradsight.dump.folders import FOLDERS
 from gradsight.dump.manifest import ITEM_BYTES, NAME, Chunk, Entry, Manifest, read
 from gradsight.errors import RunError, UsageError
-from gradsight.records import DumpMetadata
+from gradsight.values.records import DumpMetadata
 
 if TYPE_CHECKING:
     import torch

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from gradsight.dist.writing import Ranks
-from gradsight.dump import files
+from gradsight.core import files
+from gradsight.core.writing import Ranks
+from gradsight.dump.file_names import file_stems
 from gradsight.dump.full import Record, Shard
 from gradsight.dump.gradients import Row
 from gradsight.dump.manifest import Chunk, Stored
-from gradsight.dump.names import file_stems
 from gradsight.dump.plan import Offer, Plan
 from gradsight.dump.staging import Buffer, Span
 

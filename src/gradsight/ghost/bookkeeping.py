@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.dist.training import Ranks
+from gradsight.core.sharing import Ranks
 from gradsight.errors import GradsightWarning
 from gradsight.ghost.clipping import ClipMeter
 from gradsight.ghost.honesty import Diary

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gradsight.dist import local_part
+from gradsight.core.distributed import local_part
 
 ENTRIES = 64
 """How many entries of each gradient are looked at."""

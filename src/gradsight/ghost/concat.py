@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.samples import LOSSES
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.names import Parameters
@@ -18,7 +19,6 @@ from gradsight.ghost.observation import refuse_mixing
 from gradsight.ghost.rules.registry import DECLINED
 from gradsight.ghost.tangent import name_of
 from gradsight.ghost.targets import Targets
-from gradsight.rows import LOSSES
 
 ADVICE = "Use mode='two_pass', which has no such limit."
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsight.ghost.carriers import Tangents
-from gradsight.ghost.layout import Layout
+from gradsight.ghost.sample_axis import Layout
 
 WIDE = frozenset({torch.float32, torch.float64})
 """The types that need no widening."""

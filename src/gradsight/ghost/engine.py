@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.dist.training import Ranks, reshard
+from gradsight.core.sharing import Ranks, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.bookkeeping import Books
 from gradsight.ghost.carriers import Tangents, keep
 from gradsight.ghost.concat import Concatenation, refuse_concat
 from gradsight.ghost.gram import Factor
 from gradsight.ghost.honesty import Diary, Honesty, Momentum
-from gradsight.ghost.layout import LayoutMemory
 from gradsight.ghost.ledger import Ledger
 from gradsight.ghost.names import Parameters, unwrap
 from gradsight.ghost.observation import Observation, mixes_samples, refuse_mixing
@@ -26,6 +25,7 @@ from gradsight.ghost.precondition import adam_scales
 from gradsight.ghost.proof import Proof
 from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.rules.registry import DECLINED
+from gradsight.ghost.sample_axis import LayoutMemory
 from gradsight.ghost.scores import Scores, VerifyReport
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.targets import LossFn, Staleness, Targets, check_targets

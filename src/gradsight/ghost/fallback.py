@@ -14,7 +14,7 @@ from torch import Tensor
 from gradsight.errors import GradsightError
 from gradsight.ghost.carriers import Carrier, push_forward
 from gradsight.ghost.dots import row_dots, score_table
-from gradsight.ghost.layout import Layout
+from gradsight.ghost.sample_axis import Layout
 from gradsight.ghost.tangent import Call
 
 Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]

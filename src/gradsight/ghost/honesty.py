@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.dist.training import Ranks
+from gradsight.core.sharing import Ranks
 
 UNSETTLED = 128
 """How many steps may wait on the device before they are read, all at once."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsight.dist.training import Ranks
+from gradsight.core.sharing import Ranks
 from gradsight.errors import GradsightError, GradsightWarning
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradsight.dist import is_sharded
+from gradsight.core.distributed import is_sharded
 
 WRAPPINGS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.samples import NotSeparable, collecting, part_of, rowed
 from gradsight.ghost.passes import ModelCall, tensors_in
-from gradsight.rows import NotSeparable, collecting, part_of, rowed
 
 Pull = Callable[[Sequence[Tensor], Sequence[Tensor]], Mapping[str, Tensor]]
 """From outputs and their gradients to <D, parameter gradient> by parameter name (and slot)."""

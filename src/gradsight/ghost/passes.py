@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsight import rows
+from gradsight.core import samples as rows
+from gradsight.core.calls import unseen
+from gradsight.core.samples import ModelCall, NotSeparable, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.passes import unseen
-from gradsight.rows import ModelCall, NotSeparable, tensors_in
 
 __all__ = ["ModelCall", "aside", "eager", "is_compiled", "tell_batch", "tensors_in"]
 

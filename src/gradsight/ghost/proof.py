@@ -6,17 +6,17 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from gradsight.dist.training import Ranks
+from gradsight.core.samples import tolerance
+from gradsight.core.sharing import Ranks
 from gradsight.errors import GradsightError
 from gradsight.ghost.gradients import dot
-from gradsight.ghost.layout import LayoutMemory
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import Observation
 from gradsight.ghost.passes import ModelCall
+from gradsight.ghost.sample_axis import LayoutMemory
 from gradsight.ghost.selfcheck import SelfCheck
 from gradsight.ghost.targets import Direction
 from gradsight.ghost.tracer import Options, Tracer, paused
-from gradsight.rows import tolerance
 
 
 class Proof:

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradsight.dist import local_part
-from gradsight.dist.training import Ranks, like
+from gradsight.core.distributed import local_part
+from gradsight.core.samples import collecting, rowed, tolerance
+from gradsight.core.sharing import Ranks, like
 from gradsight.errors import GradsightError
 from gradsight.ghost.carriers import keep
 from gradsight.ghost.gradients import dot, gradients
-from gradsight.ghost.layout import Key, LayoutMemory
 from gradsight.ghost.names import Parameters
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
+from gradsight.ghost.sample_axis import Key, LayoutMemory
 from gradsight.ghost.targets import Direction
 from gradsight.ghost.tracer import Options, Plan, Tracer, tracing
-from gradsight.rows import collecting, rowed, tolerance
 
 MOST_ROWS = 64
 """How many samples of a batch the twin looks at; of larger ones, evenly spread."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from gradsight.dist import local_part
-from gradsight.dist.training import Ranks, without_reduction
+from gradsight.core.distributed import local_part
+from gradsight.core.sharing import Ranks, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.gram import FactorBook, FactorRecorder

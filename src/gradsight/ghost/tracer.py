@@ -21,9 +21,9 @@ from gradsight.errors import GradsightError
 from gradsight.ghost.carriers import Carrier, Fixed, Operation, Source, Tangents, origins_of, push_forward
 from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.gram import Factor
-from gradsight.ghost.layout import Key, Layout, LayoutMemory
 from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.rules import DECLINED, RULES, descend
+from gradsight.ghost.sample_axis import Key, Layout, LayoutMemory
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent import Call, autocast_dtype, generator_state, name_of
 from gradsight.ghost.use import Use

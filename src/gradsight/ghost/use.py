@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsight.ghost.carriers import Carrier, Source
 from gradsight.ghost.fallback import Score, attach
 from gradsight.ghost.gram import Factor
-from gradsight.ghost.layout import Layout
+from gradsight.ghost.sample_axis import Layout
 from gradsight.ghost.tangent import name_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from gradsight.dist.training import without_reduction
+from gradsight.core.samples import collecting, usable
+from gradsight.core.sharing import without_reduction
 from gradsight.errors import UsageError
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.names import Parameters
@@ -17,7 +18,6 @@ from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
 from gradsight.ghost.scores import VerifyReport
 from gradsight.ghost.targets import Direction, LossFn, Targets, check_loss
-from gradsight.rows import collecting, usable
 
 Dots = dict[str, Tensor]
 """<D, gradient> by target."""

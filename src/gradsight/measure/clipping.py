@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival
-from gradsight.measure.layout import flat
+from gradsight.measure.flatten import flat
+from gradsight.measure.host_copy import Arrival
 from gradsight.measure.norms import PIECE, NormsLook, measure
 
 _ALIKE = 1e-4

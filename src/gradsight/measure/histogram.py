@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival
+from gradsight.measure.host_copy import Arrival
 from gradsight.measure.sample import Sample
-from gradsight.records import Histogram
+from gradsight.values.records import Histogram
 
 COLUMNS = 2**10
 """Counters per gradient: sign, exponent, and whether the mantissa is zero."""

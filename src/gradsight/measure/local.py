@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival
-from gradsight.measure.layout import flat
+from gradsight.measure.flatten import flat
+from gradsight.measure.host_copy import Arrival
 
 Floats = npt.NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from gradsight.measure.layout import flat
+from gradsight.measure.flatten import flat
 
 BUDGET = 2**22
 """Entries sampled in one look, over all tensors."""

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.arrival import Arrival
+from gradsight.measure.host_copy import Arrival
 from gradsight.measure.sample import Sample
 
 COLUMNS = 6

@@ -7,12 +7,12 @@ from statistics import median
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
-from gradsight.records import Finding, Histogram, Incident, ParameterStat, Problem, Step, block_of
 from gradsight.show.figures import bar, figure, sparkline
 from gradsight.show.influence import Influence, influence
 from gradsight.show.samples import TextOf, markdown_section
-from gradsight.verdict import SEVERITIES, Abstention, HealthReport, headline, make_report, markdown_sections
-from gradsight.wording import describe
+from gradsight.values.health_report import SEVERITIES, Abstention, HealthReport, headline, make_report, markdown_sections
+from gradsight.values.records import Finding, Histogram, Incident, ParameterStat, Problem, Step, block_of
+from gradsight.values.wording import describe
 
 _MOST_ROWS = 40
 _NAMED = 8

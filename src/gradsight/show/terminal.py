@@ -4,9 +4,9 @@ import os
 import textwrap
 from typing import TextIO
 
-from gradsight.records import Finding
-from gradsight.verdict import SIGNS, HealthReport, headline, shortened
-from gradsight.wording import describe
+from gradsight.values.health_report import SIGNS, HealthReport, headline, shortened
+from gradsight.values.records import Finding
+from gradsight.values.wording import describe
 
 _WIDTH = 79
 _COLOURS = {"healthy": "32", "warning": "33", "critical": "31"}

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.dist.processes import Processes, held_like, whole
+from gradsight.core.parameters import named_parameters
+from gradsight.core.problems import say
+from gradsight.core.processes import Processes, held_like, whole
 from gradsight.errors import RunError, UsageError
-from gradsight.names import named_parameters
-from gradsight.record.problems import say
 
 _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 

@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsight.checkpointing.apply import apply_checkpointing
-from gradsight.checkpointing.monitor import MemoryMonitor
-from gradsight.checkpointing.verify import verify_checkpointing
 from gradsight.dump.dumper import GradientDumper
 from gradsight.ghost.engine import GhostEngine
-from gradsight.record.reader import open_run
-from gradsight.record.store import write_config
-from gradsight.records import CheckpointingReport, Schedule
+from gradsight.memory.apply import apply_checkpointing
+from gradsight.memory.monitor import MemoryMonitor
+from gradsight.memory.verify import verify_checkpointing
+from gradsight.session.watch_session import Watch, watch
+from gradsight.store.reader import open_run
+from gradsight.store.store import write_config
 from gradsight.train.batches import spread_evenly
 from gradsight.train.data import open_corpus
 from gradsight.train.gpt import GPT, GPTConfig
 from gradsight.train.samples import Order, Samples
 from gradsight.train.schedule import learning_rate
-from gradsight.watch import Watch, watch
+from gradsight.values.records import CheckpointingReport, Schedule
 
 Weighted = tuple[Tensor, Tensor]
 """Tokens, and how much each sample counts."""

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsight.dist.processes import Processes
-from gradsight.dist.training import reshard
+from gradsight.core.problems import say
+from gradsight.core.processes import Processes
+from gradsight.core.sharing import reshard
 from gradsight.errors import RunError
-from gradsight.record.problems import say
 from gradsight.train.batches import make_batch, spread_evenly
 from gradsight.train.data import SPLITS
 from gradsight.train.samples import Samples

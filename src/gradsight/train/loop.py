@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.checkpointing.monitor import MemoryMonitor
-from gradsight.dist.processes import Processes, reduced_at_last, whole
-from gradsight.distribution import log_gradient_distribution
+from gradsight.core.processes import Processes, reduced_at_last, whole
 from gradsight.dump.dumper import GradientDumper
-from gradsight.record.store import write_config
-from gradsight.record.tracker import MetricsTracker
-from gradsight.records import Schedule
+from gradsight.measure.distribution import log_gradient_distribution
+from gradsight.memory.monitor import MemoryMonitor
+from gradsight.session.watch_session import Watch, watch
+from gradsight.store.store import write_config
+from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batch, Batches
 from gradsight.train.config import Settings, to_dict
@@ -28,7 +28,7 @@ from gradsight.train.progress import Telling
 from gradsight.train.schedule import learning_rate
 from gradsight.train.scoring import Scoring
 from gradsight.train.stopping import Stopping
-from gradsight.watch import Watch, watch
+from gradsight.values.records import Schedule
 
 OnBatch = Callable[[int, Batch], Batch]
 RECORDER: dict[str, bool | Literal["batch"]] = {"true": True, "false": False, "batch": "batch"}

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from gradsight.checkpointing.fit import largest_batch
-from gradsight.checkpointing.predict import predict_peak_memory
-from gradsight.checkpointing.room import available_memory
-from gradsight.checkpointing.sizes import format_size
-from gradsight.checkpointing.startup import HEADROOM, startup_report
+from gradsight.memory.available import available_memory
+from gradsight.memory.largest_batch import largest_batch
+from gradsight.memory.predict import predict_peak_memory
+from gradsight.memory.startup import HEADROOM, startup_report
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.models import ARCHITECTURES, architecture, model_from_settings
+from gradsight.values.sizes import format_size
 
 _SHORTEST = 16
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from gradsight.checkpointing.apply import apply_checkpointing
 from gradsight.cli.report import write_report
 from gradsight.cli.texts import Texts
-from gradsight.dist.processes import Processes
+from gradsight.core.processes import Processes
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
-from gradsight.record.reader import open_run
-from gradsight.record.tracker import MetricsTracker
+from gradsight.memory.apply import apply_checkpointing
 from gradsight.show.markdown import report, summarize
 from gradsight.show.terminal import terminal_lines, wants_colour
+from gradsight.store.reader import open_run
+from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batches, validation_pair
 from gradsight.train.config import Settings, to_dict

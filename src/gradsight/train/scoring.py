@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from gradsight.core.problems import say
 from gradsight.errors import GradsightError
 from gradsight.ghost.engine import GhostEngine
-from gradsight.record.problems import say
 from gradsight.train.batches import Batch
 
 

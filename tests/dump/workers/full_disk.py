@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gradsight import GradientDumper
-from gradsight.dump import files
-from gradsight.dump.layout import find_dumps
+from gradsight.core import files
+from gradsight.dump.folders import find_dumps
 from gradsight.dump.verify import verify
 from gradsight.errors import GradsightWarning
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gradsight import GradientDumper, load_keys
-from gradsight.dump.layout import find_dumps, step_of
+from gradsight.dump.folders import find_dumps, step_of
 from gradsight.dump.verify import verify
 from gradsight.errors import RunError
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsight import GradientDumper
-from gradsight.dump import files
+from gradsight.core import files
 
 
 def main(run: Path, kill: bool) -> None:

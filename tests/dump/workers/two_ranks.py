@@ -12,10 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsight import GradientDumper
-from gradsight.dist import writing
-from gradsight.dump import files
+from gradsight.core import files, writing
+from gradsight.core.parameters import named_parameters
 from gradsight.errors import GradsightWarning
-from gradsight.names import named_parameters
 
 SAID: list[str] = []
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from gradsight.ghost.carriers import Carrier
 from gradsight.ghost.dots import row_dots, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
-from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.linear import sum_and_dots
 from gradsight.ghost.rules.registry import DECLINED, rule
+from gradsight.ghost.sample_axis import Layout
 from gradsight.ghost.tangent import autocast_dtype, precision
 
 if TYPE_CHECKING:

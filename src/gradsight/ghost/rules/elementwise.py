@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gradsight.ghost.dots import in_wide, same_type
-from gradsight.ghost.layout import Layout
 from gradsight.ghost.rules.registry import DECLINED, rule
+from gradsight.ghost.sample_axis import Layout
 
 if TYPE_CHECKING:
     from gradsight.ghost.use import Use

@@ -12,9 +12,9 @@ from gradsight.ghost.carriers import Carrier, Tangents
 from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.gram import Factor, gram_dots
-from gradsight.ghost.layout import Layout
 from gradsight.ghost.routes import balance_of, choose
 from gradsight.ghost.rules.registry import DECLINED, rule
+from gradsight.ghost.sample_axis import Layout
 from gradsight.ghost.scratch import Room, Scratch
 from gradsight.ghost.tangent import autocast_dtype
 

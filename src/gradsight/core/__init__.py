@@ -1,0 +1,1 @@
+"""What every instrument stands on, and that knows no instrument."""

@@ -1,0 +1,25 @@
+"""GS101: a large gradient."""
+
+from collections.abc import Iterator
+
+from gradsight.health.fixes import CLIP
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS101",
+    "large gradient",
+    "warning",
+    recommendation=(
+        "Clip the gradient to a norm of 1, and check that inputs and targets are normalised and the loss is a mean."
+    ),
+    fix=CLIP,
+)
+def large(window: Window, *, limit: float = 100.0, critical: float = 1000.0, patience: int = 3) -> Iterator[Fact]:
+    """The gradient that the optimizer uses is large: it may be about to explode.
+
+    Why: a step is as long as the gradient times the learning rate; the outer guard for what no baseline has seen yet.
+    """
+    if limit < window.effective <= critical and not window.now.step.skipped:
+        yield Fact(f"norm {window.effective:.4g}, limit {limit:g}", window.largest())

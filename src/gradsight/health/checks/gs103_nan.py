@@ -1,0 +1,48 @@
+"""GS103: NaN in a gradient."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Flags, Window
+
+
+@check(
+    "GS103",
+    "NaN gradient",
+    "critical",
+    gate=lambda window: window.now.counts is not None,
+    recommendation=(
+        "Look at the loss and the batch of this step first (log of 0, division by 0, a NaN in the data or the "
+        "labels), then lower the learning rate."
+    ),
+    fix="""
+# a loss that cannot make a NaN
+loss = F.cross_entropy(logits, targets, label_smoothing=0.1)
+
+def safe_log(x, eps=1e-8):
+    return torch.log(x.clamp_min(eps))
+
+# a batch that cannot bring one
+assert torch.isfinite(inputs).all() and torch.isfinite(targets).all()
+""",
+)
+def nan(window: Window) -> Iterator[Fact]:
+    """A gradient is NaN.
+
+    Why: the optimizer's next step makes the weights NaN too, and nothing brings them back. Backward runs from the last layer to
+    the first: the fault sits where the first broken layer follows a clean one.
+    """
+    if window.broken and window.now.counts is not None:
+        yield from broken_rows(window, window.now.counts[0] != 0, "NaN")
+
+
+def broken_rows(window: Window, broken: Flags, what: str) -> Iterator[Fact]:
+    """The parameters with such entries, and where backward first met them."""
+    rows = window.now.rows if window.now.rows is not None else list(range(len(window.l2)))
+    bad = [row for row, count in zip(rows, broken.tolist(), strict=True) if count]
+    if not bad:
+        return
+    names = window.named(bad)
+    clean = [row for row in rows if row > bad[-1]]
+    where = f"backward is clean down to {window.subject.names[clean[0]]}" if clean else "from the last layer on"
+    yield Fact(f"{what} in {len(bad)} of {len(rows)} parameters at step {window.now.step.step}, {where}", names[::-1])

@@ -1,0 +1,37 @@
+"""GS104: an infinite gradient."""
+
+from collections.abc import Iterator
+
+from gradsight.health.checks.gs103_nan import broken_rows
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS104",
+    "infinite gradient",
+    "critical",
+    gate=lambda window: window.now.counts is not None,
+    recommendation=(
+        "Something overflowed: clip, lower the learning rate, keep exponentials and half precision in range; with "
+        "float16 use a GradScaler."
+    ),
+    fix="""
+# exponentials in range
+loss = F.cross_entropy(logits, targets)          # not log(softmax(...)) or exp(...) by hand
+x = x.clamp(-50, 50).exp()
+
+# float16: scale the loss, step through the scaler
+scaler = torch.amp.GradScaler()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()
+""",
+)
+def inf(window: Window) -> Iterator[Fact]:
+    """A gradient is infinite.
+
+    Why: clipping turns one infinity into zeros everywhere, or into NaN; either way the step is lost or the weights are.
+    """
+    if window.broken and window.now.counts is not None:
+        yield from broken_rows(window, window.now.counts[1] > 0, "Inf")

@@ -1,0 +1,26 @@
+"""GS105: a small gradient."""
+
+from collections.abc import Iterator
+
+from gradsight.health.fixes import KEEP_THE_SIZE, LIST_FROZEN
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS105",
+    "small gradient",
+    "warning",
+    recommendation=(
+        "Check the architecture (saturating activations, missing skip connections or normalisation) and the "
+        "initialisation; look for frozen parameters."
+    ),
+    fix=LIST_FROZEN + KEEP_THE_SIZE,
+)
+def small(window: Window, *, limit: float = 0.001, patience: int = 10) -> Iterator[Fact]:
+    """The gradient is small from the start: it may be vanishing.
+
+    Why: next to nothing reaches the weights. A gradient that becomes small later is the business of the trend checks.
+    """
+    if 0 < window.now.total < limit and window.now.counts is None and window.steps_seen <= 2 * patience and not window.at_rest:
+        yield Fact(f"norm {window.now.total:.3g}, limit {limit:g}")

@@ -1,0 +1,42 @@
+"""GS108: a loss that starts too high."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS108",
+    "starts worse than guessing",
+    "warning",
+    when="look",
+    needs=("guess",),
+    recommendation=(
+        "A new model should begin near the loss of a guess: initialise the last layer (or all layers) smaller, "
+        "normalise the inputs, and check that labels and classes match."
+    ),
+    fix="""
+# logits near zero at the start
+nn.init.zeros_(model.head.bias)
+nn.init.normal_(model.head.weight, std=0.02)
+
+# inputs with mean 0 and deviation 1
+inputs = (inputs - inputs.mean(dim=0)) / (inputs.std(dim=0) + 1e-6)
+""",
+)
+def start(window: Window, *, first: float = 3.0, soon: float = 2.0) -> Iterator[Fact]:
+    """The first losses are far above what equal probabilities would give.
+
+    Why: the model is sure of wrong answers before it has learned anything, so the first steps only tear that down: weights
+    or inputs are too large, or the labels are not what the model was trained for. Judged where the loss is a
+    cross-entropy.
+    """
+    if len(window.starts) < 3 or window.looks_taken > 5:
+        return
+    ratios = [loss / guess for loss, guess in window.starts]
+    if ratios[0] > first and np.median(ratios) > soon:
+        text = f"the first losses are {', '.join(f'{ratio:.3g}' for ratio in ratios)} times that of a guess"
+        yield Fact(text, first_step=window.first_step)

@@ -1,0 +1,39 @@
+"""GS302: missing from the optimizer."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS302",
+    "missing from the optimizer",
+    "warning",
+    when="look",
+    needs=("norms", "optimizer"),
+    gate=lambda window: window.subject.memberships is not None and 0 in window.subject.memberships,
+    recommendation=(
+        "These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also "
+        "saves their part of backward."
+    ),
+    fix="""
+optimizer = torch.optim.AdamW(model.parameters(), lr=...)    # all of them, after the model is complete
+
+# or, if they are not meant to learn
+model.backbone.requires_grad_(False)
+""",
+)
+def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
+    """Parameters get a gradient, but no optimizer holds them.
+
+    Why: they are never updated. Often the optimizer was made before a layer was added or replaced.
+    """
+    counts = window.subject.memberships
+    if counts is None or all(counts):
+        return
+    rows = np.flatnonzero((np.array(counts) == 0) & (window.l2 > 0))
+    if len(rows):
+        yield Fact(f"{len(rows)} of {len(counts)} parameters are in no optimizer", window.named(rows))

@@ -1,0 +1,32 @@
+"""GS303: in the optimizer twice."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS303",
+    "twice in the optimizer",
+    "warning",
+    when="look",
+    needs=("optimizer",),
+    recommendation=(
+        "These parameters are updated more than once per step, with a learning rate that is in effect higher: give"
+        " each to one optimizer, once."
+    ),
+    fix="""
+parameters = list({id(p): p for group in (encoder, head) for p in group.parameters()}.values())
+optimizer = torch.optim.AdamW(parameters, lr=...)
+""",
+)
+def twice(window: Window) -> Iterator[Fact]:
+    """Parameters are held by optimizers more than once.
+
+    Why: every occurrence makes an update of its own. Usually two lists of parameters overlap.
+    """
+    counts = window.subject.memberships or ()
+    rows = [row for row, count in enumerate(counts) if count > 1]
+    if rows:
+        yield Fact(f"{len(rows)} parameters are held more than once", window.named(rows), first_step=window.first_step)

@@ -1,0 +1,63 @@
+"""GS304: parameters that do not change."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Closer, Flags, Window
+
+
+@check(
+    "GS304",
+    "does not change",
+    "warning",
+    when="look",
+    needs=("closer", "optimizer"),
+    recommendation=(
+        "They have a gradient and an optimizer, but their values stay the same: check the learning rate of their group, a "
+        "copy that the optimizer holds instead, code that puts old weights back, or bf16 weights that round updates away."
+    ),
+    fix="""
+for number, group in enumerate(optimizer.param_groups):
+    print(number, group["lr"], sum(p.numel() for p in group["params"]))
+
+# bf16 weights: keep a float32 copy for the optimizer, or use autocast
+with torch.autocast(device, dtype=torch.bfloat16):
+    loss = model(x)
+""",
+)
+def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fact]:
+    """Parameters do not change although they get a gradient.
+
+    Why: frozen by mistake: a learning rate of zero, updates lost in rounding, or weights that something puts back after every
+    step look like training and are none. Parameters that were frozen openly (requires_grad=False) are left alone, also
+    where an optimizer holds them: so are those of every fine-tuning recipe.
+    """
+    if (
+        len(window.closers) < looks
+        or window.looks_taken < looks + 1
+        or window.now.step.skipped
+        or window.converging
+        or window.at_rest
+    ):
+        return
+    recent = list(window.closers)[-looks:]
+    nothing_moves = window.now.step.lr == 0 and not any((look.update_ratio > 0).any() for look in recent)
+    if nothing_moves and (window.ever_updated or window.steps_seen < steps):
+        return  # a learning rate of zero for everything: a warm-up's first steps, or the end of a decay
+    still = np.all([look.update_ratio == 0 for look in recent], axis=0) | _put_back(recent)
+    still &= window.l2 > 0
+    held = np.array(window.subject.memberships or [0] * len(still)) > 0
+    rows = np.flatnonzero(still & held)
+    if len(rows):
+        text = f"the same before and after the steps {', '.join(str(look.step) for look in recent)}"
+        yield Fact(text, window.named(rows), first_step=recent[0].step)
+
+
+def _put_back(looks: Sequence[Closer]) -> Flags:
+    """Whether a step changed a weight every time, and yet it was the same before each of them."""
+    weights = np.array([look.weight for look in looks])
+    moved = np.all([look.update_ratio > 0 for look in looks], axis=0)
+    same: Flags = moved & (weights == weights[0]).all(axis=0)
+    return same

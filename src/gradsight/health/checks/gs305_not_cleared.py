@@ -1,0 +1,31 @@
+"""GS305: zero_grad forgotten."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS305",
+    "gradients are not cleared",
+    "critical",
+    needs=("clearing",),
+    gate=lambda window: window.uncleared > 0,
+    recommendation="Every step uses the sum of all gradients so far: clear them once per step.",
+    fix="""
+optimizer.zero_grad()    # before loss.backward(), or after optimizer.step()
+loss.backward()
+optimizer.step()
+""",
+)
+def uncleared(window: Window, *, steps: int = 4) -> Iterator[Fact]:
+    """The optimizer steps on gradients that were not cleared since its last step.
+
+    Why: old gradients never leave: the step follows batches of long ago. Accumulating several batches for one step is
+    something else,
+    and is not meant here.
+    """
+    if window.uncleared >= steps:
+        text = f"{window.uncleared} steps in a row used gradients that still hold those of the step before"
+        yield Fact(text, first_step=window.now.step.step - window.uncleared + 1)

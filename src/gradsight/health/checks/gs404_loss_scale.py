@@ -1,0 +1,33 @@
+"""GS404: a collapsing loss scale."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS404",
+    "loss scale collapses",
+    "critical",
+    needs=("scale",),
+    recommendation=(
+        "Every step overflows, so the GradScaler halves its scale and leaves the step out: find what is infinite "
+        "(see the layers), use bfloat16, or lower the learning rate."
+    ),
+    fix="""
+with torch.autocast(device, dtype=torch.bfloat16):    # no scaler needed
+    loss = model(x)
+loss.backward()
+optimizer.step()
+""",
+)
+def scale(window: Window, *, least: float = 1.0, share: float = 0.5, steps: int = 20) -> Iterator[Fact]:
+    """Mixed precision leaves out step after step, and its loss scale collapses.
+
+    Why: a few steps left out are how the scale is found; when they do not stop, nothing is trained.
+    """
+    recent = list(window.scales)[-steps:]
+    left_out = sum(skipped for _, skipped in recent)
+    if (len(recent) == steps and left_out > share * steps) or (left_out and recent[-1][0] < least):
+        yield Fact(f"{left_out} of the last {len(recent)} steps were left out; the scale is {recent[-1][0]:g}")

@@ -1,0 +1,34 @@
+"""GS502: the same batch again."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS502",
+    "the same batch again",
+    "warning",
+    needs=("batches",),
+    gate=lambda window: bool(window.now.alike),
+    recommendation=(
+        "Every step is given the same batch, made anew: check that the loader advances (next(iter(loader)) starts "
+        "over) and that its random state is not reset. If this is full-batch training on purpose, silence it with "
+        "health={'GS502': False}."
+    ),
+    fix="""
+for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time
+    ...
+""",
+)
+def stuck(window: Window, *, batches: int = 8) -> Iterator[Fact]:
+    """The model is given the same batch again and again.
+
+    Why: the loss falls nicely and nothing general is learned. A script that holds one batch and passes it itself does
+    so on purpose
+    and is left alone: only equal batches in new tensors count.
+    """
+    alike = window.now.alike
+    if alike is not None and alike >= batches:
+        yield Fact(f"{alike} batches in a row are the same", first_step=window.first_step)

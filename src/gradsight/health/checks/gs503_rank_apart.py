@@ -1,0 +1,119 @@
+"""GS503: a rank that stands apart."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradsight.health.registry import Fact, check
+from gradsight.health.window import NOTHING, Floats, RankLook, Window
+
+_NORMAL, _LEAST_SPREAD = 1.4826, 0.1
+
+
+@check(
+    "GS503",
+    "a rank stands apart",
+    "warning",
+    when="ranks",
+    needs=("ranks",),
+    recommendation=(
+        "One rank brings gradients unlike the others', and the mean carries them into every replica: look at that "
+        "rank's data (shard, augmentation, labels), its loss, and its hardware."
+    ),
+    fix="""
+# what does every rank train on?
+print(torch.distributed.get_rank(), inputs.std().item(), loss.item())
+
+# every rank its own part of the same data
+sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True)
+loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
+""",
+)
+def rank_apart(
+    window: Window, *, factor: float = 5.0, jump: float = 10.0, sigmas: float = 8.0, looks: int = 10, full_looks: int = 3
+) -> Iterator[Fact]:
+    """A rank's own gradients, before they are averaged, stand apart from the other ranks'.
+
+    Why: a corrupt shard, a broken device or a wrong loss on one rank spoils all of them, and the average hides where it
+    came from. Ranks draw from the same data, so their gradients have similar sizes, step by step.
+    """
+    look = window.ranks
+    if look is None or len(look.norms) < 2 or look.step in window.left_out:
+        return
+    if not np.isfinite(look.norms).all():
+        yield from _not_finite(window, look)
+        return
+    if len(window.rank_logarithms) >= looks and np.abs(_apart(window.rank_logarithms[-1])).max() > np.log(factor) / 2:
+        logs = np.array(window.rank_logarithms)
+        yield from _all_the_time(window, _apart(logs[-looks:]), np.log(factor))
+        yield from _suddenly(look, logs, np.log(jump), sigmas)
+    if not look.always.all():
+        yield from _in_single_parameters(window, np.log(jump), full_looks)
+
+
+def _not_finite(window: Window, look: RankLook) -> Iterator[Fact]:
+    broken = ~np.isfinite(look.norms)
+    ranks = np.flatnonzero(broken.any(axis=1))
+    if len(ranks) < len(broken):  # else the fault is not of a rank
+        text = (
+            f"step {look.step}: NaN or Inf on {_told(ranks)} alone, before the gradients were averaged over {len(broken)} ranks"
+        )
+        yield Fact(text, window.named(look.rows[broken.any(axis=0)]), "critical", look.step)
+
+
+def _apart(logs: Floats) -> Floats:
+    """How far each rank's logarithm is from the other's, or from the median where there are more than two."""
+    result: Floats = logs - (logs[..., ::-1] if logs.shape[-1] == 2 else np.median(logs, axis=-1, keepdims=True))
+    return result
+
+
+def _all_the_time(window: Window, apart: Floats, limit: float) -> Iterator[Fact]:
+    """At every one of the last looks, on the same side."""
+    middle, least = np.median(apart, axis=0), np.abs(apart).min(axis=0)
+    same_side = np.abs(np.sign(apart).sum(axis=0)) == len(apart)
+    found = np.flatnonzero((np.abs(middle) > limit) & (least > limit / 2) & same_side)
+    if len(middle) == 2 and len(found):  # each is apart from the other: the one with next to nothing, else the larger
+        lower = int(middle.argmin())
+        found = np.array([lower if middle.min() < np.log(NOTHING) / 4 else 1 - lower])
+    for rank in found:
+        text = f"at each of {len(apart)} looks, rank {rank} brings {_times(middle[rank])}"
+        yield Fact(text, first_step=window.rank_steps[-len(apart)])
+
+
+def _suddenly(look: RankLook, logs: Floats, limit: float, sigmas: float) -> Iterator[Fact]:
+    """Far above its own past, in comparison with the other ranks and by itself."""
+    apart = _apart(logs)
+    before, own = apart[:-1], logs[-1] - np.median(logs[:-1], axis=0)
+    usual = np.median(before, axis=0)
+    spread = np.maximum(_NORMAL * np.median(np.abs(before - usual), axis=0), _LEAST_SPREAD)
+    above = apart[-1] - usual
+    for rank in np.flatnonzero((above > limit) & (above > sigmas * spread) & (own > limit / 2)):
+        text = f"step {look.step}: rank {rank} brings {_times(apart[-1][rank])}"
+        yield Fact(text, first_step=look.step)
+
+
+def _in_single_parameters(window: Window, limit: float, looks: int) -> Iterator[Fact]:
+    """Single parameters that matter, at every one of the last complete looks."""
+    full = list(window.rank_looks)[-looks:]
+    if len(full) < looks or len({each.norms.shape for each in full}) > 1:
+        return
+    norms = np.stack([each.norms for each in full])
+    apart = np.moveaxis(_apart(np.moveaxis(np.log(np.maximum(norms, NOTHING)), 1, -1)), -1, 1)
+    matters = norms > 0.01 * np.linalg.norm(norms, axis=2, keepdims=True)
+    above = ((apart > limit) & matters).all(axis=0)
+    for rank in np.flatnonzero(above.any(axis=1)):
+        rows = np.flatnonzero(above[rank])
+        middle = float(np.median(apart[:, rank, rows]))
+        text = f"in {len(rows)} of {above.shape[1]} parameters, at {looks} closer looks, rank {rank} brings {_times(middle)}"
+        yield Fact(text, window.named(full[-1].rows[rows]), first_step=full[0].step)
+
+
+def _times(logarithm: float) -> str:
+    if logarithm < np.log(NOTHING) / 4:
+        return "next to nothing, and the others do"
+    return f"{np.exp(min(logarithm, 50.0)):.3g} times the gradient of the others"
+
+
+def _told(ranks: object) -> str:
+    found = [str(rank) for rank in np.atleast_1d(np.asarray(ranks)).tolist()]
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {', '.join(found)}"

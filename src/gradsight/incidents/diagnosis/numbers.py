@@ -1,0 +1,52 @@
+"""A tensor in a few numbers."""
+
+import torch
+from torch import Tensor
+
+from gradsight.values.records import TensorSummary
+
+
+def state_of(tensor: Tensor) -> str:
+    """ "nan" if there is one, else "inf" if there is one, else "".
+
+    >>> state_of(torch.tensor([1.0, float("-inf")])), state_of(torch.tensor([1, 2]))
+    ('inf', '')
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return ""
+    values = _plain(tensor)
+    if not values.numel():
+        return ""
+    low, high = torch.stack(torch.aminmax(values)).tolist()
+    if low != low or high != high:
+        return "nan"
+    return "inf" if max(abs(low), abs(high)) == float("inf") else ""
+
+
+def summary(tensor: Tensor) -> TensorSummary:
+    """Shape, type, range of the finite values, and how many are not.
+
+    >>> summary(torch.tensor([1.0, float("nan"), -2.0]))
+    TensorSummary(shape=(3,), dtype='float32', smallest=-2.0, largest=1.0, nan=1, inf=0)
+    """
+    values = _plain(tensor)
+    nan, inf = values.isnan(), values.isinf()
+    counts = int(nan.sum()), int(inf.sum())
+    finite = values[~(nan | inf)] if any(counts) else values
+    low, high = map(float, torch.aminmax(finite)) if finite.numel() else (None, None)
+    return TensorSummary(tuple(tensor.shape), dtype_name(tensor.dtype), low, high, *counts)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The type without torch's name before it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Its values as real numbers of a type that can be compared."""
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values._values() if values.is_sparse else values.values()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.float() if values.is_floating_point() and values.element_size() == 1 else values

@@ -1,0 +1,97 @@
+# mypy: allow-untyped-calls
+"""The batch's own random numbers for one sample of it: dropout drops in the sample alone what it dropped in the batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradsight.core.beside import generators, set_generators
+from gradsight.incidents.diagnosis.budget import Budget
+from gradsight.incidents.diagnosis.modes import Eyes, name_of
+
+RANDOM = frozenset(
+    {"bernoulli", "bernoulli_", "native_dropout", "rand", "rand_like", "randn", "randn_like", "normal_", "uniform_"}
+    | {"exponential_", "normal", "randint", "randint_like", "random_"}
+)
+"""Operations that draw one number per entry of their result."""
+
+State = tuple[bytes, ...]
+
+
+class Tape(Eyes):
+    """Records what a batch draws; then hands out a sample's rows of it.
+
+    What is drawn is found by the state of the generators, and the generators go on as in the batch. So recomputation under
+    activation checkpointing, which puts the generators back, finds the same numbers again.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__()
+        self._budget = budget
+        self.row: tuple[int, int] | None = None
+        """The sample and the size of the batch; None while recording."""
+        self.unknown = False
+        """Whether a sample drew what cannot be found in the batch's."""
+        self._drawn: dict[State, tuple[Any, dict[str, Tensor]]] = {}
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the batch drew any random numbers."""
+        return bool(self._drawn)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; a random one is recorded, or answered from the record."""
+        kwargs = kwargs or {}
+        self._budget.check()
+        name = name_of(func)
+        if name not in RANDOM or kwargs.get("generator") is not None:
+            return self.run(func, args, kwargs)
+        state = _state()
+        out = self.run(func, args, kwargs)
+        if self.row is None:
+            self._drawn[state] = (_copied(out), generators())
+            return out
+        return self._answer(state, out, name, args)
+
+    def _answer(self, state: State, out: Any, name: str, args: Sequence[Any]) -> Any:
+        """The sample's rows of what the batch drew here, in place where the operation was."""
+        if state not in self._drawn or self.row is None:
+            self.unknown = True
+            return out
+        drawn, after = self._drawn[state]
+        set_generators(after)
+        whole, _ = tree_flatten(drawn)
+        alone, spec = tree_flatten(out)
+        found = [_rows(w, a, *self.row) for w, a in zip(whole, alone, strict=True)]
+        if any(each is None for each in found):
+            self.unknown = True
+            return out
+        if name == "native_dropout":  # of its two results only the mask is drawn
+            return args[0] * found[1] / (1 - args[1]), found[1]
+        return args[0].copy_(found[0]) if name.endswith("_") else tree_unflatten(found, spec)
+
+
+def _rows(whole: Tensor, alone: Tensor, row: int, batch: int) -> Tensor | None:
+    """Sample `row`'s part of what was drawn for the batch; None where it cannot be told."""
+    if whole.shape == alone.shape:
+        return whole.clone()
+    if whole.dim() != alone.dim():
+        return None
+    dims = [d for d in range(whole.dim()) if whole.shape[d] != alone.shape[d]]
+    if len(dims) != 1 or whole.shape[dims[0]] != batch * alone.shape[dims[0]]:
+        return None
+    size = alone.shape[dims[0]]
+    return whole.narrow(dims[0], row * size, size).clone()
+
+
+def _copied(out: Any) -> Any:
+    leaves, spec = tree_flatten(out)
+    return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _state() -> State:
+    return tuple(state.numpy().tobytes() for state in generators().values())

@@ -1,0 +1,65 @@
+"""Runs a pass again and pulls gradients back through it. The model is called here and nowhere else: see places.BOUNDARY."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.core.samples import tensors_in
+from gradsight.errors import GradsightError
+
+Rerun = Callable[[nn.Module, int], Tensor]
+"""Runs a micro-batch, given by its number, through the model up to its loss."""
+
+
+class NoGradient(GradsightError):
+    """Nothing can be pulled back through this pass."""
+
+
+def call(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of the model's output."""
+    return tensors_in(root(*args, **kwargs))
+
+
+def call_step(rerun: Rerun, root: nn.Module, number: int) -> Tensor:
+    """The loss of a micro-batch."""
+    return rerun(root, number)
+
+
+def pull(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], *, keep: bool = False
+) -> list[Tensor | None]:
+    """The gradients at `inputs`, without a trace in any `.grad`."""
+    pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    if not pairs or not inputs:
+        raise NoGradient("no output of the model depends on a trainable parameter")
+    outs, given = [y for y, _ in pairs], [c.to(y) for y, c in pairs]
+    return list(torch.autograd.grad(outs, inputs, given, allow_unused=True, retain_graph=keep))
+
+
+def parameters_of(root: nn.Module) -> list[Tensor]:
+    """The parameters that are trained, each once."""
+    return [parameter for parameter in root.parameters() if parameter.requires_grad]
+
+
+def ends(outputs: Sequence[Tensor]) -> list[bool]:
+    """Which outputs no other output is computed from; gradients at the others came through these, in part or all."""
+    nodes = [y.grad_fn for y in outputs]
+    inner: set[Any] = set()
+    for node in nodes:
+        if node is not None and node not in inner:
+            inner |= _before(node)
+    return [node is None or node not in inner for node in nodes]
+
+
+def _before(node: Any) -> set[Any]:
+    """All autograd nodes that this one's gradient flows to, itself not among them."""
+    found: set[Any] = set()
+    waiting = [node]
+    while waiting:
+        for following, _ in waiting.pop().next_functions:
+            if following is not None and following not in found:
+                found.add(following)
+                waiting.append(following)
+    return found

@@ -1,0 +1,136 @@
+"""Composes an incident: statistics, diagnosis and, where wanted, the batch and the parameters, in one bundle."""
+
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.core import distributed as dist
+from gradsight.core.calls import Pass
+from gradsight.core.parameters import clean_name, named_parameters
+from gradsight.incidents.arguments import CannotStore, pack_passes
+from gradsight.incidents.bundle import Bundle, remove_leftovers
+from gradsight.incidents.ring import Ring
+from gradsight.store.diagnoses import pack_diagnosis
+from gradsight.store.incidents import INCIDENTS
+from gradsight.values.records import Diagnosis, Finding, plain
+
+MOST_PARAMETER_BYTES = 2 * 10**9
+MOST_BATCH_BYTES = 2 * 10**9
+
+
+class Staged:
+    """A bundle begun while the parameters were still those of the bad step."""
+
+    def __init__(self, bundle: Bundle, facts: dict[str, Any]) -> None:
+        self.bundle, self.facts = bundle, facts
+
+
+class Incidents:
+    """Writes bundles below a run directory, each rank its own."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], model: nn.Module, with_batch: bool) -> None:
+        self._folder = Path(run_dir).resolve() / INCIDENTS
+        self._model, self.with_batch = model, with_batch
+        remove_leftovers(self._folder, dist.rank())
+
+    def stage(self, passes: Sequence[Pass]) -> Staged:
+        """Begin a bundle: batch and parameters as they are now, if those are to be written at all."""
+        bundle = Bundle(self._folder, dist.rank())
+        try:
+            return Staged(bundle, self._data(bundle, passes) if self.with_batch else {"replay": _NO_BATCH})
+        except BaseException:
+            bundle.discard()
+            raise
+
+    def write(self, name: str, staged: Staged, what: Mapping[str, Any], ring: Ring | None) -> Path:
+        """Finish a bundle under this name."""
+        bundle = staged.bundle
+        try:
+            if ring is not None and len(ring):
+                from safetensors.numpy import save_file
+
+                bundle.add("ring.safetensors", lambda file: save_file(ring.arrays(), file))
+            return bundle.finish(name, {**_circumstances(), **staged.facts, **what, "ring": ring.summary() if ring else {}})
+        except BaseException:
+            bundle.discard()
+            raise
+
+    def _data(self, bundle: Bundle, passes: Sequence[Pass]) -> dict[str, Any]:
+        """Write the calls and the parameters; say why, where that is not possible."""
+        from safetensors.torch import save_file
+
+        if not passes:
+            return {"replay": "the model had not been called in this step when it was written"}
+        try:
+            structure, tensors = pack_passes(passes)
+        except CannotStore as error:
+            return {"replay": f"the batch cannot be stored: {error}"}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size > MOST_BATCH_BYTES:
+            return {"replay": f"the batch takes {size / 1e9:.1f} GB, more than {MOST_BATCH_BYTES / 1e9:.0f} GB"}
+        bundle.add("batch.safetensors", lambda file: save_file(storable(tensors), file))
+        state = state_of(self._model)
+        facts: dict[str, Any] = {"passes": structure, "replay": None, "state": _described(state)}
+        size = sum(tensor.nbytes for tensor in state.values())
+        if any(dist.is_sharded(tensor) for tensor in state.values()):
+            facts["parameters"] = "the parameters are spread over ranks"
+        elif size > MOST_PARAMETER_BYTES:
+            facts["parameters"] = f"the parameters take {size / 1e9:.1f} GB, more than {MOST_PARAMETER_BYTES / 1e9:.0f} GB"
+        else:
+            bundle.add("parameters.safetensors", lambda file: save_file(storable(state), file))
+        return facts
+
+
+_NO_BATCH = 'the batch was not written: watch with recorder="batch" to replay an incident elsewhere'
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by the model's own names, tied ones once."""
+    state = {named.name: named.tensor.detach() for named in named_parameters(model)}
+    return state | {clean_name(model, name): buffer.detach() for name, buffer in model.named_buffers()}
+
+
+def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in state.items()}
+
+
+def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU, none of which shares memory with another: safetensors takes no others."""
+    return {
+        name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()
+    }
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "created": time.time(),
+        "rank": dist.rank(),
+        "world_size": dist.world_size(),
+        "versions": {"gradsight": metadata.version("gradsight"), "torch": torch.__version__},
+    }
+
+
+def of_finding(step: int, finding: Finding, diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """What an incident says of a finding."""
+    found = {name: plain(getattr(finding, name)) for name in Finding.__slots__ if name not in ("diagnosis", "incident")}
+    reason = f"{finding.name}: {finding.evidence}"
+    return {"step": step, "code": finding.code, "reason": reason, "finding": found, "diagnosis": pack_diagnosis(diagnosis)}
+
+
+def of_ending(step: int, code: str, reason: str, diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """What an incident says of a run that ended."""
+    return {"step": step, "code": code, "reason": reason, "finding": None, "diagnosis": pack_diagnosis(diagnosis)}
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line: what, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{where}"

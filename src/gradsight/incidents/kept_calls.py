@@ -1,0 +1,235 @@
+"""Keeps what a model was called with during the step under way: references, so that a bad step can be run again.
+
+Only the module given is hooked, and only calls that record gradients are kept. Nothing is copied but the state of the random
+numbers (5 kB) and the few vectors of spectral norms, nothing waits for a device. The newest call is always kept; earlier ones
+of the same step as long as they hold less memory together than the limit.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.core import moments as interception
+from gradsight.core.calls import Pass
+from gradsight.core.samples import tensors_in
+from gradsight.core.source import users_line
+from gradsight.errors import UsageError
+from gradsight.incidents.kept_call import After, Before, Call, around, autocast, called, is_aside, tensors_of
+
+_SPECTRAL = ("_SpectralNorm", "SpectralNorm")
+_MOST = 256
+"""Calls of one step that are kept, whatever they hold."""
+
+
+class Calls:
+    """Hooks one module; `calls` are those of the step under way, the oldest first."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        most_bytes: int,
+        most_gradient_bytes: int,
+        lasting: bool = False,
+        on_failure: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """`lasting`: calls are kept from the end of their step until the model is called again."""
+        self.model = called(model)
+        self._lasting, self._over, self._on_failure = lasting, False, on_failure
+        self._most_bytes, self._most_gradient_bytes = most_bytes, most_gradient_bytes
+        self.calls: list[Call] = []
+        self.dropped = 0
+        """Calls of this step that were let go."""
+        self.root: Tensor | None = None
+        """What backward was last called on in this step."""
+        self._held = 0
+        self._cuda = torch.cuda.is_available()
+        self._ids: tuple[int | str, ...] | None = None
+        self._handles: list[Any] = []
+        self._compiled: Any = None
+        self._spectral = [
+            (f"{name}.{key}" if name else key, buffer)
+            for name, module in model.named_modules()
+            if type(module).__name__ in _SPECTRAL
+            for key, buffer in module.named_buffers(recurse=False)
+        ]
+        normalising = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+        self._buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in normalising]
+
+    def start(self) -> None:
+        """Begin to watch."""
+        interception.around_backward(self._before_backward, self._after_backward)
+        if getattr(self.model, "_compiled_call_impl", None) is not None:  # hooks inside a compiled call would break its graph
+            self._compiled = self.model._compiled_call_impl
+            self.model._compiled_call_impl = around(self, self._compiled)
+            return
+        self._handles = [
+            self.model.register_forward_pre_hook(Before(self), with_kwargs=True),
+            self.model.register_forward_hook(After(self)),
+        ]
+
+    def stop(self) -> None:
+        """Leave everything as it was found."""
+        interception.around_backward(self._before_backward, self._after_backward, wanted=False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._compiled is not None:
+            self.model._compiled_call_impl, self._compiled = self._compiled, None
+        self.release()
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self._over = True
+        if not self._lasting:
+            self.release()
+
+    def release(self) -> None:
+        """Hold on to nothing."""
+        self.calls.clear()
+        self.root = None
+        self.dropped = self._held = 0
+        self._over = False
+
+    def name_samples(self, ids: Sequence[int | str] | Tensor) -> None:
+        """What the samples of the next call are called."""
+        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if not all(isinstance(each, (int, str)) for each in given):
+            raise UsageError(
+                f"sample ids must be integers or text, got {next(x for x in given if not isinstance(x, (int, str)))!r}"
+            )
+        self._ids = tuple(given)
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is about to be called."""
+        if is_aside():
+            return
+        if self._over:
+            self.release()
+        if torch.is_grad_enabled():
+            self._guarded(self._before, args, kwargs)
+
+    def after(self, output: Any) -> None:
+        """It has returned."""
+        if self.calls and torch.is_grad_enabled() and not is_aside():
+            self._guarded(self._after, output)
+
+    def _guarded(self, action: Callable[..., None], *args: Any) -> None:
+        """Nothing of ours may reach the training loop."""
+        try:
+            action(*args)
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        ids, self._ids = self._ids, None
+        made = Pass(
+            args=args,
+            kwargs=kwargs,
+            rng=self._random_states(),
+            buffers={name: buffer.clone() for name, buffer in self._spectral},
+            autocast=autocast(),
+            training=self.model.training,
+            caller=users_line(),
+            sample_ids=ids,
+        )
+        call = Call(made, list(tensors_of((*args, *kwargs.values()))))
+        call.buffer_versions = [buffer._version for _, buffer in self._buffers]
+        self._held += call.bytes
+        self.calls.append(call)
+        while len(self.calls) > 1 and (self._held > self._most_bytes or len(self.calls) > _MOST):
+            self._held -= self.calls.pop(0).bytes
+            self.dropped += 1
+
+    def _random_states(self) -> dict[str, Tensor]:
+        """The state of the generators that a model may draw from."""
+        states = {"cpu": torch.get_rng_state()}
+        if self._cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            device = torch.cuda.current_device()
+            states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
+        return states
+
+    def _after(self, output: Any) -> None:
+        call = self.calls[-1]
+        found = [output] if isinstance(output, Tensor) else tensors_in(output)
+        if not any(tensor.requires_grad for tensor in found):
+            self._held -= self.calls.pop().bytes
+            return
+        call.gradients = [None] * len(found)
+        for place, tensor in enumerate(found):
+            if tensor.requires_grad:
+                tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
+
+    def used(self) -> list[Call]:
+        """The calls whose outputs a gradient came back to: those that the step is made of. Before backward, all of them."""
+        return [call for call in self.calls if call.nodes] or self.calls
+
+    def passes(self, everything: bool = False) -> tuple[list[Pass], list[str]]:
+        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt.
+
+        `everything`: also calls that no gradient has come back to, such as one that has just raised an exception.
+        """
+        used = self.calls if everything else self.used()
+        notes: dict[str, None] = {}
+        if self.dropped:
+            notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
+        for call in used:
+            notes.update(dict.fromkeys(self._doubts(call)))
+            came_back = not call.too_large and any(gradient is not None for gradient in call.gradients)
+            call.made.output_gradients = tuple(call.gradients) if came_back else None
+            call.made.output_nodes = tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
+        return [call.made for call in used], list(notes)
+
+    def _doubts(self, call: Call) -> Iterator[str]:
+        """Why running this call again may not be what it was."""
+        if call.changed():
+            yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
+        if call.too_large:
+            limit = f"{self._most_gradient_bytes / 2**20:.0f} MiB"
+            missing = "where they are missing, backward was not run again"
+            yield f"gradients at the model's outputs beyond {limit} were not kept: {missing}"
+        pairs = zip(self._buffers, call.buffer_versions, strict=True)
+        changed = [name for (name, buffer), version in pairs if buffer._version != version and name not in call.made.buffers]
+        if changed:
+            yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
+
+    def _keeper(self, reference: "weakref.ref[Call]", place: int) -> Callable[[Tensor], None]:
+        """Keeps the gradient at one output, as long as the limit allows."""
+
+        def keep(gradient: Tensor) -> None:
+            call = reference()
+            if call is not None:
+                self._guarded(self._keep, call, place, gradient)
+
+        return keep
+
+    def _keep(self, call: Call, place: int, gradient: Tensor) -> None:
+        if not interception.inside_backward():  # torch.autograd.grad is not a step's backward
+            return
+        call.nodes[place] = torch._C._current_autograd_node()
+        if call.too_large:
+            return
+        known = call.gradients[place]
+        call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
+        call.gradient_bytes += gradient.nbytes if known is None else 0
+        held = sum(each.gradient_bytes for each in self.calls)
+        for each in [*(other for other in self.calls if other is not call), call]:  # the oldest go first, the newest last
+            if held <= self._most_gradient_bytes:
+                return
+            held -= each.gradient_bytes
+            each.drop_gradients()
+
+    def _before_backward(self, tensors: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+        self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
+        caller = users_line() if self.calls else None
+        for call in self.calls:
+            if call.made.backward_caller is None:
+                call.made.backward_caller = caller
+
+    def _after_backward(self) -> None:
+        pass

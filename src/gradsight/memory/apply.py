@@ -1,0 +1,130 @@
+"""Activation checkpointing put on a model and taken off again, without the model changing in name, type or state."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from gradsight.errors import UsageError
+from gradsight.memory.blocks import Named, find_blocks, unwrapped
+from gradsight.memory.policy import NONE, Mode, parse_policy
+from gradsight.memory.selective import contexts
+from gradsight.values.records import CheckpointingPlan
+
+
+def apply_checkpointing(
+    model: nn.Module, policy: str | CheckpointingPlan = "full", *, blocks: Sequence[str] | None = None
+) -> "CheckpointingHandle":
+    """Let the model's blocks recompute their activations in backward instead of keeping them.
+
+    Acts in training mode and where gradients are wanted, and nowhere else. Apply it before or after
+    DistributedDataParallel, fully_shard and torch.compile (which then compiles again). `remove()` on what is returned
+    takes it off.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"apply_checkpointing takes a torch.nn.Module, got {type(model).__name__}")
+    inner = unwrapped(model)
+    _refuse_second_checkpointing(inner)
+    if blocks is None and isinstance(policy, CheckpointingPlan):
+        blocks = policy.blocks
+    found = find_blocks(inner, blocks)
+    modes = parse_policy(policy, len(found))
+    return CheckpointingHandle([(named, mode) for named, mode in zip(found, modes, strict=True) if mode != NONE])
+
+
+class CheckpointedForward:
+    """Stands in a block's own `forward`, so that hooks, names, copies and pickles of the block stay what they were."""
+
+    def __init__(self, module: nn.Module, mode: Mode) -> None:
+        self.module = module
+        self.mode = mode
+        self.replaced = module.__dict__.get("forward")
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that the block had."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.plain(*args, **kwargs)
+        # Every tensor becomes an argument by position, also those in keywords and tuples: torch then notices, and
+        # refuses, when one is changed in place before it is needed again. By keyword the gradients would be wrong
+        # without a word.
+        leaves, shape = tree_flatten(without_cache(args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, shape)
+            return self.plain(*args, **kwargs)
+
+        context_fn = contexts(self.mode)
+        if context_fn is None:
+            return checkpoint(run, *leaves, use_reentrant=False)
+        return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
+
+
+def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without a Hugging Face key-value cache: training reads none, recomputation would fill it twice."""
+    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    if cache is None or not any(isinstance(value, cache) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    args = tuple(None if isinstance(value, cache) else value for value in args)
+    kwargs = {name: None if isinstance(value, cache) else value for name, value in kwargs.items()}
+    return args, kwargs | {"use_cache": False} if kwargs.get("use_cache") else kwargs
+
+
+class CheckpointingHandle:
+    """Checkpointing as it stands on a model."""
+
+    def __init__(self, chosen: Sequence[tuple[Named, Mode]]) -> None:
+        self.modes = {name: str(mode) for (name, _), mode in chosen}
+        """The checkpointed blocks by name, with what each does."""
+        self._modules = [module for (_, module), _ in chosen]
+        for (_, module), mode in chosen:
+            module.forward = CheckpointedForward(module, mode)
+
+    def remove(self) -> None:
+        """Give every block its own forward back; a second call does nothing."""
+        for module in self._modules:
+            stand_in = module.__dict__.get("forward")
+            if isinstance(stand_in, CheckpointedForward):
+                del module.forward
+                if stand_in.replaced is not None:
+                    module.forward = stand_in.replaced
+        self._modules = []
+
+    def __enter__(self) -> "CheckpointingHandle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"CheckpointingHandle({len(self.modes)} blocks)"
+
+
+def _refuse_second_checkpointing(model: nn.Module) -> None:
+    """Two layers of checkpointing recompute twice, or break: refuse, and say how to take the first off."""
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module.__dict__.get("forward"), CheckpointedForward):
+            raise UsageError(f"checkpointing is applied already, at {where}: call remove() on the handle that was returned")
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UsageError(
+                f"{where} checkpoints itself: call model.gradient_checkpointing_disable() or set the attribute to False"
+            )
+        if type(module).__name__ == "CheckpointWrapper" or _is_composable(module):
+            raise UsageError(
+                f"{where} is checkpointed by torch.distributed already: leave that out, or do not apply a second one"
+            )
+
+
+def _is_composable(module: nn.Module) -> bool:
+    """Whether torch.distributed's composable `checkpoint` stands on a module; never, where it was not imported."""
+    composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    return composable is not None and composable.checkpoint.state(module) is not None

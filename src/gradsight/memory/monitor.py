@@ -1,0 +1,87 @@
+"""Memory while training runs, as scalars."""
+
+import gc
+import resource
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from gradsight.errors import UsageError
+from gradsight.memory.counter import storages
+
+
+class Tracker(Protocol):
+    """Anything that takes scalars."""
+
+    def log_scalar(self, name: str, value: float, step: int) -> object: ...
+
+
+class MemoryMonitor:
+    """Logs memory every `log_every` steps, in GB of 1e9 bytes.
+
+    On CUDA: memory/gpu_allocated_gb, memory/gpu_reserved_gb and memory/gpu_max_allocated_gb, as CUDA's allocator has
+    them. Elsewhere: memory/rss_gb and memory/peak_rss_gb of the process, and memory/tensor_gb, the live tensors that
+    Python knows with their gradients; activations that only autograd holds are in the process, but not among those.
+    """
+
+    def __init__(self, log_every: int = 1) -> None:
+        if log_every < 1:
+            raise UsageError(f"log_every must be 1 or more, got {log_every}")
+        self.log_every = log_every
+
+    def sample(self, tracker: Tracker | None, step: int) -> dict[str, float]:
+        """Log and return the scalars of this step; nothing where it is not due."""
+        if step % self.log_every:
+            return {}
+        scalars = gpu_memory() if torch.cuda.is_available() else process_memory()
+        if tracker is not None:
+            for name, value in scalars.items():
+                tracker.log_scalar(name, value, step)
+        return scalars
+
+
+def gpu_memory() -> dict[str, float]:
+    """What CUDA's allocator says of the current device."""
+    return {
+        "memory/gpu_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/gpu_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/gpu_max_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+def process_memory() -> dict[str, float]:
+    """What the process holds, and the tensors in it."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    now = _resident() or peak
+    return {
+        "memory/rss_gb": now / 1e9,
+        "memory/peak_rss_gb": max(peak, now) / 1e9,
+        "memory/tensor_gb": tensor_bytes() / 1e9,
+    }
+
+
+def _resident() -> int | None:
+    """Resident bytes of this process; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * resource.getpagesize()
+
+
+def tensor_bytes() -> int:
+    """Bytes of all live tensors that Python knows, each storage once, and of their gradients.
+
+    Tensors without memory, such as torch.compile leaves behind, do not count; some of them even have no fixed size.
+    """
+    sizes: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), FakeTensor | FunctionalTensor):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None and tensor.device.type != "meta":
+                    sizes.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))
+    return sum(size for size in sizes.values() if isinstance(size, int))

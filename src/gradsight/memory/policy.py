@@ -1,0 +1,103 @@
+"""The language of checkpointing policies: what every block keeps and what it recomputes.
+
+    none                     keeps everything
+    full                     keeps the block's inputs, recomputes the rest
+    selective                also keeps the results of matrix products, convolutions and attention
+    selective@R              keeps only those whose recomputation costs at least R operations per byte kept
+    alternate                as selective, but every second matrix product is recomputed
+
+A policy is one of these for all blocks, `first:K` (full for the first K blocks), or a list that names blocks by
+number, such as "full:0-5,selective@512:6-9"; blocks that no item names keep everything.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from gradsight.errors import UsageError
+from gradsight.values.records import CheckpointingPlan
+
+KINDS = ("none", "full", "selective", "alternate")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What one block does."""
+
+    kind: str = "none"
+    threshold: float = 0.0
+    """Of selective: the least number of operations per byte for which a result is kept."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.threshold:g}" if self.threshold else self.kind
+
+
+NONE, FULL, SELECTIVE, ALTERNATE = (Mode(kind) for kind in KINDS)
+
+
+def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mode]:
+    """The mode of each of `count` blocks.
+
+    >>> [str(mode) for mode in parse_policy("full:0-1,selective@512:2", 4)]
+    ['full', 'full', 'selective@512', 'none']
+    """
+    if isinstance(policy, CheckpointingPlan):
+        policy = policy.policy
+    if policy is None:
+        return [NONE] * count
+    if not isinstance(policy, str):
+        raise UsageError(f"a policy is text or a CheckpointingPlan, got {type(policy).__name__}; {_known()}")
+    if first := re.fullmatch(r"first:(\d+)", policy.strip()):
+        _check_range(int(first[1]) - 1, count, policy)
+        return [FULL] * int(first[1]) + [NONE] * (count - int(first[1]))
+    modes: list[Mode | None] = [None] * count
+    for item in policy.split(","):
+        mode, start, stop = _parse_item(item.strip(), policy, count)
+        for number in range(start, stop):
+            if modes[number] is not None:
+                raise UsageError(f"the policy {policy!r} names block {number} twice")
+            modes[number] = mode
+    return [mode or NONE for mode in modes]
+
+
+def _parse_item(item: str, policy: str, count: int) -> tuple[Mode, int, int]:
+    """One item's mode and the range of blocks it names."""
+    parts = re.fullmatch(r"([a-z]+)(?:@([0-9.e+-]+))?(?::(\d+)(?:-(\d+))?)?", item)
+    if parts is None or parts[1] not in KINDS or (parts[2] and parts[1] != "selective"):
+        raise UsageError(f"{policy!r} is not a policy; {_known()}")
+    try:
+        mode = Mode(parts[1], float(parts[2] or 0))
+    except ValueError:
+        raise UsageError(f"{policy!r} is not a policy: {parts[2]!r} is not a number of operations per byte") from None
+    if parts[3] is None:
+        return mode, 0, count
+    start, last = int(parts[3]), int(parts[4] or parts[3])
+    if last < start:
+        raise UsageError(f"the policy {policy!r} has a range that ends before it starts: {parts[3]}-{parts[4]}")
+    _check_range(last, count, policy)
+    return mode, start, last + 1
+
+
+def _check_range(last: int, count: int, policy: str) -> None:
+    if last >= count:
+        raise UsageError(f"the policy {policy!r} names block {last}, but the model has {count} blocks, numbered from 0")
+
+
+def _known() -> str:
+    return "known are 'full', 'selective', 'selective@R', 'alternate', 'none', 'first:K' and lists: 'full:0-5,selective:6'"
+
+
+def policy_text(modes: Sequence[Mode]) -> str:
+    """The shortest text that parses to these modes.
+
+    >>> policy_text([FULL, FULL, SELECTIVE, NONE]), policy_text([FULL, FULL])
+    ('full:0-1,selective:2', 'full')
+    """
+    runs = [(mode, [number for number, _ in run]) for mode, run in groupby(enumerate(modes), key=lambda pair: pair[1])]
+    if len(runs) == 1:
+        return str(runs[0][0])
+    named = [(mode, run) for mode, run in runs if mode != NONE]
+    if len(named) == 1 and named[0][0] == FULL and named[0][1][0] == 0:
+        return f"first:{len(named[0][1])}"
+    return ",".join(f"{mode}:{run[0]}-{run[-1]}" if len(run) > 1 else f"{mode}:{run[0]}" for mode, run in named)

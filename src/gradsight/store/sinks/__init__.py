@@ -1,0 +1,40 @@
+"""Where numbers go besides the run directory: one file per tracker, opened by name.
+
+A sink is anything with `log_scalar(name, value, step)`. It may also have `log_scalars(values, step)`, which is asked instead
+where there are many, `log_histogram(name, histogram, step)` and `close()`.
+"""
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from gradsight.errors import UsageError
+
+_NAMED = {"console": "ConsoleSink", "tensorboard": "TensorBoardSink", "trackio": "TrackioSink", "wandb": "WandbSink"}
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """What a sink must have."""
+
+    def log_scalar(self, name: str, value: float, step: int) -> None:
+        """Take one number."""
+
+
+def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
+    """Named sinks opened, own ones checked. An unknown name, a missing package or method is an error before training starts."""
+    if isinstance(sinks, str):
+        sinks = (sinks,)
+    return [_open(sink, run_dir) for sink in sinks]
+
+
+def _open(sink: Any, run_dir: Path | None) -> Any:
+    if isinstance(sink, str):
+        if sink not in _NAMED:
+            raise UsageError(f"there is no sink {sink!r}; there are {', '.join(sorted(_NAMED))}, or an object of your own")
+        opener: Callable[[Path | None], Any] = getattr(import_module(f"gradsight.store.sinks.{sink}"), _NAMED[sink])
+        return opener(run_dir)
+    if not isinstance(sink, Sink):
+        raise UsageError(f"a sink needs a method log_scalar(name, value, step); {type(sink).__name__} has none")
+    return sink

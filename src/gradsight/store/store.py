@@ -1,0 +1,264 @@
+"""Writes run.sqlite off the training thread, and loses nothing that was handed over.
+
+The training thread appends a frame to `run.sqlite-tail`: one small write, which a kill -9 does not undo. A thread brings the
+frames into the tables several times a second and empties the tail. Whoever opens the run next brings in what a killed run left.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gradsight.core.problems import Problems
+from gradsight.core.worker import Worker
+from gradsight.errors import RunError
+from gradsight.store import schema
+from gradsight.store import tail_format as frames
+from gradsight.store.diagnoses import pack_diagnosis
+from gradsight.values.records import Finding, Histogram, Problem, Step
+
+TAIL = "run.sqlite-tail"
+_PERIOD = 0.25
+_PATIENCE = 10.0
+"""Seconds the thread gets to finish; whoever closes the run then does the rest."""
+_BACKLOG = 2**28
+"""Bytes kept for a disk that does not take them, before the newest are dropped."""
+
+_open: dict[Path, "Store"] = {}
+_open_lock = threading.Lock()
+
+
+@functools.cache
+def _in_forked_children() -> None:
+    """A forked child lets go of every open store: it shares the parent's files, but has neither its thread nor its locks."""
+
+    def let_go() -> None:
+        global _open_lock
+        _open_lock = threading.Lock()
+        for store in _open.values():
+            store.let_go()
+        _open.clear()
+
+    os.register_at_fork(after_in_child=let_go)
+
+
+def open_store(run_dir: str | os.PathLike[str], problems: Problems | None = None) -> "Store":
+    """The store of a run directory; those who open it in one process share it, and each closes it once."""
+    _in_forked_children()
+    path = Path(run_dir).resolve()
+    with _open_lock:
+        store = _open.get(path)
+        if store is None:
+            store = _open[path] = Store(path, problems or Problems())
+        store.users += 1
+        return store
+
+
+class Store:
+    """The record of one run, open for writing. Use `open_store`."""
+
+    def __init__(self, path: Path, problems: Problems) -> None:
+        self.path = path
+        self.users = 0
+        self.recording = False
+        """Whether a watch counts the steps of this run."""
+        self._problems = problems
+        _make_directory(path)
+        self._tail = _lock_tail(path)
+        try:
+            self._connection = _connect(path)
+            recover(self._connection, self._tail)
+        except BaseException:
+            os.close(self._tail)
+            raise
+        self._number = schema.last_frame(self._connection)
+        self._lock = threading.RLock()  # a signal may close a watch while one of these is held
+        self._let_go = False
+        self._pending: list[frames.Frame] = []
+        self._pending_bytes = 0
+        self._layout_of: tuple[Sequence[str], int] | None = None
+        self._database = threading.RLock()
+        self._worker = Worker("gradsight-store", self._drain, _PERIOD)
+
+    # For the training thread.
+
+    def add_step(self, step: Step, names: Sequence[str], statistics: bytes = b"") -> None:
+        """One step, with what `frames.pack_statistics` made of its parameters `names`."""
+        self._add(frames.STEP, frames.pack_step(step, self._layout(names) if statistics else 0, statistics))
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars by name; their step may be an epoch or anything else."""
+        self._add(frames.SCALARS, frames.pack_scalars(step, values))
+
+    def add_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars of an optimizer step, before or after the step itself; loss and lr become its own."""
+        self._add(frames.STEP_SCALARS, frames.pack_scalars(step, values))
+
+    def add_histograms(self, step: int, histograms: Sequence[Histogram], source: str = "") -> None:
+        """All histograms of a step from one source."""
+        self._add(frames.HISTOGRAMS, frames.pack_histograms(step, source, histograms))
+
+    def add_record(self, kind: str, key: str, step: int, value: Mapping[str, object]) -> None:
+        """Anything rare; one with the same kind and key is replaced."""
+        self._add(frames.RECORD, frames.pack_record(kind, key, step, value))
+
+    def add_problem(self, problem: Problem) -> None:
+        """A fault of ours that training survived."""
+        value = {"key": problem.key, "message": problem.message, "first_step": problem.first_step, "count": problem.count}
+        self.add_record("problem", problem.key, max(0, problem.first_step), value)
+
+    def add_finding(self, finding: Finding) -> None:
+        """A judged fact; told again with more parameters or evidence, it replaces what was told before."""
+        value = {name: getattr(finding, name) for name in Finding.__slots__}
+        value["diagnosis"] = pack_diagnosis(finding.diagnosis)
+        self.add_record("finding", f"{finding.code}:{finding.first_step}", finding.first_step, value)
+
+    def last_step(self) -> int | None:
+        """The last recorded step."""
+        self.flush()
+        with self._database:
+            found: int | None = self._connection.execute("SELECT max(step) FROM steps WHERE time IS NOT NULL").fetchone()[0]
+        return found
+
+    def forget_from(self, step: int) -> None:
+        """Remove this step and all later ones."""
+        self.flush()
+        with self._database:
+            schema.forget_from(self._connection, step)
+
+    def flush(self) -> None:
+        """Bring everything handed over so far into the tables."""
+        self._drain()
+
+    def close(self) -> None:
+        """Leave; the last one to leave closes the files."""
+        with _open_lock:
+            self.users -= 1
+            if self.users > 0 or _open.get(self.path) is not self:
+                return
+            del _open[self.path]
+        self._worker.stop(_PATIENCE)
+        self._drain()
+        with self._database:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+            os.close(self._tail)
+
+    def let_go(self) -> None:
+        """In a forked child: whatever is handed over from now on is dropped. Closing the tail here leaves the parent's lock."""
+        self._lock, self._database = threading.RLock(), threading.RLock()
+        self._let_go, self._pending, self._pending_bytes = True, [], 0
+        os.close(self._tail)
+
+    def _layout(self, names: Sequence[str]) -> int:
+        """The number of a list of names; asked for at every step, so remembered by identity."""
+        if self._layout_of is None or self._layout_of[0] is not names:
+            number, payload = frames.pack_layout(names)
+            self._add(frames.LAYOUT, payload)
+            self._layout_of = (names, number)
+        return self._layout_of[1]
+
+    def _add(self, kind: int, payload: bytes) -> None:
+        with self._lock:
+            if self._let_go:
+                return
+            self._number += 1
+            if self._pending_bytes > _BACKLOG:
+                self._problems.report(
+                    "store-full", "the record cannot be written and its backlog is full: steps are being dropped"
+                )
+                return
+            frame = (self._number, kind, payload)
+            self._pending.append(frame)
+            self._pending_bytes += len(payload)
+            try:
+                _append(self._tail, frames.pack(*frame))
+            except OSError as error:
+                self._problems.report("store-tail", f"{self.path / TAIL} cannot be written: {error}")
+
+    # For the thread.
+
+    def _drain(self) -> None:
+        with self._database:
+            with self._lock:
+                batch, self._pending = self._pending, []
+                size, self._pending_bytes = self._pending_bytes, 0
+            if not batch:
+                return
+            try:
+                schema.apply(self._connection, batch)
+            except sqlite3.Error as error:
+                self._problems.report("store", f"{self.path / schema.FILE} cannot be written: {error}; trying again")
+                with self._lock:
+                    self._pending = batch + self._pending
+                    self._pending_bytes += size
+                return
+            with self._lock, contextlib.suppress(OSError):
+                if not self._pending:
+                    os.ftruncate(self._tail, 0)
+
+
+def _append(tail: int, data: bytes) -> None:
+    """Append whole or not at all: a frame cut off by a full disk would hide those after it."""
+    written = os.write(tail, data)
+    if written < len(data):
+        os.ftruncate(tail, os.fstat(tail).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def recover(connection: sqlite3.Connection, tail: int) -> None:
+    """Bring what a killed run left in its tail into the tables."""
+    left = frames.unpack(os.pread(tail, os.fstat(tail).st_size, 0))
+    last = schema.last_frame(connection)
+    schema.apply(connection, [frame for frame in left if frame[0] > last])
+    os.ftruncate(tail, 0)
+
+
+def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
+    """config.json, whole or not at all."""
+    temporary = run_dir / "config.json.partial"
+    with temporary.open("w") as file:
+        json.dump(config, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run_dir / "config.json")
+
+
+def _make_directory(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise RunError(f"run_dir {path} is a file; give a directory, or a name that does not exist yet")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"run_dir {path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise RunError(f"run_dir {path} is not writable")
+
+
+def _lock_tail(path: Path) -> int:
+    try:
+        tail = os.open(path / TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise RunError(f"run_dir {path} is not writable: {error.strerror}") from error
+    try:
+        fcntl.flock(tail, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(tail)
+        raise RunError(f"another process is recording into {path}; give this run a directory of its own") from error
+    return tail
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    file = path / schema.FILE
+    try:
+        connection = sqlite3.connect(file, check_same_thread=False, timeout=10)
+        schema.prepare(connection, file)
+    except sqlite3.DatabaseError as error:
+        raise RunError(f"{file} cannot be opened: {error}. Move it away to start this run anew") from error
+    return connection

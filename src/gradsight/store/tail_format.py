@@ -1,0 +1,202 @@
+"""What the training thread hands over, as bytes. The same frames are the tail of a run that was killed.
+
+    frame      u32 length of the payload, u32 crc32 of number, kind and payload, u64 number, u8 kind, payload
+    number     counts up by one from frame to frame of a run
+    kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON, 5 scalars of a step (also loss, lr),
+               6 layout: the names of the parameters that rows of statistics stand for
+
+All numbers are little-endian. A frame that is cut off or damaged ends the reading: what follows it is not trusted.
+"""
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gradsight.errors import RunError
+from gradsight.values.records import Histogram, ParameterStat, Step
+
+STEP, SCALARS, HISTOGRAMS, RECORD, STEP_SCALARS, LAYOUT = 1, 2, 3, 4, 5, 6
+Frame = tuple[int, int, bytes]
+"""Number, kind, payload."""
+
+_HEAD = struct.Struct("<IIQB")
+_STEP = struct.Struct("<qdddddd?BqHI")
+_OPTIONAL = ("loss", "lr", "total_norm", "clip_coef", "scale")
+COLUMNS = ("l2", "max_abs", "nan", "inf", "update_ratio", "update_ratio_error")
+
+
+def pack(number: int, kind: int, payload: bytes) -> bytes:
+    """A frame ready to be appended to the tail."""
+    return _HEAD.pack(len(payload), _checksum(number, kind, payload), number, kind) + payload
+
+
+def unpack(data: bytes) -> Iterator[Frame]:
+    """The whole frames at the beginning of `data`."""
+    position = 0
+    while position + _HEAD.size <= len(data):
+        length, checksum, number, kind = _HEAD.unpack_from(data, position)
+        position += _HEAD.size
+        payload = data[position : position + length]
+        if len(payload) < length or _checksum(number, kind, payload) != checksum:
+            return
+        position += length
+        yield number, kind, payload
+
+
+def _checksum(number: int, kind: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<QB", number, kind)))
+
+
+def pack_step(step: Step, layout: int, statistics: bytes) -> bytes:
+    """One step; `statistics` comes from `pack_statistics`, or is empty."""
+    values = [getattr(step, name) for name in _OPTIONAL]
+    present = sum(1 << position for position, value in enumerate(values) if value is not None)
+    gradient = step.gradient.encode()
+    scalars = json.dumps(dict(step.scalars)).encode() if step.scalars else b""
+    head = _STEP.pack(
+        step.step,
+        step.time,
+        *(value if value is not None else 0.0 for value in values),
+        step.skipped,
+        present,
+        layout,
+        len(gradient),
+        len(scalars),
+    )
+    return head + gradient + scalars + statistics
+
+
+def unpack_step(payload: bytes) -> tuple[Step, int, bytes]:
+    """Step, layout and packed statistics."""
+    number, time, *values, skipped, present, layout, gradient_size, scalars_size = _STEP.unpack_from(payload)
+    known = {
+        name: value for position, (name, value) in enumerate(zip(_OPTIONAL, values, strict=True)) if present >> position & 1
+    }
+    start = _STEP.size
+    gradient = payload[start : start + gradient_size].decode()
+    scalars = payload[start + gradient_size : start + gradient_size + scalars_size]
+    step = Step(
+        step=number, time=time, **known, skipped=skipped, gradient=gradient, scalars=json.loads(scalars) if scalars else {}
+    )
+    return step, layout, payload[start + gradient_size + scalars_size :]
+
+
+def pack_statistics(rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]], wide: bool = False) -> bytes:
+    """Columns of statistics, each of the same length, for all parameters of the layout or only for some `rows` of it.
+
+    u8 mask of columns, u8 flags (1 doubles, for norms that do not fit a float32; 2 rows), u32 how many, rows as u32, columns.
+    """
+    names = [name for name in COLUMNS if name in columns]
+    mask = sum(1 << COLUMNS.index(name) for name in names)
+    kind = np.dtype("<f8") if wide else np.dtype("<f4")
+    size = len(columns["l2"])
+    parts = [struct.pack("<BBI", mask, wide | (rows is not None) << 1, size)]
+    if rows is not None:
+        parts.append(np.asarray(rows, dtype="<u4").tobytes())
+    parts += [columns[name].astype(kind).tobytes() for name in names]
+    return b"".join(parts)
+
+
+def unpack_statistics(packed: bytes, size: int) -> tuple[npt.NDArray[np.intp], dict[str, npt.NDArray[np.float64]]]:
+    """Rows of the layout (which has `size` parameters) and the columns measured for them."""
+    try:
+        mask, flags, count = struct.unpack_from("<BBI", packed)
+        offset = 6
+        rows = np.arange(count)
+        if flags & 2:
+            rows = np.frombuffer(packed, "<u4", count, offset).astype(np.intp)
+            offset += 4 * count
+        kind = np.dtype("<f8" if flags & 1 else "<f4")
+        columns = {}
+        for position, name in enumerate(COLUMNS):
+            if mask >> position & 1:
+                columns[name] = np.frombuffer(packed, kind, count, offset).astype(np.float64)
+                offset += count * kind.itemsize
+        if offset != len(packed) or (count and rows.max() >= size):
+            raise ValueError("its length does not fit")
+    except (struct.error, ValueError) as error:
+        raise RunError(f"a row of statistics is damaged: {error}") from error
+    return rows, columns
+
+
+def statistics(step: int, names: Sequence[str], packed: bytes) -> Iterator[ParameterStat]:
+    """The packed statistics of one step as records."""
+    rows, columns = unpack_statistics(packed, len(names))
+    zero = np.zeros(len(rows))
+    l2, peak, nan, inf = (columns.get(name, zero).tolist() for name in COLUMNS[:4])
+    ratio = [None if value != value else value for value in columns.get("update_ratio", zero * np.nan).tolist()]
+    error = [None if value != value else value for value in columns.get("update_ratio_error", zero * np.nan).tolist()]
+    for index, row in enumerate(rows.tolist()):
+        yield ParameterStat(
+            step=step,
+            parameter=names[row],
+            l2=l2[index],
+            max_abs=peak[index],
+            nan=None if nan[index] < 0 else int(nan[index]),
+            inf=None if inf[index] < 0 else int(inf[index]),
+            update_ratio=ratio[index],
+            update_ratio_error=error[index],
+        )
+
+
+def pack_layout(names: Sequence[str]) -> tuple[int, bytes]:
+    """A list of parameter names, and the number by which steps refer to it: the same wherever the names are the same."""
+    text = json.dumps(list(names)).encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    return number, struct.pack("<q", number) + text
+
+
+def unpack_layout(payload: bytes) -> tuple[int, str]:
+    """Number and names, these still as JSON."""
+    return struct.unpack_from("<q", payload)[0], payload[8:].decode()
+
+
+def pack_scalars(step: int, values: Mapping[str, float]) -> bytes:
+    """Scalars logged for a step."""
+    return struct.pack("<q", step) + json.dumps(dict(values)).encode()
+
+
+def unpack_scalars(payload: bytes) -> tuple[int, dict[str, float]]:
+    """Step and values."""
+    return struct.unpack_from("<q", payload)[0], json.loads(payload[8:])
+
+
+def pack_histograms(step: int, source: str, histograms: Sequence[Histogram]) -> bytes:
+    """All histograms of a step from one source, compressed: most counts are small."""
+    rows = [
+        [h.parameter, h.low, h.negative, h.positive, h.zero, h.nan, h.inf, h.underflow, h.size, h.sampled] for h in histograms
+    ]
+    name = source.encode("utf-8", "surrogatepass")
+    return struct.pack("<qI", step, len(name)) + name + zlib.compress(json.dumps(rows).encode(), 1)
+
+
+def unpack_histogram_step(payload: bytes) -> tuple[int, str, bytes]:
+    """Step, source and packed histograms."""
+    step, size = struct.unpack_from("<qI", payload)
+    return step, payload[12 : 12 + size].decode("utf-8", "replace"), payload[12 + size :]
+
+
+def unpack_histograms(step: int, packed: bytes) -> Iterator[Histogram]:
+    """The packed histograms of one step as records."""
+    try:
+        rows = json.loads(zlib.decompress(packed))
+    except (zlib.error, ValueError) as error:
+        raise RunError(f"the histograms of step {step} are damaged: {error}") from error
+    for name, low, negative, positive, *counts in rows:
+        yield Histogram(step, name, low, tuple(negative), tuple(positive), *counts)
+
+
+def pack_record(kind: str, key: str, step: int, value: Mapping[str, object]) -> bytes:
+    """Any other record, as JSON; one with the same kind and key replaces it."""
+    return json.dumps([kind, key, step, dict(value)]).encode()
+
+
+def unpack_record(payload: bytes) -> tuple[str, str, int, str]:
+    """Kind, key, step, and the value still as JSON."""
+    kind, key, step, value = json.loads(payload)
+    return kind, key, step, json.dumps(value)

@@ -1,0 +1,1 @@
+"""The frozen types that travel between the parts. No torch."""

@@ -1,0 +1,226 @@
+"""gradsight check on scripts that know nothing of it: verdicts, exit codes, frameworks, launchers, ways to die."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradsight
+from attach import scripts
+from gradsight.cli import main
+from gradsight.cli.check import split_tokens
+
+
+def write(folder: Path, text: str, extra: str = "pass", name: str = "train.py") -> Path:
+    (folder / "neighbour.py").write_text("WIDTH = 6\n")
+    (folder / name).write_text(text.replace("{extra}", extra))
+    return folder / name
+
+
+def check(*tokens: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradsight", "check", *map(str, tokens)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=cwd, env=settings)
+
+
+def test_a_healthy_script_with_arguments_neighbours_and_workers(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.PLAIN)
+    done = check("--run_dir", tmp_path / "run", script, "--lr", "0.1", "--workers", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained with 0.1" in done.stdout
+    assert "✅ healthy: no finding in 40 steps" in done.stdout
+    assert "SGD of classifier: made at train.py:19, steps at train.py:25, lr 0.1, no scheduler." in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 100
+    assert "\033" not in done.stdout
+    run = gradsight.open_run(tmp_path / "run")
+    assert len(list(run.steps())) == 40
+    assert {stat.parameter for stat in run.parameter_stats()} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert "## The script" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_fault_is_found_mended_and_gone(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.UNCLEARED)
+    done = check("--patch", "fix.diff", "--json", script, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    told = json.loads(done.stdout)
+    assert told["status"] == "critical"
+    assert [finding["code"] for finding in told["models"]["model"]["findings"]] == ["GS305"]
+    patch = (tmp_path / "fix.diff").read_text()
+    assert "+    optimizer.zero_grad()" in patch
+    subprocess.run(["patch", "-p1"], input=patch, text=True, cwd=tmp_path, check=True, capture_output=True)
+    again = check("--steps", 15, "--json", script)
+    assert again.returncode == 0, again.stdout
+    assert json.loads(again.stdout)["models"]["model"]["steps"] == 15
+
+
+def test_clipping_is_put_where_this_script_steps(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.PLAIN, "[p.grad.mul_(1e4) for p in classifier.parameters()]")
+    text = script.read_text().replace("loss = nn.functional", "loss = 3000 * nn.functional")
+    script.write_text(text)
+    done = check("--patch", tmp_path / "fix.diff", script, "--lr", "1e-9")
+    assert done.returncode == 2, done.stdout
+    assert "GS102 exploding gradient" in done.stdout
+    subprocess.run(["patch", str(script), str(tmp_path / "fix.diff")], check=True, capture_output=True)
+    assert "GS102" not in check(script, "--lr", "1e-9").stdout
+
+
+def test_the_very_first_loss_is_seen(tmp_path: Path) -> None:
+    done = check("--json", write(tmp_path, scripts.TOO_LARGE))
+    (told,) = json.loads(done.stdout)["models"].values()
+    assert "GS108" in [finding["code"] for finding in told["findings"]], done.stdout
+
+
+def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.ADVERSARIES))
+    assert done.returncode == 2, done.stderr
+    models = json.loads(done.stdout)["models"]
+    assert {name: report["status"] for name, report in models.items()} == {"maker": "critical", "critic": "critical"}
+    first = {name: report["findings"][0]["first_step"] for name, report in models.items()}
+    assert first["maker"] == 20
+    assert (tmp_path / "run" / "critic" / "report.md").exists()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().out.count("report: ") == 2
+    assert "## The script" in (tmp_path / "run" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("kind", "model"), [("TRAINER", "Model"), ("LIGHTNING", "Model")])
+def test_frameworks(kind: str, model: str, tmp_path: Path) -> None:
+    done = check("--json", "--steps", 20, write(tmp_path, getattr(scripts, kind)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)["models"]
+    assert list(told) == [model]
+    assert (told[model]["steps"], told[model]["status"]) == (20, "healthy")
+
+
+@pytest.mark.parametrize("launcher", [["--nproc_per_node", "2"], ["torchrun", "--standalone", "--nproc_per_node", "2"]])
+def test_ranks(launcher: list[str], tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.RANKS)
+    done = check("--steps", 12, "--run_dir", tmp_path / "run", *launcher, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = gradsight.open_run(tmp_path / "run")
+    assert run.config["world_size"] == 2
+    assert len(list(run.steps())) == 12
+
+
+def test_accelerate_launch_on_two_processes(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.ACCELERATED)
+    # --multi_gpu is how accelerate starts several processes at all: with --cpu it starts one, whatever --num_processes says
+    launcher = ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
+    launcher += ["--dynamo_backend", "no", "--main_process_port", 0]
+    done = check("--json", "--run_dir", tmp_path / "run", *launcher, script, HF_HOME=str(tmp_path))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert gradsight.open_run(tmp_path / "run").config["world_size"] == 2
+    (told,) = json.loads(done.stdout)["models"].values()
+    found = {finding["code"]: finding for finding in told["findings"]}
+    assert (told["steps"], found["GS103"]["first_step"]) == (20, 15)
+    assert "NaN or Inf on rank 1 alone" in found["GS503"]["evidence"]
+
+
+@pytest.mark.parametrize(("who", "steps"), [("both", [7, 20]), ("children", [9])])
+def test_a_script_that_forks(who: str, steps: list[int], tmp_path: Path) -> None:
+    done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.FORKS), who)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)["models"]
+    assert sorted(report["steps"] for report in told.values()) == steps
+    assert [step.step for step in gradsight.open_run(tmp_path / "run").steps()] == list(range(steps[-1]))
+    assert ("this process was forked from one that is being recorded" in done.stderr) == (who == "both")
+
+
+def test_a_script_that_starts_another(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.UNCLEARED, name="inner.py")
+    done = check("--json", write(tmp_path, scripts.STARTS_ANOTHER), script)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (told,) = json.loads(done.stdout)["models"].values()
+    assert (told["steps"], [finding["code"] for finding in told["findings"]]) == (20, ["GS305"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "expected", "text"),
+    [
+        ("if step == 15: raise RuntimeError('out of luck')", 1, 3, "The script failed with exit code 1"),
+        ("if step == 15: __import__('sys').exit(7)", 7, 3, "The script failed with exit code 7"),
+        ("if step == 15: __import__('os').kill(__import__('os').getpid(), 9)", -9, 3, "was killed by signal 9"),
+        (
+            "if step == 15: classifier[0].weight.data.fill_(float('nan'))\n        if step == 19: raise SystemExit(5)",
+            5,
+            2,
+            "GS103",
+        ),
+    ],
+    ids=["raises", "sys.exit", "kill -9", "NaN, then exit"],
+)
+def test_a_script_that_dies_is_still_reported(extra: str, code: int, expected: int, text: str, tmp_path: Path) -> None:
+    done = check("--run_dir", tmp_path / "run", write(tmp_path, scripts.PLAIN, extra))
+    assert done.returncode == expected, done.stdout + done.stderr
+    assert text in done.stdout
+    assert json.loads((tmp_path / "run" / "check.json").read_text())["script"]["exit_code"] == code
+    assert len(list(gradsight.open_run(tmp_path / "run").steps())) >= 14
+
+
+def test_fail_on_forgives(tmp_path: Path) -> None:
+    script = write(tmp_path, scripts.UNCLEARED)
+    assert check("--fail-on", "never", script).returncode == 0
+
+
+def test_settings_from_a_file_and_the_users_own_sitecustomize(tmp_path: Path) -> None:
+    (tmp_path / "health.toml").write_text("GS305 = false\n")
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("print('the users own ran')\n")
+    script = write(tmp_path, scripts.UNCLEARED)
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    done = check("--health", tmp_path / "health.toml", script, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the users own ran" in done.stdout
+
+
+def test_a_script_without_an_optimizer(tmp_path: Path) -> None:
+    done = check(write(tmp_path, "print('hello')\n"))
+    assert done.returncode == 1
+    assert "no optimizer step was seen" in done.stdout
+
+
+def test_options_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
+    done = check(write(tmp_path, scripts.PLAIN), "--steps", "5")
+    assert done.returncode == 3
+    assert "--steps went to the script: options of gradsight check come before SCRIPT" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["no-such-launcher", "x.py"], "there is no script no-such-launcher, and no launcher of that name"),
+        (["."], "is a directory; give a training script"),
+        (["--steps", "0", "good.py"], "--steps must be 1 or more, got 0"),
+        (["--nproc_per_node", "0", "good.py"], "--nproc_per_node must be 1 or more, got 0"),
+        (["prose.py"], "prose.py is not Python, line 1"),
+        (["--health", "none.toml", "good.py"], "the health settings none.toml cannot be read"),
+    ],
+)
+def test_wrong_usage(
+    tokens: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.py").write_text("pass\n")
+    Path("prose.py").write_text("This is not a program.\n")
+    assert main(["check", *tokens]) == 64
+    assert message in capsys.readouterr().err
+
+
+def test_only_what_stands_before_the_script_is_ours() -> None:
+    assert split_tokens(["check", "--json", "a.py", "--json"]) == ["check", "--json", "--", "a.py", "--json"]
+    assert split_tokens(["check", "--run_dir=x", "--fail-on", "never", "a.py"]) == [
+        "check",
+        "--run_dir=x",
+        "--fail-on",
+        "never",
+        "--",
+        "a.py",
+    ]
+    assert split_tokens(["check", "--run-dir", "x", "a.py"]) == ["check", "--run-dir", "x", "--", "a.py"]
+    assert split_tokens(["check", "--help"]) == ["check", "--help"]

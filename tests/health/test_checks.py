@@ -1,0 +1,164 @@
+"""Every check over a sequence of steps: one that it must find, and its nearest neighbour that it must leave alone."""
+
+# ruff: noqa: E501  (one case per row reads best)
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradsight.health.judge import Judge
+from gradsight.health.registry import CHECKS, chosen
+from gradsight.health.window import Closer, Observed, RankLook, Subject
+from gradsight.values.records import Finding, Step
+
+NAMES = [f"blocks.{index}.weight" for index in range(6)]
+Steps = Iterator[Observed]
+
+
+def subject(**changes: Any) -> Subject:
+    size = len(NAMES)
+    plain: dict[str, Any] = {"names": list(NAMES), "shapes": [(8, 8)] * size, "trainable": [True] * size}
+    plain |= {"kinds": ["Linear"] * size, "half": [False] * size, "memberships": [1] * size}
+    return Subject(**plain | changes)
+
+
+def observed(number: int, l2: Any = 1.0, **changes: Any) -> Observed:
+    """A step whose parameters have these norms."""
+    norms = np.broadcast_to(np.asarray(l2, dtype=float), (len(NAMES),)).copy()
+    step = {name: changes.pop(name) for name in ("clip_coef", "scale", "skipped", "lr") if name in changes}
+    bad = ~np.isfinite(norms)
+    counts = (np.isnan(norms).astype(float), np.isinf(norms).astype(float)) if bad.any() else None
+    total = float(np.sqrt((norms**2).sum()))
+    return Observed(Step(number, 0.0, total_norm=total, **step), None, norms, norms, counts, total, **changes)
+
+
+def jittered(number: int) -> float:
+    """A norm that varies a little, and never repeats."""
+    return 1.0 + 0.2 * np.sin(number * 1.7) + number * 1e-6
+
+
+def run(steps: Steps, settings: object = True, **about: Any) -> dict[str, Finding]:
+    judge = Judge(subject(**about), settings)
+    for step in steps:
+        judge.observe(step)
+    return {finding.code: finding for finding in judge.findings()}
+
+
+def usual(count: int = 60, **changes: Any) -> Steps:
+    return (observed(number, jittered(number), **changes) for number in range(count))
+
+
+def with_one(at: int, l2: Any, **changes: Any) -> Steps:
+    return (observed(n, l2 if n == at else jittered(n), **(changes if n == at else {})) for n in range(60))
+
+
+def of(function: Callable[[int], Any], count: int = 60, **changes: Any) -> Steps:
+    return (observed(number, function(number), **changes) for number in range(count))
+
+
+def looked(
+    ratio: Any = 1e-3, zero: float = 0.0, tiny: float = 0.0, dead: float = 0.0, weight: float | None = None, **changes: Any
+) -> Steps:
+    for number in range(60):
+        closer = None
+        if number % 5 == 0:
+            now = ratio(number) if callable(ratio) else ratio
+            full = [
+                np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy()
+                for value in (now, zero, tiny, dead, number if weight is None else weight)
+            ]
+            closer = Closer(number, *full)
+        yield observed(number, jittered(number), closer=closer, **changes)
+
+
+def losing(norm: Callable[[int], float], loss: Callable[[int], float]) -> Steps:
+    return (observed(number, norm(number), loss=loss(number)) for number in range(120))
+
+
+def compared(function: Callable[[int], Any], skipped: bool = False, full: bool = False) -> dict[str, Finding]:
+    """Steps after each of which ranks are compared: `function` gives their norms, [ranks] or [ranks, parameters]."""
+    judge = Judge(subject())
+    for number in range(40):
+        judge.observe(observed(number, jittered(number), skipped=skipped))
+        norms = np.broadcast_to(np.asarray(function(number), dtype=float).T, (len(NAMES), 2)).T.copy()
+        always = np.arange(len(NAMES)) < (2 if full else len(NAMES))
+        judge.compare(RankLook(number, np.arange(len(NAMES)), norms, always))
+    return {finding.code: finding for finding in judge.findings()}
+
+
+HOLE = [1, 1, 0, 1, 1, 1]
+DEEP = np.array([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1])
+FALLING = [10.0 ** (-number / 20) for number in range(120)]
+
+CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, Finding]]]] = [
+    ("GS101", lambda: run(of(lambda n: 80 + n)), lambda: run(with_one(30, 80.0), {"GS201": False})),
+    ("GS102", lambda: run(of(lambda n: 800 + n)), lambda: run(of(lambda n: 800 + n, clip_coef=1e-3), {"GS405": False})),
+    ("GS103", lambda: run(with_one(9, np.nan)), lambda: run(with_one(9, np.nan, skipped=True, scale=8.0))),
+    ("GS104", lambda: run(with_one(9, np.inf)), lambda: run(with_one(9, np.inf, skipped=True, scale=8.0))),
+    ("GS105", lambda: run(of(lambda n: 1e-5 * jittered(n))), lambda: run(of(lambda n: 1e-2 * jittered(n)))),
+    ("GS106", lambda: run(of(lambda n: 0.0)), lambda: run(with_one(30, 0.0))),
+    ("GS107", lambda: run(of(lambda n: [0, 0, 0, 0, 1, jittered(n)])), lambda: run(of(lambda n: [0, 0, 0, 1, 1, jittered(n)]), {"GS301": False})),
+    ("GS108", lambda: run(looked(loss=8.0, guess=1.6)), lambda: run(looked(loss=4.0, guess=1.6))),
+    ("GS201", lambda: run(with_one(40, 30.0)), lambda: run(with_one(40, 5.0))),
+    ("GS202", lambda: run(of(lambda n: 1.05**n, 120), {"GS101": False}), lambda: run(of(lambda n: 0.001 * 1.05**n, 120), {"GS105": False})),
+    ("GS203", lambda: run(losing(lambda n: FALLING[n], lambda n: 2.3)), lambda: run(losing(lambda n: FALLING[n], lambda n: FALLING[n]))),
+    ("GS204", lambda: run(of(lambda n: DEEP * jittered(n))), lambda: run(of(lambda n: DEEP ** 0.4 * jittered(n)))),
+    ("GS205", lambda: run(looked(dead=0.8)), lambda: run(looked(dead=0.3))),
+    ("GS301", lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)])), lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)]), memberships=HOLE)),
+    ("GS302", lambda: run(looked(), memberships=HOLE), lambda: run(looked(), memberships=None)),
+    ("GS303", lambda: run(looked(), memberships=[1, 2, 1, 1, 1, 1]), lambda: run(looked())),
+    ("GS304", lambda: run(looked(ratio=[1e-3, 0, 1e-3, 1e-3, 1e-3, 1e-3])), lambda: run(looked(ratio=lambda n: 1e-3 if n < 20 else 0.0, lr=0.0))),
+    ("GS305", lambda: run(usual(uncleared=True)), lambda: run(usual(uncleared=False))),
+    ("GS401", lambda: run(looked(ratio=0.9)), lambda: run(looked(ratio=[0.9, 0.01, 0.01, 0.01, 0.01, 0.01]))),
+    ("GS402", lambda: run(looked(ratio=1e-9)), lambda: run(looked(ratio=1e-5))),
+    ("GS403", lambda: run(looked(tiny=0.5, zero=0.3), half=[True] * 6), lambda: run(looked(tiny=0.5, zero=0.3))),
+    ("GS404", lambda: run(usual(scale=0.5, skipped=True)), lambda: run(with_one(3, 1.0, scale=32768.0, skipped=True))),
+    ("GS405", lambda: run(of(jittered, 120, clip_coef=0.01)), lambda: run(of(jittered, 120, clip_coef=0.5))),
+    ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
+    ("GS502", lambda: run(usual(alike=9)), lambda: run(usual(alike=3))),
+    ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "found"), [(code, found) for code, found, _ in CASES], ids=[case[0] for case in CASES])
+def test_a_check_finds_its_fault(code: str, found: Callable[[], dict[str, Finding]]) -> None:
+    findings = found()
+    assert code in findings
+    finding = findings[code]
+    assert finding.severity in ("warning", "critical")
+    assert all((finding.name, finding.message, finding.evidence, finding.recommendation, finding.fix))
+
+
+@pytest.mark.parametrize(("code", "left"), [(code, left) for code, _, left in CASES], ids=[case[0] for case in CASES])
+def test_a_check_leaves_its_neighbour_alone(code: str, left: Callable[[], dict[str, Finding]]) -> None:
+    assert code not in left()
+
+
+def test_every_check_is_in_the_table() -> None:
+    assert sorted(CHECKS) == [code for code, _, _ in CASES]
+
+
+def test_gates_save_work_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = [(found(), left()) for _, found, left in CASES]
+    assert any(check.gate for check in CHECKS.values())
+    for code, check in CHECKS.items():
+        monkeypatch.setitem(CHECKS, code, replace(check, gate=None))
+    assert [(found(), left()) for _, found, left in CASES] == gated
+
+
+def test_an_ordinary_run_has_no_finding() -> None:
+    assert run(usual(300)) == {}
+
+
+def test_the_code_of_every_fix_is_python() -> None:
+    for check in CHECKS.values():
+        compile(check.fix, check.code, "exec")
+
+
+def test_every_check_says_why() -> None:
+    for check in CHECKS.values():
+        assert "Why:" in (check.function.__doc__ or ""), check.code
+        assert len(chosen({check.code: False})) == len(CHECKS) - 1

@@ -1,0 +1,177 @@
+"""The counted peak against the allocator's own events, and what the bytes are called."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradsight import measure_peak_memory
+from gradsight.errors import UsageError
+from gradsight.memory.apply import apply_checkpointing
+from gradsight.memory.counter import StorageCounter
+from gradsight.memory.peak import KINDS, cuda_memory_use
+from gradsight.memory.workload import as_workload, backward, make_optimizer, warm_up
+
+
+def step_of(built: tuple[Any, ...], policy: str | None = None) -> Callable[[], None]:
+    """A training step as every step but the first is."""
+    workload = as_workload(built)
+    if policy is not None:
+        apply_checkpointing(workload.model, policy)
+    optimizer = make_optimizer("adamw", workload.model)
+    assert optimizer is not None
+    warm_up(optimizer)
+
+    def step() -> None:
+        backward(workload)
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("policy", [None, "full"])
+def test_the_count_is_the_allocators(
+    build: Callable[[], tuple[Any, ...]], policy: str | None, request: pytest.FixtureRequest
+) -> None:
+    """To the byte, but for numbers that torch wraps into tensors of 8 bytes; oneDNN's convolution has scratch."""
+    step = step_of(build(), policy)
+    gc.collect()
+    use = measure_peak_memory(step, operators=True)
+    scratch = 60_000 if "convolutions" in request.node.name else 96
+    assert use.operator_bytes is not None
+    assert use.operator_bytes <= scratch, "the allocator saw bytes that the count did not"
+    assert sum(use.by_kind.values()) == use.peak_bytes
+
+
+def test_what_an_operator_uses_inside_is_reported() -> None:
+    def build() -> tuple[Any, ...]:
+        return nn.LSTM(64, 64, 2), (torch.randn(20, 8, 64),), lambda m, b: m(*b)[0].square().mean()
+
+    looked = measure_peak_memory(step_of(build()), operators=True)
+    assert looked.operator_bytes is not None
+    assert looked.operator_bytes > 0.05 * looked.peak_bytes
+    assert looked.notes == ()
+    blind = measure_peak_memory(step_of(build()))
+    assert blind.operator_bytes is None
+    assert "LSTM" in blind.notes[0]
+    assert "operators=True" in blind.notes[0]
+
+
+def test_kinds_by_hand() -> None:
+    model, batch = nn.Linear(100, 10, bias=False), torch.randn(20, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+    step()
+    weight, state, inputs = 4000, 2 * 4000 + 4, 20 * 100 * 4
+    use = measure_peak_memory(step)
+    assert set(use.by_kind) == set(KINDS)
+    assert use.by_kind["parameters"] == weight
+    assert use.by_kind["optimizer"] == state
+    assert use.by_kind["inputs"] == inputs
+    assert use.by_kind["gradients"] == weight
+
+
+def test_activations_are_what_backward_finds() -> None:
+    x = torch.randn(1000, requires_grad=True)
+
+    def work() -> None:
+        y = x.exp().exp().exp()  # each result is kept for its own backward
+        y.sum().backward()
+
+    use = measure_peak_memory(work)
+    assert 3 * 4000 <= use.by_kind["activations"] <= 3 * 4000 + 8
+    assert use.activation_share == use.by_kind["activations"] / use.peak_bytes
+
+
+def test_without_backward_nothing_is_an_activation() -> None:
+    assert measure_peak_memory(lambda: torch.zeros(100).exp().exp()).by_kind["activations"] == 0
+
+
+def test_tensors_from_before_count_from_the_start() -> None:
+    early, late = torch.zeros(1000), torch.zeros(500)
+
+    def work() -> None:
+        early.exp()  # 4000 more, gone at once
+        late.sum()  # first seen after the peak
+
+    assert measure_peak_memory(work).peak_bytes == 4000 + 4000 + 2000
+
+
+def test_what_is_freed_inside_does_not_count_on() -> None:
+    held = [torch.zeros(1000)]
+
+    def work() -> None:
+        held[0].sum()
+        held.clear()
+        torch.zeros(900)
+
+    assert measure_peak_memory(work).peak_bytes == 4000 + 4
+
+
+def test_tensors_made_from_python_and_numpy_count_from_when_they_are_made() -> None:
+    def work() -> None:
+        torch.zeros(1000)
+        torch.tensor([1.0] * 500).add_(1)
+        torch.from_numpy(np.zeros(500, dtype=np.float32)).add_(1)
+
+    assert measure_peak_memory(work).peak_bytes == 4000
+
+
+def test_views_and_in_place_cost_nothing() -> None:
+    x = torch.zeros(10, 100)
+    assert measure_peak_memory(lambda: x.view(-1)[5:].add_(1).unsqueeze(0)).peak_bytes == 4000
+
+
+def test_storages_resized_by_hand_are_followed() -> None:
+    def work() -> None:
+        x = torch.zeros(1000)
+        x.untyped_storage().resize_(0)
+        torch.zeros(900)
+        x.untyped_storage().resize_(4000)
+
+    assert measure_peak_memory(work).peak_bytes == 4000
+    assert torch.UntypedStorage.resize_.__name__ != "resized"
+
+
+def test_sparse_gradients_are_counted() -> None:
+    table = nn.Embedding(100, 8, sparse=True)
+    use = measure_peak_memory(lambda: table(torch.tensor([1, 2])).sum().backward())
+    assert use.by_kind["gradients"] >= 2 * 8 * 4
+
+
+def test_counting_leaves_nothing_behind() -> None:
+    model = nn.Linear(3, 3)
+    measure_peak_memory(lambda: model(torch.ones(1, 3)).sum().backward())
+    assert not model.weight._post_accumulate_grad_hooks
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(ZeroDivisionError):
+        measure_peak_memory(lambda: 1 / 0)
+    assert torch.UntypedStorage.resize_.__name__ != "resized"
+
+
+def test_flops_are_counted() -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    assert measure_peak_memory(lambda: (x @ x.T).sum().backward()).flops == 3 * 2 * 8 * 16 * 8
+
+
+def test_cuda_figures_are_the_allocators() -> None:
+    counter = StorageCounter()
+    with counter:
+        torch.zeros(100)
+    for entry in counter.log:
+        entry.device = "cuda"
+    use = cuda_memory_use(counter, 1024)
+    assert (use.peak_bytes, use.device, use.by_kind["temporaries"], use.operator_bytes) == (1024, "cuda", 1024, 624)
+
+
+def test_only_functions_are_measured() -> None:
+    with pytest.raises(UsageError, match=r"runs a function without arguments, got Linear$|got Tensor"):
+        measure_peak_memory(torch.zeros(3))

@@ -1,0 +1,280 @@
+"""The record survives what happens to files and processes."""
+
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradsight import GradsightError, open_run
+from gradsight.errors import GradsightWarning, RunError, UsageError
+from gradsight.store import schema
+from gradsight.store import tail_format as frames
+from gradsight.store.store import TAIL, open_store
+from gradsight.values.records import Histogram, Step
+
+NAMES = ["a.weight", "a.bias"]
+
+
+def step(number: int, **more: object) -> Step:
+    return Step(step=number, time=1.0 + number, **more)  # type: ignore[arg-type]
+
+
+def packed(*norms: float) -> bytes:
+    values = np.array(norms)
+    return frames.pack_statistics(None, {"l2": values, "max_abs": values / 2})
+
+
+def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    nan = float("nan")
+    written = [
+        step(0, loss=2.5, lr=0.1, total_norm=5.0, clip_coef=0.2, scale=1024.0, gradient="true"),
+        step(1, loss=nan, total_norm=float("inf"), skipped=True, gradient="at the optimizer"),
+        step(2, scalars={"accuracy": 0.5, "ärger/☃": nan}),
+    ]
+    for each in written:
+        store.add_step(each, NAMES, packed(3.0, 4.0))
+    store.add_step_scalars(2, {"loss": 7.0, "extra": 1.0})
+    store.close()
+    read = list(open_run(tmp_path).steps())
+    assert read[0] == written[0]
+    assert np.isnan(read[1].loss or 0.0)
+    assert (read[1].total_norm, read[1].skipped, read[1].gradient, read[1].lr) == (float("inf"), True, "at the optimizer", None)
+    assert read[2].loss == 7.0
+    assert read[2].scalars["accuracy"] == 0.5
+    assert np.isnan(read[2].scalars["ärger/☃"])
+    stats = list(open_run(tmp_path).parameter_stats())
+    assert [(stat.step, stat.parameter, stat.l2, stat.max_abs, stat.nan, stat.inf) for stat in stats[:2]] == [
+        (0, "a.weight", 3.0, 1.5, 0, 0),
+        (0, "a.bias", 4.0, 2.0, 0, 0),
+    ]
+    assert {stat.parameter for stat in open_run(tmp_path).parameter_stats("a.bias")} == {"a.bias"}
+
+
+def test_unknown_counts_and_some_rows_only(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    columns = {name: np.array([value]) for name, value in {"l2": 1.0, "max_abs": 2.0, "nan": -1.0, "inf": 3.0}.items()}
+    store.add_step(step(0), NAMES, frames.pack_statistics([1], columns))
+    store.close()
+    (stat,) = open_run(tmp_path).parameter_stats()
+    assert (stat.parameter, stat.nan, stat.inf, stat.update_ratio) == ("a.bias", None, 3, None)
+    table = open_run(tmp_path).to_arrow("parameter_stats").to_pylist()
+    expected = {"step": 0, "parameter": "a.bias", "l2": 1.0, "max_abs": 2.0, "nan": None, "inf": 3}
+    assert table == [{**expected, "update_ratio": None, "update_ratio_error": None}]
+
+
+def test_tables_have_the_columns_of_the_records(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.add_step(step(0, loss=1.0, scalars={"x": 2.0}), NAMES, packed(1.0, 2.0))
+    histogram = Histogram(0, None, -3, (1.0,), (2.0,), zero=1, nan=0, inf=0, underflow=0, size=4, sampled=4)
+    store.add_histograms(0, [histogram])
+    store.add_scalars(0, {"memory/rss_gb": 1.5})
+    store.close()
+    run = open_run(tmp_path)
+    assert list(run.histograms()) == [histogram]
+    assert [scalar.name for scalar in run.memory()] == ["memory/rss_gb"]
+    for name, rows in [("steps", run.steps()), ("histograms", run.histograms()), ("parameter_stats", run.parameter_stats())]:
+        records = list(rows)
+        table = run.to_arrow(name)
+        assert table.num_rows == len(records)
+        assert table.column_names == list(type(records[0]).__dataclass_fields__)
+    for name in ("findings", "scores", "incidents", "problems", "memory", "scalars"):
+        assert run.to_arrow(name).num_rows == len(list(getattr(run, name)()))
+    with pytest.raises(UsageError, match="no table 'stepz'; it has findings, histograms"):
+        run.to_arrow("stepz")
+
+
+WRITER = """
+import sys, time
+import numpy as np
+from gradsight.store import tail_format as frames
+from gradsight.store.store import open_store
+from gradsight.values.records import Step
+store = open_store(sys.argv[1])
+values = np.ones(150)
+names = [f"layer.{i}" for i in range(150)]
+for number in range(10**9):
+    store.add_step(Step(step=number, time=1.0), names, frames.pack_statistics(None, {"l2": values, "max_abs": values}))
+    print(number, flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("attempt", range(6))
+def test_kill_9_loses_at_most_the_last_two_steps(attempt: int, tmp_path: Path) -> None:
+    """Killed at moments spread over the drain's period, at full speed and slowly."""
+    pause = ("0", "0.002")[attempt % 2]
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), pause], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.1 + 0.11 * attempt)
+        writer.send_signal(signal.SIGKILL)
+        last = int(writer.stdout.read().split()[-1])
+    recorded = [each.step for each in open_run(tmp_path).steps()]
+    assert recorded == list(range(len(recorded)))
+    assert len(recorded) >= last - 1
+    assert len(list(open_run(tmp_path).parameter_stats("layer.7"))) == len(recorded)
+
+
+def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), "0.001"], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        for _ in range(50):
+            writer.stdout.readline()
+        time.sleep(0.5)
+        run = open_run(tmp_path)
+        first = len(list(run.steps()))
+        time.sleep(0.7)
+        second = len(list(run.steps()))
+        writer.kill()
+    assert 0 < first < second
+
+
+def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), "0.01"], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with pytest.raises(RunError, match="another process is recording into"):
+            open_store(tmp_path)
+        writer.kill()
+
+
+def test_a_torn_tail_ends_the_reading(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.close()
+    whole = [frames.pack(number, frames.STEP, frames.pack_step(step(number), 0, b"")) for number in (1, 2, 3)]
+    flipped = bytearray(whole[1])
+    flipped[-1] ^= 1
+    for tail, expected in ((b"".join(whole)[:-3], 2), (whole[0] + bytes(flipped) + whole[2], 1), (b"\0" * 100, 0)):
+        folder = tmp_path / str(expected)
+        folder.mkdir()
+        (folder / schema.FILE).write_bytes((tmp_path / schema.FILE).read_bytes())
+        (folder / TAIL).write_bytes(tail)
+        assert len(list(open_run(folder).steps())) == expected
+        assert (folder / TAIL).stat().st_size == 0
+
+
+def test_a_read_only_run_with_a_tail_is_read_whole(tmp_path: Path) -> None:
+    """As root nothing is read-only, so another user reads it."""
+    store = open_store(tmp_path)
+    store.add_step(step(0), NAMES, packed(1.0, 2.0))
+    store.close()
+    (tmp_path / TAIL).write_bytes(frames.pack(99, frames.STEP, frames.pack_step(step(1), 0, b"")))
+    reader = f"""
+        import os
+        from gradsight import open_run
+        real = os.access
+        os.access = lambda path, mode, **_: False if mode & os.W_OK else real(path, mode)
+        print(len(list(open_run({str(tmp_path)!r}).steps())))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(reader)], capture_output=True, text=True)
+    assert done.stdout.strip() == "2", done.stderr
+    assert (tmp_path / TAIL).stat().st_size > 0
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / schema.FILE)
+    connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(RunError, match="has schema 99, this Gradsight reads up to 1: it was written by a newer version"):
+        open_run(tmp_path)
+    with pytest.raises(RunError, match="written by a newer version"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["nonsense", "header", "middle", "truncated", "other"])
+def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for number in range(3000):
+        store.add_step(step(number), NAMES, packed(1.0, 2.0))
+    store.close()
+    file = tmp_path / schema.FILE
+    data = bytearray(file.read_bytes())
+    if damage == "nonsense":
+        data = bytearray(b"this is not a database" * 100)
+    elif damage == "header":
+        data[:32] = os.urandom(32)
+    elif damage == "middle":
+        data[16384 * 3 :] = os.urandom(len(data) - 16384 * 3)
+    elif damage == "truncated":
+        del data[16384 * 3 + 7 :]
+    else:
+        file.unlink()
+        sqlite3.connect(file).execute("CREATE TABLE recipes (name)")
+        data = bytearray(file.read_bytes())
+    file.write_bytes(data)
+    with pytest.raises(GradsightError, match=r"damaged|is not the record|not the record of a run"):
+        list(open_run(tmp_path).steps()) + list(open_run(tmp_path).parameter_stats())
+    done = subprocess.run([sys.executable, "-m", "gradsight", "report", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "gradsight: " in done.stderr
+
+
+def test_a_full_disk_loses_nothing_that_fits_memory(tmp_path: Path) -> None:
+    """Files may not grow beyond a limit for a while; what was handed over meanwhile is written afterwards."""
+    store = open_store(tmp_path)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        with pytest.warns(GradsightWarning, match="cannot be written"):
+            for number in range(4000):
+                store.add_step(step(number), NAMES, packed(1.0, 2.0))
+                if number % 400 == 0:
+                    store.flush()
+            store.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store.flush()
+    store.close()
+    assert len(list(open_run(tmp_path).steps())) == 4000
+
+
+def test_a_long_run_is_small_and_opens_at_once(tmp_path: Path) -> None:
+    """150 parameters x 4 statistics, 4,000 steps here: 100,000 must stay below 300 MB."""
+    store = open_store(tmp_path)
+    names = [f"transformer.h.{i // 12}.part.{i % 12}.weight" for i in range(150)]
+    generator = np.random.default_rng(0)
+    for number in range(4000):
+        columns = {name: generator.random(150) for name in frames.COLUMNS[:4]}
+        store.add_step(step(number, loss=1.0, lr=0.1, total_norm=1.0), names, frames.pack_statistics(None, columns))
+    store.close()
+    assert (tmp_path / schema.FILE).stat().st_size / 4000 * 100_000 < 300e6
+    assert sum(1 for _ in open_run(tmp_path).steps()) == 4000
+
+
+def test_forgetting_steps(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for number in range(10):
+        store.add_step(step(number, scalars={"x": 1.0}), NAMES, packed(1.0, 2.0))
+    store.forget_from(6)
+    assert store.last_step() == 5
+    store.close()
+    run = open_run(tmp_path)
+    assert [each.step for each in run.steps()] == list(range(6))
+    assert max(scalar.step for scalar in run.scalars()) == 5
+
+
+@pytest.mark.parametrize(("path", "message"), [("missing", "there is no run directory at"), (".", "it has no run.sqlite")])
+def test_opening_what_is_no_run(path: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=message):
+        open_run(tmp_path / path)
+
+
+def test_a_broken_config_is_reported(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    for text, message in (("{", "cannot be read"), ("[1]", "should hold a JSON object, but holds a list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(RunError, match=message):
+            _ = open_run(tmp_path).config
