@@ -1,16 +1,19 @@
-"""What activation checkpointing saves and costs: measured, predicted, planned, and against torch.compile's own budget.
+"""What activation checkpointing saves and costs: measured, predicted, planned, and against
+torch.compile's own budget.
 
     python benchmarks/checkpointing.py                    all tables
     python benchmarks/checkpointing.py --depths 4 --rounds 3 --no-compile --no-large-models
 
-Peaks are exact counts of live tensor bytes; those of compiled code are the allocator's, because compiled kernels
-allocate past the dispatcher. Times are of forward and backward, the best of several rounds in which all candidates
-take turns.
+Peaks are exact counts of live tensor bytes; those of compiled code are the allocator's, because
+compiled kernels allocate past the dispatcher. Times are of forward and backward, the best of
+several rounds in which all candidates take turns.
 """
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+sys.path.append(
+    sys.path.pop(0)
+)  # this folder last: its statistics.py must not hide the standard library's
 
 import gc
 import time
@@ -25,7 +28,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from gradsight import apply_checkpointing, measure_peak_memory, plan_checkpointing, predict_peak_memory
+from gradsight import (
+    apply_checkpointing,
+    measure_peak_memory,
+    plan_checkpointing,
+    predict_peak_memory,
+)
 from gradsight.memory.allocations import allocator_peak
 from gradsight.memory.workload import Workload, backward, call_build
 from gradsight.train.models import training_step
@@ -99,7 +107,9 @@ def candidates(depth: int, compiled: bool) -> list[Candidate]:
     policies: list[tuple[str, Any]] = [(name, name) for name in ("none", "full", "selective")]
     for share in (0.75, 0.5, 0.25):
         budget = int(full.peak_bytes + share * (plain.peak_bytes - full.peak_bytes))
-        policies.append((f"plan {budget / 1e6:.0f} MB", plan_checkpointing(build, budget, optimizer=None)))
+        policies.append(
+            (f"plan {budget / 1e6:.0f} MB", plan_checkpointing(build, budget, optimizer=None))
+        )
     found = [eager(name, build, policy, plain.flops) for name, policy in policies]
     if compiled:
         found += [compiled_with(build, budget) for budget in (1.0, 0.5)]
@@ -114,11 +124,15 @@ def eager(name: str, build: Callable[[], Any], policy: Any, plain_flops: int) ->
     run = step(workload)
     gc.collect()
     measured = measure_peak_memory(run)
-    return Candidate(name, run, use.peak_bytes, measured.peak_bytes, measured.flops / plain_flops - 1)
+    return Candidate(
+        name, run, use.peak_bytes, measured.peak_bytes, measured.flops / plain_flops - 1
+    )
 
 
 def compiled_with(build: Callable[[], Any], budget: float) -> Candidate:
-    """The step under torch.compile with its activation memory budget: 1 keeps all that it would keep by itself."""
+    """The step under torch.compile with its activation memory budget: 1 keeps all that it would
+    keep by itself.
+    """
     torch._dynamo.reset()
     workload = call_build(build)
     workload.model.compile()
@@ -151,8 +165,22 @@ def race(found: list[Candidate], rounds: int) -> None:
 
 def show(console: Console, depth: int, found: list[Candidate]) -> None:
     """One table for one depth."""
-    table = Table(title=f"GPT of {depth} blocks, width {WIDTH}, batch 4 x 256", box=None, title_justify="left", pad_edge=False)
-    for name in ("", "predicted", "measured", "error", "saved", "time", "extra time", "extra FLOPs"):
+    table = Table(
+        title=f"GPT of {depth} blocks, width {WIDTH}, batch 4 x 256",
+        box=None,
+        title_justify="left",
+        pad_edge=False,
+    )
+    for name in (
+        "",
+        "predicted",
+        "measured",
+        "error",
+        "saved",
+        "time",
+        "extra time",
+        "extra FLOPs",
+    ):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     base = found[0]
     for one in found:
@@ -173,7 +201,9 @@ def show(console: Console, depth: int, found: list[Candidate]) -> None:
 
 def large(console: Console, rounds: int) -> None:
     """How long predictions of GPT-2 take, and what they say."""
-    table = Table(title="Predicted, batch 4 x 1024, AdamW", box=None, title_justify="left", pad_edge=False)
+    table = Table(
+        title="Predicted, batch 4 x 1024, AdamW", box=None, title_justify="left", pad_edge=False
+    )
     for name in ("", "plain", "full", "saved", "ceiling", "seconds each"):
         table.add_column(name, justify="right" if name else "left")
     for name in ("GPT2-Small", "GPT2-Medium", "GPT2-Large"):
@@ -182,16 +212,27 @@ def large(console: Console, rounds: int) -> None:
             peaks = []
             for policy in (None, "full"):
                 start = time.perf_counter()
-                use = predict_peak_memory(training_step(name, batch_size=4, block_size=1024), policy=policy)
+                use = predict_peak_memory(
+                    training_step(name, batch_size=4, block_size=1024), policy=policy
+                )
                 best = min(best, time.perf_counter() - start)
                 share = share or use.activation_share
                 peaks.append(use.peak_bytes)
         saved = f"{1 - peaks[1] / peaks[0]:.1%}"
-        table.add_row(name, f"{peaks[0] / 1e9:.2f} GB", f"{peaks[1] / 1e9:.2f} GB", saved, f"{share:.1%}", f"{best:.1f}")
+        table.add_row(
+            name,
+            f"{peaks[0] / 1e9:.2f} GB",
+            f"{peaks[1] / 1e9:.2f} GB",
+            saved,
+            f"{share:.1%}",
+            f"{best:.1f}",
+        )
     console.print(table)
 
 
-def main(depths: str = "4,8,16", rounds: int = 5, *, compile: bool = True, large_models: bool = True) -> None:
+def main(
+    depths: str = "4,8,16", rounds: int = 5, *, compile: bool = True, large_models: bool = True
+) -> None:
     """Print the tables."""
     console = Console(width=110)
     for depth in (int(text) for text in depths.split(",")):

@@ -2,13 +2,16 @@
 
     python benchmarks/dump.py [--megabytes 400] [--rounds 7] [--folder DIR]
 
-Each round measures every way once, one after the other, and the best of all rounds counts: on a shared machine the rest
-says more about the neighbours. The first round, with new memory, is told apart.
+Each round measures every way once, one after the other, and the best of all rounds counts: on a
+shared machine the rest says more about the neighbours. The first round, with new memory, is told
+apart.
 """
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+sys.path.append(
+    sys.path.pop(0)
+)  # this folder last: its statistics.py must not hide the standard library's
 
 import argparse
 import os
@@ -30,12 +33,22 @@ from gradsight.dump.manifest import read
 
 
 def build(megabytes: int) -> nn.Module:
-    """A model shaped like a GPT (one large embedding, blocks of matrices and vectors) with gradients of this size."""
+    """A model shaped like a GPT (one large embedding, blocks of matrices and vectors) with
+    gradients of this size.
+    """
     width = 512
     block = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
-    blocks = max(1, round((megabytes * 1e6 - 16_000 * width * 4) / (4 * sum(p.numel() for p in block.parameters()))))
+    blocks = max(
+        1,
+        round(
+            (megabytes * 1e6 - 16_000 * width * 4)
+            / (4 * sum(p.numel() for p in block.parameters()))
+        ),
+    )
     model = nn.ModuleList([nn.Embedding(16_000, width)])
-    model.extend(nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(blocks))
+    model.extend(
+        nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(blocks)
+    )
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     return model
@@ -85,7 +98,9 @@ class Bench:
         waiting = timed(lambda: dumper.dump(self.model, self.step))
         times[f"{kind} stall"].append(waiting)
         times[f"{kind} all"].append(waiting + timed(dumper.wait))
-        self.size[kind] = size(read(self.folder / kind / f"gradient_dumper/step{self.step}/{kind}_gradients"))
+        self.size[kind] = size(
+            read(self.folder / kind / f"gradient_dumper/step{self.step}/{kind}_gradients")
+        )
         self.clear(self.folder / kind)
 
     def round(self, times: dict[str, list[float]]) -> None:
@@ -105,7 +120,9 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=None)
@@ -127,13 +144,30 @@ def report(bench: Bench, rounds: int) -> None:
     copy, stall, whole = best["copy"], best["full stall"], best["full all"]
     rate = {way: bench.bytes / 1e6 / best[way] for way in ("full all", "raw", "dcp")}
     count, threads = len(bench.gradients), torch.get_num_threads()
-    print(f"{count} gradients, {bench.bytes / 1e6:.0f} MB, {threads} threads, best of {rounds} rounds")
+    print(
+        f"{count} gradients, {bench.bytes / 1e6:.0f} MB, {threads} threads, best of {rounds} rounds"
+    )
     line("a plain copy in memory", copy * 1e3, "ms")
-    line("training waits for a dump", stall * 1e3, "ms", f"{stall / copy:.2f}x the copy (goal: at most 1.3x)")
+    line(
+        "training waits for a dump",
+        stall * 1e3,
+        "ms",
+        f"{stall / copy:.2f}x the copy (goal: at most 1.3x)",
+    )
     line("  the first time, new memory", times["full stall"][0] * 1e3, "ms")
-    line("synchronous dcp.save", best["dcp"] * 1e3, "ms", f"{best['dcp'] / stall:.1f}x the wait (goal: at least 4x)")
+    line(
+        "synchronous dcp.save",
+        best["dcp"] * 1e3,
+        "ms",
+        f"{best['dcp'] / stall:.1f}x the wait (goal: at least 4x)",
+    )
     line("a dump is complete after", whole * 1e3, "ms")
-    line("it is written at", rate["full all"], "MB/s", f"{best['raw'] / whole:.2f}x of raw (goal: at least 0.7x)")
+    line(
+        "it is written at",
+        rate["full all"],
+        "MB/s",
+        f"{best['raw'] / whole:.2f}x of raw (goal: at least 0.7x)",
+    )
     line("a raw write with fsync", rate["raw"], "MB/s")
     line("dcp.save", rate["dcp"], "MB/s")
     line(
@@ -142,7 +176,12 @@ def report(bench: Bench, rounds: int) -> None:
         "ms",
         f"{best['sampled stall'] / stall:.2f}x the full dump",
     )
-    line("they are complete after", best["sampled all"] * 1e3, "ms", f"{best['sampled all'] / whole:.2f}x the full dump")
+    line(
+        "they are complete after",
+        best["sampled all"] * 1e3,
+        "ms",
+        f"{best['sampled all'] / whole:.2f}x the full dump",
+    )
     line("they take", bench.size["sampled"] / 1e6, "MB", f"of {bench.size['full'] / 1e6:.1f} MB")
 
 

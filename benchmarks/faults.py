@@ -1,13 +1,17 @@
-"""How good the verdicts are: recall per planted fault with the right code, false alarms on healthy runs, step of first alarm.
+"""How good the verdicts are: recall per planted fault with the right code, false alarms on healthy
+runs, step of first alarm.
 
-The thresholds were chosen by looking at the MLP and the GPT only; the CNN and the RNN are shown for what they are.
+The thresholds were chosen by looking at the MLP and the GPT only; the CNN and the RNN are shown for
+what they are.
 
     python benchmarks/faults.py [--seeds 3] [--only NAME] [--healthy-seeds 1]
 """
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+sys.path.append(
+    sys.path.pop(0)
+)  # this folder last: its statistics.py must not hide the standard library's
 
 import argparse
 import math
@@ -26,7 +30,9 @@ CHOSEN = ("mlp", "gpt")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--healthy-seeds", type=int, default=1)
     parser.add_argument("--only", default="")
@@ -43,13 +49,16 @@ def main() -> None:
         if caught and healthy:
             precision = sum(caught) / max(1, sum(caught) + false)
             print(
-                f"\n{title} {', '.join(kinds)}: recall {sum(caught) / len(caught):.3f} of {len(caught)} faulty runs,", end=" "
+                f"\n{title} {', '.join(kinds)}: recall {sum(caught) / len(caught):.3f} of {len(caught)} faulty runs,",
+                end=" ",
             )
             print(f"precision {precision:.3f}, false alarms in {false} of {healthy} healthy runs")
 
 
 def run_faults(seeds: int, only: str, ranks: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """Every planted fault; prints one line per fault. Healthy runs on two ranks come along, into `ranks`."""
+    """Every planted fault; prints one line per fault. Healthy runs on two ranks come along, into
+    `ranks`.
+    """
     found: list[tuple[str, bool]] = []
     rows: dict[str, list[tuple[str, bool, int | None, int | None, list[str]]]] = defaultdict(list)
     for name, kind, codes, plan_of in zoo.faults():
@@ -58,14 +67,18 @@ def run_faults(seeds: int, only: str, ranks: list[dict[str, Any]]) -> list[tuple
             report = plan.run()
             right = [finding.first_step for finding in report.findings if finding.code in codes]
             seen = [finding.code for finding in report.findings]
-            rows[name].append((kind, bool(right), min(right, default=None), broke_at(plan.losses), seen))
+            rows[name].append(
+                (kind, bool(right), min(right, default=None), broke_at(plan.losses), seen)
+            )
             found.append((kind, bool(right)))
     for run in rank_zoo.launch(seeds, only):
         codes = set(rank_zoo.RIGHT[run["name"]])
         if codes:
             right = [first for code, first, _ in run["findings"] if code in codes]
             seen = [code for code, *_ in run["findings"]]
-            rows[run["name"]].append((run["kind"], bool(right), min(right, default=None), broke_at(run["losses"]), seen))
+            rows[run["name"]].append(
+                (run["kind"], bool(right), min(right, default=None), broke_at(run["losses"]), seen)
+            )
             found.append((run["kind"], bool(right)))
         else:
             ranks.append(run)
@@ -75,19 +88,30 @@ def run_faults(seeds: int, only: str, ranks: list[dict[str, Any]]) -> list[tuple
         alarm = [first for _, _, first, _, _ in results if first is not None]
         broke = [step for *_, step, _ in results if step is not None]
         when = f"step {statistics.median(alarm):g}" if alarm else "–"
-        missed = [f"{kind}: {' '.join(codes) or 'nothing'}" for kind, right, _, _, codes in results if not right]
+        missed = [
+            f"{kind}: {' '.join(codes) or 'nothing'}"
+            for kind, right, _, _, codes in results
+            if not right
+        ]
         loss = f"({statistics.median(broke):g})" if broke else "(never)"
-        print(f"{name:28} {caught:4}/{len(results):<4}  {when:10} {loss:16} {'; '.join(sorted(set(missed)))}", flush=True)
+        print(
+            f"{name:28} {caught:4}/{len(results):<4}  {when:10} {loss:16} {'; '.join(sorted(set(missed)))}",
+            flush=True,
+        )
     return found
 
 
 def broke_at(losses: list[float]) -> int | None:
     """The step where the loss is not finite any more, or three times what it began with."""
     limit = 3 * statistics.median(losses[:5]) if all(map(math.isfinite, losses[:5])) else math.inf
-    return next((step for step, loss in enumerate(losses) if not math.isfinite(loss) or loss > limit), None)
+    return next(
+        (step for step, loss in enumerate(losses) if not math.isfinite(loss) or loss > limit), None
+    )
 
 
-def run_healthy(seeds: int, only: str, ranks: list[dict[str, Any]]) -> tuple[list[tuple[str, int]], list[str]]:
+def run_healthy(
+    seeds: int, only: str, ranks: list[dict[str, Any]]
+) -> tuple[list[tuple[str, int]], list[str]]:
     """Every healthy recipe; prints the false alarms."""
     alarms: list[tuple[str, int]] = []
     runs: list[str] = []
@@ -104,10 +128,20 @@ def run_healthy(seeds: int, only: str, ranks: list[dict[str, Any]]) -> tuple[lis
 
 
 def told(reports: list[HealthReport]) -> list[tuple[str, int, str]]:
-    return [(finding.code, finding.first_step, finding.evidence) for report in reports for finding in report.findings]
+    return [
+        (finding.code, finding.first_step, finding.evidence)
+        for report in reports
+        for finding in report.findings
+    ]
 
 
-def say(name: str, kind: str, findings: list[tuple[str, int, str]], alarms: list[tuple[str, int]], runs: list[str]) -> None:
+def say(
+    name: str,
+    kind: str,
+    findings: list[tuple[str, int, str]],
+    alarms: list[tuple[str, int]],
+    runs: list[str],
+) -> None:
     runs.append(kind)
     if findings:
         alarms.append((kind, 1))

@@ -1,17 +1,21 @@
-"""What the scores of the ghost engine cost: training steps with and without them, in turn, in the same process.
+"""What the scores of the ghost engine cost: training steps with and without them, in turn, in the
+same process.
 
-The reference is plain training on the same tokens: the training rows and the validation rows in one batch. Every arm takes its
-turn in each round. A step is timed in parts (forward and backward of each block, the engine's own parts), which are added up
-twice: the best time of each, for what the step costs where nobody else uses the machine, and the median of each, for what it
-costs on this one. The A/A ratio (plain training against itself) says how far to trust the rest.
-Memory is the exact peak of live tensor bytes above what was there before the step.
+The reference is plain training on the same tokens: the training rows and the validation rows in one
+batch. Every arm takes its turn in each round. A step is timed in parts (forward and backward of
+each block, the engine's own parts), which are added up twice: the best time of each, for what the
+step costs where nobody else uses the machine, and the median of each, for what it costs on this
+one. The A/A ratio (plain training against itself) says how far to trust the rest. Memory is the
+exact peak of live tensor bytes above what was there before the step.
 
     python benchmarks/ghost.py [--rounds 12] [--threads 2] [--width 384] [--clock cpu] [--only scores] [--quick]
 """
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+sys.path.append(
+    sys.path.pop(0)
+)  # this folder last: its statistics.py must not hide the standard library's
 
 import argparse
 import ctypes
@@ -55,9 +59,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model with learned positions; the head is tied unless that is in a comparison's way."""
+    """A language model with learned positions; the head is tied unless that is in a comparison's
+    way.
+    """
 
-    def __init__(self, vocabulary: int, length: int, width: int, blocks: int, tied: bool = True) -> None:
+    def __init__(
+        self, vocabulary: int, length: int, width: int, blocks: int, tied: bool = True
+    ) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, max(1, width // 64)) for _ in range(blocks)))
@@ -136,7 +144,9 @@ class Times(NamedTuple):
 
 
 def race(arms: dict[str, Step], rounds: int) -> dict[str, Times]:
-    """The time of every arm, all taking turns: the sums over its parts of each one's best and median."""
+    """The time of every arm, all taking turns: the sums over its parts of each one's best and
+    median.
+    """
     steps: dict[str, list[Parts]] = {name: [] for name in arms}
     for step in arms.values():
         step()
@@ -148,7 +158,9 @@ def race(arms: dict[str, Step], rounds: int) -> dict[str, Times]:
             mark()
             steps[name].append([end - start for start, end in pairwise(marks)])
     parts = {name: list(zip(*steps[name], strict=True)) for name in arms}
-    return {name: Times(sum(map(min, each)), sum(map(median, each))) for name, each in parts.items()}
+    return {
+        name: Times(sum(map(min, each)), sum(map(median, each))) for name, each in parts.items()
+    }
 
 
 def best_times(arms: dict[str, Step], rounds: int) -> dict[str, float]:
@@ -156,7 +168,9 @@ def best_times(arms: dict[str, Step], rounds: int) -> dict[str, float]:
 
 
 def keep_memory() -> None:
-    """Let the C library keep what is freed: else arms in turn would fault in each other's pages, which no training does."""
+    """Let the C library keep what is freed: else arms in turn would fault in each other's pages,
+    which no training does.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -166,7 +180,9 @@ def keep_memory() -> None:
 
 
 def peak(make: Callable[[], Step]) -> int:
-    """The most bytes that are held at once in the first two steps, gradients and everything the engine keeps included."""
+    """The most bytes that are held at once in the first two steps, gradients and everything the
+    engine keeps included.
+    """
     with PeakBytes() as counter:
         step = make()
         step()
@@ -184,7 +200,9 @@ def plain(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair) -> Step
     return step
 
 
-def observed(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair, val: Pair, **options: Any) -> Step:
+def observed(
+    model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair, val: Pair, **options: Any
+) -> Step:
     engine = GhostEngine(model, loss_fn, val, self_check=False, **options)
 
     def step() -> None:
@@ -248,7 +266,9 @@ BOTH, ALONE = "plain, training and validation rows", "plain, training rows alone
 
 
 def headline(rounds: int, size: dict[str, int]) -> tuple[nn.Module, Pair, Pair, Pair]:
-    """The step with scores against plain training on the same tokens; returns the model and its rows."""
+    """The step with scores against plain training on the same tokens; returns the model and its
+    rows.
+    """
     torch.manual_seed(0)
     model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"])
     everything = tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"])
@@ -270,7 +290,9 @@ def language_model(rounds: int, size: dict[str, int]) -> None:
     others = {
         BOTH: plain(model, token_loss, everything),
         "scores, exact_grad=True": observed(model, token_loss, batch, val, exact_grad=True),
-        "scores, two targets": observed(model, token_loss, batch, None, targets={"a": val, "b": val}),
+        "scores, two targets": observed(
+            model, token_loss, batch, None, targets={"a": val, "b": val}
+        ),
     }
     report(race(others, rounds), BOTH)
     reuse = {
@@ -280,14 +302,18 @@ def language_model(rounds: int, size: dict[str, int]) -> None:
     }
     times = race(reuse, 2 * rounds)
     fresh, kept = times["scores"], times["scores, direction reused"]
-    times["scores, refresh_every=8"] = Times(*((a + 7 * b) / 8 for a, b in zip(fresh, kept, strict=True)))
+    times["scores, refresh_every=8"] = Times(
+        *((a + 7 * b) / 8 for a, b in zip(fresh, kept, strict=True))
+    )
     report(times, ALONE)
     gradient = sum(p.numel() * p.element_size() for p in model.parameters())
     model.zero_grad()
     held = {
         ALONE: peak(lambda: plain(model, token_loss, batch)),
         "scores": peak(lambda: observed(model, token_loss, batch, val)),
-        "scores, exact_grad=True": peak(lambda: observed(model, token_loss, batch, val, exact_grad=True)),
+        "scores, exact_grad=True": peak(
+            lambda: observed(model, token_loss, batch, val, exact_grad=True)
+        ),
     }
     for name, size_ in held.items():
         extra = f"  (+{(size_ - held[ALONE]) / gradient:5.2f} gradients)" if name != ALONE else ""
@@ -297,13 +323,19 @@ def language_model(rounds: int, size: dict[str, int]) -> None:
 def peers(rounds: int, size: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"], tied=False)
-    batch, val = split(tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"]), size["rows"])
-    print("\nper-sample gradients instead of scores, the same training rows (head not tied, for Opacus)")
+    batch, val = split(
+        tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"]), size["rows"]
+    )
+    print(
+        "\nper-sample gradients instead of scores, the same training rows (head not tied, for Opacus)"
+    )
     own = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"], tied=False)
     by_hooks = by_opacus(own, token_loss, batch)
     makers: dict[str, Callable[[], Step]] = {
         "plain": lambda: plain(model, token_loss, batch),
-        "scores, direction reused": lambda: observed(model, token_loss, batch, val, refresh_every=10**9),
+        "scores, direction reused": lambda: observed(
+            model, token_loss, batch, val, refresh_every=10**9
+        ),
         "vmap(grad)": lambda: by_vmap(model, token_loss, batch),
         "Opacus": lambda: by_hooks,
     }
@@ -311,42 +343,68 @@ def peers(rounds: int, size: dict[str, int]) -> None:
     for name, seconds in best.items():
         model.zero_grad()
         memory = peak(makers[name]) / 1e6
-        print(f"  {name:36s} {seconds * 1e3:9.1f} ms  {seconds / best['plain']:6.3f}x  {memory:9.1f} MB")
+        print(
+            f"  {name:36s} {seconds * 1e3:9.1f} ms  {seconds / best['plain']:6.3f}x  {memory:9.1f} MB"
+        )
 
 
 def routes(rounds: int, quick: bool) -> None:
-    print("\nroutes: the step without the target's pass, against plain training on the training rows")
+    print(
+        "\nroutes: the step without the target's pass, against plain training on the training rows"
+    )
     width = 128 if quick else 512
     for length in (1, 16, 64, 256):
         torch.manual_seed(0)
         rows, val_rows = (64, 4) if length == 1 else (8, 1)
         if length == 1:
-            model: nn.Module = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())])
-            everything = torch.randn(rows + val_rows, width), torch.randint(0, width, (rows + val_rows,))
+            model: nn.Module = nn.Sequential(
+                *[m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())]
+            )
+            everything = (
+                torch.randn(rows + val_rows, width),
+                torch.randint(0, width, (rows + val_rows,)),
+            )
             loss_fn: Callable[..., Tensor] = class_loss
         else:
             model, loss_fn = GPT(256, length, width, 2, tied=False), token_loss
             everything = tokens(rows + val_rows, length, 256)
         batch, val = split(everything, rows)
         options: list[str | None] = ["materialise", "project", "gram", None]
-        arms = {f"{r}": observed(model, loss_fn, batch, val, refresh_every=10**9, route=r) for r in options}
+        arms = {
+            f"{r}": observed(model, loss_fn, batch, val, refresh_every=10**9, route=r)
+            for r in options
+        }
         best = best_times({"plain": plain(model, loss_fn, batch), **arms}, rounds)
         target = val_rows * length
         small = target * 2 * width < width * width
         pick = choose(length, width, width, 1, target if small else None)
-        times = "  ".join(f"{r} {best[r] / best['plain']:.2f}x" for r in ("materialise", "project", "gram"))
+        times = "  ".join(
+            f"{r} {best[r] / best['plain']:.2f}x" for r in ("materialise", "project", "gram")
+        )
         fastest = min(("materialise", "project", "gram"), key=lambda r: best[r])
-        note = "" if small else " (gram not kept: the target is too large, that arm falls to the rule)"
-        print(f"  T={length:3d}  {times}  | the rule: {best['None'] / best['plain']:.2f}x, {pick}; fastest: {fastest}{note}")
+        note = (
+            "" if small else " (gram not kept: the target is too large, that arm falls to the rule)"
+        )
+        print(
+            f"  T={length:3d}  {times}  | the rule: {best['None'] / best['plain']:.2f}x, {pick}; fastest: {fastest}{note}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--width", type=int, default=384, help="of the language model")
-    parser.add_argument("--quick", action="store_true", help="a small model and few rounds: shows that everything runs")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small model and few rounds: shows that everything runs",
+    )
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well"
+    )
     parser.add_argument("--only", choices=["scores", "peers", "routes"])
     options = parser.parse_args()
     global clock
@@ -354,9 +412,23 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_memory()
     warnings.simplefilter("ignore")
-    size = {"rows": 8, "validation": 2, "length": 256, "width": options.width, "blocks": 4, "vocabulary": 1024}
+    size = {
+        "rows": 8,
+        "validation": 2,
+        "length": 256,
+        "width": options.width,
+        "blocks": 4,
+        "vocabulary": 1024,
+    }
     if options.quick:
-        size = {"rows": 4, "validation": 1, "length": 64, "width": 64, "blocks": 2, "vocabulary": 256}
+        size = {
+            "rows": 4,
+            "validation": 1,
+            "length": 64,
+            "width": 64,
+            "blocks": 2,
+            "vocabulary": 256,
+        }
     rounds = 2 if options.quick else options.rounds
     if options.only in {None, "scores"}:
         language_model(rounds, size)

@@ -1,4 +1,5 @@
-"""What the scores are worth: do they find corrupted samples, know a target's own domain, and save training steps?
+"""What the scores are worth: do they find corrupted samples, know a target's own domain, and save
+training steps?
 
 A small GPT learns the bytes of Python's standard library, six of its packages as domains. A tenth of the training samples is
 corrupted: their bytes are shuffled. Every sample is scored each time it is seen, about 13 times, and the scores are added up as
@@ -9,11 +10,12 @@ corrupted: their bytes are shuffled. Every sample is scored each time it is seen
     how many fewer steps a run without the worst-scored samples needs to the held-out loss that all samples reach
     the honesty of both kinds of scores: the correlation of predicted and measured changes of the target's loss
 
-No step of the scoring knows which samples are corrupted. But this setting was chosen once by looking at the AUC with seed 0, as
-the best affordable of three: samples of 128 bytes rather than 64 (0.89 plain, 0.92 Adam-aware), the learning rate,
-how often the targets (96 rows, 48 of one domain) are refreshed, the normalisation among six, the tenth that is left out. Other
-seeds are the fair test. What counts as worst needs no choice: the samples with a score below 0. The steps saved are those to a
-loss on held-out rows, of the corpus's test split, which nothing was scored against.
+No step of the scoring knows which samples are corrupted. But this setting was chosen once by
+looking at the AUC with seed 0, as the best affordable of three: samples of 128 bytes rather than 64
+(0.89 plain, 0.92 Adam-aware), the learning rate, how often the targets (96 rows, 48 of one domain)
+are refreshed, the normalisation among six, the tenth that is left out. Other seeds are the fair
+test. What counts as worst needs no choice: the samples with a score below 0. The steps saved are
+those to a loss on held-out rows, of the corpus's test split, which nothing was scored against.
 
     python benchmarks/influence_quality.py [--steps 480] [--seed 0] [--quick]
 """
@@ -21,7 +23,9 @@ loss on held-out rows, of the corpus's test split, which nothing was scored agai
 import os
 import sys
 
-sys.path.sort(key=lambda place: place == os.path.dirname(__file__))  # last: its statistics.py must not hide the standard one
+sys.path.sort(
+    key=lambda place: place == os.path.dirname(__file__)
+)  # last: its statistics.py must not hide the standard one
 
 import argparse
 import time
@@ -95,7 +99,13 @@ def data(seed: int, per_domain: int) -> Data:
     everywhere = np.concatenate([windows("val", domain, 16) for domain in DOMAINS])
     targets = {"all": torch.from_numpy(everywhere), OWN: torch.from_numpy(windows("val", OWN, 48))}
     held_out = torch.from_numpy(np.concatenate([windows("test", domain, 16) for domain in DOMAINS]))
-    return Data(torch.from_numpy(samples), list(np.repeat(DOMAINS, per_domain)), corrupted, targets, held_out)
+    return Data(
+        torch.from_numpy(samples),
+        list(np.repeat(DOMAINS, per_domain)),
+        corrupted,
+        targets,
+        held_out,
+    )
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
@@ -110,17 +120,25 @@ def train(setting: Setting) -> Outcome:
     model = GPT(GPTConfig(block_size=LENGTH, width=64, heads=4, layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
     with TemporaryDirectory() as folder:
-        engine = None if setting.scores is None else scorer(model, optimizer, given, setting.scores, Path(folder))
+        engine = (
+            None
+            if setting.scores is None
+            else scorer(model, optimizer, given, setting.scores, Path(folder))
+        )
         curve = loop(model, optimizer, given, setting, engine)
         if engine is None:
             return Outcome(curve, time.perf_counter() - started)
         engine.close()
         table, _ = all_scores(Path(folder))
         found = {name: influence(table, name) for name in given.targets}
-        return Outcome(curve, time.perf_counter() - started, found, engine.honesty()["all"].correlation)
+        return Outcome(
+            curve, time.perf_counter() - started, found, engine.honesty()["all"].correlation
+        )
 
 
-def scorer(model: nn.Module, optimizer: torch.optim.Optimizer, given: Data, kind: str, folder: Path) -> GhostEngine:
+def scorer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Data, kind: str, folder: Path
+) -> GhostEngine:
     return GhostEngine(
         model,
         loss_of,
@@ -134,7 +152,11 @@ def scorer(model: nn.Module, optimizer: torch.optim.Optimizer, given: Data, kind
 
 
 def loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, given: Data, setting: Setting, engine: GhostEngine | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: Data,
+    setting: Setting,
+    engine: GhostEngine | None,
 ) -> list[tuple[int, float]]:
     """Train for a number of steps on shuffled epochs; returns the held-out loss as it went."""
     kept = np.array([row for row in range(len(given.samples)) if row not in setting.left_out])
@@ -148,7 +170,9 @@ def loop(
         if engine is None:
             loss_of(model, batch).backward()
         else:
-            with engine.observe(sample_ids=chosen.tolist(), domains=[given.domains[row] for row in chosen]):
+            with engine.observe(
+                sample_ids=chosen.tolist(), domains=[given.domains[row] for row in chosen]
+            ):
                 loss_of(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -163,11 +187,15 @@ def auc(found: Influence, corrupted: npt.NDArray[np.bool_]) -> float:
     """The chance that a random corrupted sample scores lower than a random clean one."""
     bad = corrupted[found.sample_ids.astype(int)]
     low, high = found.scores[bad], found.scores[~bad]
-    return float((low[:, None] < high[None, :]).mean() + 0.5 * (low[:, None] == high[None, :]).mean())
+    return float(
+        (low[:, None] < high[None, :]).mean() + 0.5 * (low[:, None] == high[None, :]).mean()
+    )
 
 
 def own_domain(found: Influence) -> str:
-    """Where the target's own domain stands, the share of its samples among the best tenth, and the scores of all domains."""
+    """Where the target's own domain stands, the share of its samples among the best tenth, and the
+    scores of all domains.
+    """
     names = [domain.name for domain in found.domains]
     best = found.sample_domains[-len(found.scores) // 10 :]
     scores = ", ".join(f"{domain.name} {domain.score:+.2f}" for domain in found.domains)
@@ -182,31 +210,57 @@ def first_below(run: Outcome, goal: float) -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--per-domain", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="few steps: shows that everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps: shows that everything runs"
+    )
     options = parser.parse_args()
     steps, per_domain = (20, 40) if options.quick else (options.steps, options.per_domain)
     started, corrupted = time.perf_counter(), data(options.seed, per_domain).corrupted
-    print(f"{len(corrupted)} samples of {LENGTH} bytes, {corrupted.sum()} corrupted; {steps} steps of {BATCH}")
+    print(
+        f"{len(corrupted)} samples of {LENGTH} bytes, {corrupted.sum()} corrupted; {steps} steps of {BATCH}"
+    )
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        scored = list(pool.map(train, [Setting(options.seed, steps, per_domain, kind) for kind in ("plain", "adam")]))
-        below = [run.by_target["all"].sample_ids[run.by_target["all"].scores < 0].astype(int) for run in scored]
-        again = pool.map(train, [Setting(options.seed, steps, per_domain, None, frozenset(rows.tolist())) for rows in below])
+        scored = list(
+            pool.map(
+                train,
+                [Setting(options.seed, steps, per_domain, kind) for kind in ("plain", "adam")],
+            )
+        )
+        below = [
+            run.by_target["all"].sample_ids[run.by_target["all"].scores < 0].astype(int)
+            for run in scored
+        ]
+        again = pool.map(
+            train,
+            [
+                Setting(options.seed, steps, per_domain, None, frozenset(rows.tolist()))
+                for rows in below
+            ],
+        )
         cleaned = list(again)
     goal, until = min((loss, step) for step, loss in scored[0].curve)
-    for kind, run, rows, better in zip(("plain", "Adam-aware"), scored, below, cleaned, strict=True):
+    for kind, run, rows, better in zip(
+        ("plain", "Adam-aware"), scored, below, cleaned, strict=True
+    ):
         sooner = first_below(better, goal)
         print(f"\n{kind} scores")
         print(f"  AUC of finding the corrupted samples: {auc(run.by_target['all'], corrupted):.3f}")
         print(f"  samples below 0: {len(rows)}, {corrupted[rows].sum()} of them corrupted")
         print(f"  samples of the target's own domain, {OWN}: {own_domain(run.by_target[OWN])}")
-        saved = "never" if sooner is None else f"after {sooner} steps ({1 - sooner / until:.0%} fewer)"
+        saved = (
+            "never" if sooner is None else f"after {sooner} steps ({1 - sooner / until:.0%} fewer)"
+        )
         print(f"  held-out loss {goal:.3f}: after {until} steps with all samples,")
         print(f"    {saved} without those below 0")
-        print(f"  held-out loss after {steps} steps: {run.curve[-1][1]:.3f} with all, {better.curve[-1][1]:.3f} without those")
+        print(
+            f"  held-out loss after {steps} steps: {run.curve[-1][1]:.3f} with all, {better.curve[-1][1]:.3f} without those"
+        )
         print(f"  honesty: predicted and measured changes of the loss correlate {run.honesty:+.3f}")
     print(f"\n{time.perf_counter() - started:.0f} s in all, two processes of one thread")
 

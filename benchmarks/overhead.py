@@ -1,14 +1,18 @@
-"""What leaving Gradsight on costs: training steps with and without it, side by side, beside other tools.
+"""What leaving Gradsight on costs: training steps with and without it, side by side, beside other
+tools.
 
-Every arm is a process of its own with the same model and data. They take turns, a few steps at a time; the mean of each arm's
-faster half counts, as a ratio to plain training. The A/A ratio (plain training against itself) says how far to trust the rest.
+Every arm is a process of its own with the same model and data. They take turns, a few steps at a
+time; the mean of each arm's faster half counts, as a ratio to plain training. The A/A ratio (plain
+training against itself) says how far to trust the rest.
 
     python benchmarks/overhead.py [--pairs 60] [--arms gradsight,wandb,...]
 """
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+sys.path.append(
+    sys.path.pop(0)
+)  # this folder last: its statistics.py must not hide the standard library's
 
 import argparse
 import json
@@ -34,7 +38,9 @@ ARMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--arm", help=argparse.SUPPRESS)
@@ -44,7 +50,9 @@ def main() -> None:
         serve(options.arm, options.model)
         return
     arms = options.arms.split(",")
-    compare("GPT, 10.8M parameters, 50 tensors, 4 x 128 tokens", "gpt", arms, options.pairs, steps=1)
+    compare(
+        "GPT, 10.8M parameters, 50 tensors, 4 x 128 tokens", "gpt", arms, options.pairs, steps=1
+    )
     compare("tiny MLP, 6 tensors, a step below 2 ms", "mlp", arms, options.pairs, steps=300)
 
 
@@ -76,7 +84,9 @@ class Arm:
     def __init__(self, arm: str, model: str) -> None:
         command = [sys.executable, __file__, "--arm", arm, "--model", model]
         environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def run(self, steps: int) -> float:
         assert self._process.stdin is not None
@@ -112,7 +122,9 @@ def gpt_step(arm: str, folder: Path) -> Callable[[], None]:
     model = GPT(GPTConfig(block_size=128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, 256, (4, 129))
-    return with_tool(arm, folder, model, optimizer, lambda: next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]))
+    return with_tool(
+        arm, folder, model, optimizer, lambda: next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+    )
 
 
 def mlp_step(arm: str, folder: Path) -> Callable[[], None]:
@@ -120,20 +132,28 @@ def mlp_step(arm: str, folder: Path) -> Callable[[], None]:
     from torch import nn
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     x, y = torch.randn(256, 64), torch.randint(0, 10, (256,))
-    return with_tool(arm, folder, model, optimizer, lambda: nn.functional.cross_entropy(model(x), y))
+    return with_tool(
+        arm, folder, model, optimizer, lambda: nn.functional.cross_entropy(model(x), y)
+    )
 
 
-def with_tool(arm: str, folder: Path, model: Any, optimizer: Any, loss_of: Callable[[], Any]) -> Callable[[], None]:
+def with_tool(
+    arm: str, folder: Path, model: Any, optimizer: Any, loss_of: Callable[[], Any]
+) -> Callable[[], None]:
     """One training step with one tool looking on."""
     look: Callable[[], object] = lambda: None  # noqa: E731
     if arm in ("gradsight", "unjudged", "unrecorded", "batch"):
         import gradsight
 
         recorder = {"unrecorded": False, "batch": "batch"}.get(arm, True)
-        gradsight.watch(model, optimizer, run_dir=folder / "run", health=arm != "unjudged", recorder=recorder)
+        gradsight.watch(
+            model, optimizer, run_dir=folder / "run", health=arm != "unjudged", recorder=recorder
+        )
     elif arm == "wandb":
         import wandb
 
@@ -145,7 +165,9 @@ def with_tool(arm: str, folder: Path, model: Any, optimizer: Any, loss_of: Calla
 
         look = lambda: grad_norm(model, 2)  # noqa: E731
     elif arm == "loop":
-        look = lambda: [(p.grad.norm(2).item(), bool(p.grad.isnan().any())) for p in model.parameters()]  # noqa: E731
+
+        def look():
+            return [(p.grad.norm(2).item(), bool(p.grad.isnan().any())) for p in model.parameters()]
 
     def step() -> None:
         loss_of().backward()

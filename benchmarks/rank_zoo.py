@@ -1,11 +1,14 @@
-"""Planted faults of one rank, and healthy runs, on real processes: two gloo ranks under DistributedDataParallel.
+"""Planted faults of one rank, and healthy runs, on real processes: two gloo ranks under
+DistributedDataParallel.
 
 faults.py calls this file through torchrun; rank 0 prints one line of JSON per run.
 """
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # this folder last: its statistics.py must not hide the standard library's
+sys.path.append(
+    sys.path.pop(0)
+)  # this folder last: its statistics.py must not hide the standard library's
 
 import json
 import os
@@ -20,17 +23,32 @@ import zoo
 from torch import Tensor, nn
 
 RIGHT = {"rank-local corruption": ["GS503"], "NaN on one rank": ["GS503"], "two ranks": []}
-KINDS = {"rank-local corruption": "mlp cnn rnn gpt", "NaN on one rank": "mlp cnn rnn gpt", "two ranks": "mlp cnn rnn gpt"}
+KINDS = {
+    "rank-local corruption": "mlp cnn rnn gpt",
+    "NaN on one rank": "mlp cnn rnn gpt",
+    "two ranks": "mlp cnn rnn gpt",
+}
 BROKEN, FROM = 1, 60
 
 
 def launch(seeds: int, only: str) -> Iterator[dict[str, Any]]:
-    """Every run whose name contains `only`: its name, kind, codes and first steps of the findings, losses."""
+    """Every run whose name contains `only`: its name, kind, codes and first steps of the findings,
+    losses.
+    """
     names = [name for name in RIGHT if only in name]
     if not names:
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
-    done = subprocess.run([*command, __file__, str(seeds), *names], stdout=subprocess.PIPE, text=True, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc_per_node=2",
+    ]
+    done = subprocess.run(
+        [*command, __file__, str(seeds), *names], stdout=subprocess.PIPE, text=True, check=True
+    )
     yield from (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
 
 
@@ -71,8 +89,15 @@ def main() -> None:
                 one = plan(name, kind, seed)
                 report = one.run()
                 if dist.get_rank() == 0:
-                    findings = [(each.code, each.first_step, each.evidence) for each in report.findings]
-                    print(json.dumps({"name": name, "kind": kind, "findings": findings, "losses": one.losses}), flush=True)
+                    findings = [
+                        (each.code, each.first_step, each.evidence) for each in report.findings
+                    ]
+                    print(
+                        json.dumps(
+                            {"name": name, "kind": kind, "findings": findings, "losses": one.losses}
+                        ),
+                        flush=True,
+                    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""How fast the gradients of a 124M-parameter model are measured, against reading the same memory once.
+"""How fast the gradients of a 124M-parameter model are measured, against reading the same memory
+once.
 
 Everything runs in turn on the same gradients, and the best of several turns counts.
 
@@ -21,7 +22,14 @@ def gradients() -> list[Tensor]:
     width, shapes = 768, [(50257, 768), (1024, 768)]
     for _ in range(12):
         shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
-        shapes += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+        shapes += [
+            (width,),
+            (width,),
+            (width, 4 * width),
+            (4 * width,),
+            (4 * width, width),
+            (width,),
+        ]
     shapes += [(width,), (width,)]
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
@@ -37,7 +45,9 @@ def loop(grads: list[Tensor]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=9)
     turns = parser.parse_args().turns
     grads = gradients()
@@ -56,14 +66,18 @@ def main() -> None:
             way()
             best[name] = min(best[name], time.perf_counter() - started)
     read, stats, slow, picture, histc = (best[name] for name in list(ways)[:2] + list(ways)[3:])
-    print(f"{sum(g.numel() for g in grads) / 1e6:.1f}M entries in {len(grads)} tensors, best of {turns}")
+    print(
+        f"{sum(g.numel() for g in grads) / 1e6:.1f}M entries in {len(grads)} tensors, best of {turns}"
+    )
     for name, seconds in best.items():
         print(f"  {seconds * 1e3:8.1f} ms  {name}")
     print(f"statistics / one read-only pass:     {stats / read:6.2f}x   (at most 3)")
     print(f"loop / statistics:                   {slow / stats:6.1f}x   (at least 15)")
     print(f"torch.histc of each / histograms:    {histc / picture:6.1f}x   (at least 10)")
     exact, fast = exact_norms(grads), NormsLook(grads).read()
-    print(f"largest relative difference to a loop in float64: {abs(fast.l2 / exact.l2 - 1).max():.1e}")
+    print(
+        f"largest relative difference to a loop in float64: {abs(fast.l2 / exact.l2 - 1).max():.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Small training runs with one planted fault each, and ordinary healthy ones, on an MLP, a CNN, an RNN and a GPT."""
+"""Small training runs with one planted fault each, and ordinary healthy ones, on an MLP, a CNN, an
+RNN and a GPT.
+"""
 
 import copy
 import math
@@ -21,7 +23,9 @@ class Recurrent(nn.Module):
     def __init__(self, kind: str = "lstm") -> None:
         super().__init__()
         self.cell = (
-            nn.LSTM(8, WIDTH, batch_first=True) if kind == "lstm" else nn.RNN(8, WIDTH, batch_first=True, nonlinearity="relu")
+            nn.LSTM(8, WIDTH, batch_first=True)
+            if kind == "lstm"
+            else nn.RNN(8, WIDTH, batch_first=True, nonlinearity="relu")
         )
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -32,9 +36,14 @@ class Recurrent(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.before, self.attention = (
+            nn.LayerNorm(WIDTH),
+            nn.MultiheadAttention(WIDTH, 4, batch_first=True),
+        )
         self.between = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
@@ -65,10 +74,16 @@ def mlp(activation: Callable[[], nn.Module] = nn.ReLU, depth: int = 3) -> nn.Mod
     return nn.Sequential(nn.Linear(20, WIDTH), activation(), *hidden, nn.Linear(WIDTH, CLASSES))
 
 
-def cnn(activation: Callable[[], nn.Module] = nn.ReLU, depth: int = 3, norm: bool = True) -> nn.Module:
+def cnn(
+    activation: Callable[[], nn.Module] = nn.ReLU, depth: int = 3, norm: bool = True
+) -> nn.Module:
     layers: list[nn.Module] = []
     for index in range(depth):
-        layers += [nn.Conv2d(1 if index == 0 else 8, 8, 3, padding=1), *([nn.BatchNorm2d(8)] if norm else []), activation()]
+        layers += [
+            nn.Conv2d(1 if index == 0 else 8, 8, 3, padding=1),
+            *([nn.BatchNorm2d(8)] if norm else []),
+            activation(),
+        ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES))
 
 
@@ -103,7 +118,9 @@ class Plan:
     prepare: Callable[[nn.Module], None] = lambda model: None
     parameters: Callable[[nn.Module], Any] = lambda model: model.parameters()
     corrupt: Callable[[int, Batch], Batch] = lambda step, batch: batch
-    loss: Callable[[nn.Module, Batch, int], Tensor] = lambda model, batch, step: F.cross_entropy(model(batch[0]), batch[1])
+    loss: Callable[[nn.Module, Batch, int], Tensor] = lambda model, batch, step: F.cross_entropy(
+        model(batch[0]), batch[1]
+    )
     clip: float | None = None
     clear: bool = True
     micro: int = 1
@@ -123,7 +140,9 @@ class Plan:
         model = (self.model or MODELS[self.kind])()
         self.prepare(model)
         optimizer = self.optimizer(self.parameters(model), lr=self.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule) if self.schedule else None
+        schedule = (
+            torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule) if self.schedule else None
+        )
         scaler = torch.amp.GradScaler("cpu", init_scale=self.scaler) if self.scaler else None
         source = (self.batches or Plan.draw)(self, generator)
         with gradsight.watch(model, optimizer) as watched:
@@ -160,7 +179,11 @@ def scaled(factor: float) -> Callable[[nn.Module], None]:
 
 def negative_biases(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None and len(module.bias) != CLASSES:
+        if (
+            isinstance(module, (nn.Linear, nn.Conv2d))
+            and module.bias is not None
+            and len(module.bias) != CLASSES
+        ):
             nn.init.constant_(module.bias, -8.0)
 
 
@@ -176,7 +199,10 @@ def log_of_zero(model: nn.Module, batch: Batch, step: int) -> Tensor:
 
 def overflowing(model: nn.Module, batch: Batch, step: int) -> Tensor:
     out = model(batch[0])
-    return F.cross_entropy(out, batch[1]) + (out * (5000.0 if step >= 20 else 0.01)).exp().mean() * 1e-3
+    return (
+        F.cross_entropy(out, batch[1])
+        + (out * (5000.0 if step >= 20 else 0.01)).exp().mean() * 1e-3
+    )
 
 
 def half_precision(model: nn.Module, batch: Batch, step: int) -> Tensor:
@@ -254,7 +280,9 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         name: str, kinds: str, codes: set[str], **changes: Any
     ) -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         for kind in kinds.split():
-            given = {key: value(kind) if key == "model" else value for key, value in changes.items()}
+            given = {
+                key: value(kind) if key == "model" else value for key, value in changes.items()
+            }
             yield name, kind, codes, lambda seed, kind=kind, given=given: Plan(kind, seed, **given)
 
     every, floats = "mlp cnn rnn gpt", "mlp cnn rnn"
@@ -266,13 +294,19 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         lr=30.0,
         optimizer=torch.optim.SGD,
     )
-    yield from plans("initialisation too large", "mlp rnn gpt", {"GS108", *BIG}, prepare=scaled(30.0))
-    yield from plans("initialisation of zeros", "mlp gpt", {"GS107", "GS106", "GS301"}, prepare=all_zero)
+    yield from plans(
+        "initialisation too large", "mlp rnn gpt", {"GS108", *BIG}, prepare=scaled(30.0)
+    )
+    yield from plans(
+        "initialisation of zeros", "mlp gpt", {"GS107", "GS106", "GS301"}, prepare=all_zero
+    )
     yield from plans(
         "sigmoid stack",
         "mlp cnn",
         {"GS204", "GS105"},
-        model=lambda kind: lambda: mlp(nn.Sigmoid, 10) if kind == "mlp" else cnn(nn.Sigmoid, 10, norm=False),
+        model=lambda kind: (
+            lambda: mlp(nn.Sigmoid, 10) if kind == "mlp" else cnn(nn.Sigmoid, 10, norm=False)
+        ),
     )
     yield from plans(
         "dead ReLU",
@@ -302,7 +336,14 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         model=lambda kind: (lambda: cnn(norm=False)) if kind == "cnn" else MODELS[kind],
     )
     yield from plans("outlier in the loss", every, {"GS201"}, loss=outlier)
-    yield from plans("exploding RNN", "rnn", BIG, model=lambda kind: exploding_rnn, optimizer=torch.optim.SGD, lr=1e-2)
+    yield from plans(
+        "exploding RNN",
+        "rnn",
+        BIG,
+        model=lambda kind: exploding_rnn,
+        optimizer=torch.optim.SGD,
+        lr=1e-2,
+    )
     yield from plans("NaN label", every, BROKEN, loss=nan_target)
     yield from plans("zero_grad forgotten", every, {"GS305"}, clear=False)
     yield from plans("data stuck", every, {"GS502"}, batches=same_again)
@@ -315,7 +356,9 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         model=lambda kind: (lambda: cnn(norm=False)) if kind == "cnn" else MODELS[kind],
     )
     yield from plans("sum instead of mean", "mlp rnn", BIG, loss=summed)
-    yield from plans("learning rate of nothing", every, {"GS402", "GS304"}, lr=1e-11, optimizer=torch.optim.SGD)
+    yield from plans(
+        "learning rate of nothing", every, {"GS402", "GS304"}, lr=1e-11, optimizer=torch.optim.SGD
+    )
     yield from plans("clipped to nothing", every, {"GS405"}, clip=1e-3)
     yield from plans(
         "loss scale collapses",
@@ -332,7 +375,10 @@ class LowRank(nn.Module):
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
-        self.down, self.up = nn.Linear(inner.in_features, 4, bias=False), nn.Linear(4, inner.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(inner.in_features, 4, bias=False),
+            nn.Linear(4, inner.out_features, bias=False),
+        )
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -399,7 +445,9 @@ def adversaries(kind: str, seed: int) -> list[HealthReport]:
     torch.manual_seed(seed)
     maker = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
     critic = nn.Sequential(nn.Linear(2, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1))
-    first, second = (torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.9)) for net in (maker, critic))
+    first, second = (
+        torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.9)) for net in (maker, critic)
+    )
     with gradsight.watch(maker, first) as one, gradsight.watch(critic, second) as two:
         for _ in range(150):
             real, fake = torch.randn(64, 2) * 0.3 + 1, maker(torch.randn(64, 4))
@@ -434,11 +482,21 @@ def healthy() -> Iterator[tuple[str, str, Callable[[int], Plan]]]:
             if (name, kind) in (("bf16 autocast", "rnn"), ("regression", "gpt")):
                 continue  # no such kernel on the CPU; and a language model is no regression
             yield name, kind, lambda seed, kind=kind, changes=changes: Plan(kind, seed, **changes)
-        yield "fine-tuning a loaded model", kind, lambda seed, kind=kind: Plan(kind, seed, lr=3e-4, model=lambda: trained(kind))
+        yield (
+            "fine-tuning a loaded model",
+            kind,
+            lambda seed, kind=kind: Plan(kind, seed, lr=3e-4, model=lambda: trained(kind)),
+        )
         yield (
             "fine-tuning with a new head",
             kind,
             lambda seed, kind=kind: Plan(kind, seed, lr=5e-4, model=lambda: with_new_head(kind)),
         )
         if kind in ("mlp", "gpt"):
-            yield "LoRA", kind, lambda seed, kind=kind: Plan(kind, seed, model=lambda: adapted(kind), parameters=learning)
+            yield (
+                "LoRA",
+                kind,
+                lambda seed, kind=kind: Plan(
+                    kind, seed, model=lambda: adapted(kind), parameters=learning
+                ),
+            )

@@ -20,13 +20,19 @@ from gradsight.train.samples import Order, open_samples
 def main(run_dir: Path) -> None:
     run, planned = open_run(run_dir), Demonstration()
     order = Order(np.ones(len(open_samples(run.config["settings"]))), seed=0)
-    poisoned = order.take(planned.poisoned_step * planned.batch_size, planned.batch_size)[planned.poisoned_row]
+    poisoned = order.take(planned.poisoned_step * planned.batch_size, planned.batch_size)[
+        planned.poisoned_row
+    ]
     _, lines = outline(run, summarize(run), Texts(run_dir), planned, poisoned, colour=True)
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(Text.from_ansi("\n".join(["$ gradsight demo", "", *lines])), soft_wrap=True)
     drawn = console.export_svg(title="gradsight demo", unique_id="demo")
-    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # fonts from elsewhere: a picture needs no network
-    (Path(__file__).parent / "demo.svg").write_text(re.sub(r"<!--.*?-->\s*", "", drawn), encoding="utf-8")
+    drawn = re.sub(
+        r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL
+    )  # fonts from elsewhere: a picture needs no network
+    (Path(__file__).parent / "demo.svg").write_text(
+        re.sub(r"<!--.*?-->\s*", "", drawn), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # the tables of loops and models are imported by name
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # the tables of loops and models are imported by name
 
 
 @pytest.fixture(autouse=True)

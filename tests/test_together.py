@@ -32,7 +32,13 @@ def train(run_dir: Path, everything: bool) -> list[Tensor]:
         gradsight.apply_checkpointing(model, "full")
         dumper = gradsight.GradientDumper(run_dir, step_interval=3)
         engine = gradsight.GhostEngine(
-            model, loss_of, target, optimizer=optimizer, exact_grad=True, run_dir=run_dir, save_interval=2
+            model,
+            loss_of,
+            target,
+            optimizer=optimizer,
+            exact_grad=True,
+            run_dir=run_dir,
+            save_interval=2,
         )
     with gradsight.watch(model, optimizer, run_dir=run_dir, dump=dumper) as watched:
         for _ in range(STEPS):
@@ -63,15 +69,21 @@ def test_a_watch_is_a_tracker_too(tmp_path: Path) -> None:
         watched.step()
     run = gradsight.open_run(tmp_path)
     assert {scalar.name: scalar.value for scalar in run.memory()} == monitored
-    assert {scalar.name: scalar.value for scalar in run.scalars()}["gradients/weight/norm"] == norms["weight"]
+    assert {scalar.name: scalar.value for scalar in run.scalars()}[
+        "gradients/weight/norm"
+    ] == norms["weight"]
 
 
 def test_all_instruments_at_once(tmp_path: Path) -> None:
     together, alone = train(tmp_path / "all", True), train(tmp_path / "plain", False)
-    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)), "the instruments changed training"
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)), (
+        "the instruments changed training"
+    )
     ours, plain = gradsight.open_run(tmp_path / "all"), gradsight.open_run(tmp_path / "plain")
     assert [step.total_norm for step in ours.steps()] == [step.total_norm for step in plain.steps()]
-    assert [step.clip_coef for step in ours.steps()] == pytest.approx([step.clip_coef for step in plain.steps()])
+    assert [step.clip_coef for step in ours.steps()] == pytest.approx(
+        [step.clip_coef for step in plain.steps()]
+    )
     assert [(stat.parameter, stat.l2) for stat in ours.parameter_stats()] == [
         (stat.parameter, stat.l2) for stat in plain.parameter_stats()
     ]
@@ -79,7 +91,9 @@ def test_all_instruments_at_once(tmp_path: Path) -> None:
     assert len(scores) == STEPS * 5
     assert {score.step for score in scores} == set(range(STEPS))
     clipped = {step.step: step.clip_coef for step in ours.steps()}
-    assert [score.clip_coef for score in scores] == pytest.approx([clipped[score.step] for score in scores], rel=1e-3)
+    assert [score.clip_coef for score in scores] == pytest.approx(
+        [clipped[score.step] for score in scores], rel=1e-3
+    )
     assert ours.to_arrow("scores").num_rows == len(scores)
     stats = {(stat.step, stat.parameter): stat.l2 for stat in ours.parameter_stats()}
     for step in (0, 3):
@@ -91,7 +105,9 @@ def test_all_instruments_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refresh_every", [1, 3])
 def test_the_recorder_names_samples_beside_the_engine(tmp_path: Path, refresh_every: int) -> None:
-    """The engine's own passes over its target are no part of the step that the flight recorder diagnoses."""
+    """The engine's own passes over its target are no part of the step that the flight recorder
+    diagnoses.
+    """
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -101,10 +117,15 @@ def test_the_recorder_names_samples_beside_the_engine(tmp_path: Path, refresh_ev
         return (nn.functional.cross_entropy(model(rows[0]), rows[1], reduction="none")).mean()
 
     target = torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
-    engine = gradsight.GhostEngine(model, loss_fn, target, optimizer=optimizer, refresh_every=refresh_every)
+    engine = gradsight.GhostEngine(
+        model, loss_fn, target, optimizer=optimizer, refresh_every=refresh_every
+    )
     with gradsight.watch(model, optimizer, run_dir=tmp_path) as watched:
         for step in range(31):
-            rows = torch.randn(5, 4, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+            rows = (
+                torch.randn(5, 4, generator=generator),
+                torch.randint(0, 3, (5,), generator=generator),
+            )
             if step == 30:
                 rows[0][2] *= 1000.0
             ids = [f"sample {step}-{row}" for row in range(5)]

@@ -1,6 +1,7 @@
 """A small language model on several ranks that dumps its gradients every two steps.
 
-torchrun --nproc-per-node 2 examples/gradient_dumping/train.py --run_dir /tmp/gradient_dumping_example
+torchrun --nproc-per-node 2 examples/gradient_dumping/train.py --run_dir
+/tmp/gradient_dumping_example
 """
 
 import argparse
@@ -24,7 +25,8 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -48,8 +50,12 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     else:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    text = torch.randint(VOCABULARY, (64, LENGTH + 1), device=device)  # each rank would read its own part of real data
-    with GradientDumper(options.run_dir, step_interval=2, save_first_n=options.save_first_n) as dumper:
+    text = torch.randint(
+        VOCABULARY, (64, LENGTH + 1), device=device
+    )  # each rank would read its own part of real data
+    with GradientDumper(
+        options.run_dir, step_interval=2, save_first_n=options.save_first_n
+    ) as dumper:
         for step in range(options.steps):
             batch = text[torch.randint(len(text), (8,), device=device)]
             logits = model(batch[:, :-1])
@@ -65,10 +71,14 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     """Read the arguments and join the other ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, default=Path("/tmp/gradient_dumping_example"))
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--save_first_n", type=int, default=None, help="dump this many first rows of each gradient")
+    parser.add_argument(
+        "--save_first_n", type=int, default=None, help="dump this many first rows of each gradient"
+    )
     parser.add_argument("--parallel", choices=["fsdp", "ddp"], default="fsdp")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()

@@ -1,9 +1,11 @@
-"""What `gradsight influence RUN_DIR --export keep.txt` and `--export weights.csv` write, in a plain PyTorch data loader.
+"""What `gradsight influence RUN_DIR --export keep.txt` and `--export weights.csv` write, in a plain
+PyTorch data loader.
 
     loader = DataLoader(dataset, batch_size=32, sampler=kept("keep.txt"))
     loader = DataLoader(dataset, batch_size=32, sampler=weighted("weights.csv", len(dataset)))
 
-Sample ids are the numbers of the dataset's items, as they were given to `GhostEngine.observe(sample_ids=...)`.
+Sample ids are the numbers of the dataset's items, as they were given to
+`GhostEngine.observe(sample_ids=...)`.
 """
 
 import csv
@@ -18,7 +20,9 @@ def kept(file: str) -> SubsetRandomSampler:
 
 
 def weighted(file: str, samples: int) -> WeightedRandomSampler:
-    """As many draws per epoch as there are samples, each by its weight; samples that were never scored weigh 1."""
+    """As many draws per epoch as there are samples, each by its weight; samples that were never
+    scored weigh 1.
+    """
     weights = [1.0] * samples
     with open(file) as lines:
         for row in csv.DictReader(line for line in lines if not line.startswith("#")):

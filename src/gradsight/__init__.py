@@ -1,7 +1,8 @@
-"""Gradsight: what the gradients are doing, which samples push the model where, and what backward costs in memory.
+"""Gradsight: what the gradients are doing, which samples push the model where, and what backward
+costs in memory.
 
-The names below are the whole public surface. They are loaded when first used, so that importing the package imports neither
-torch nor numpy.
+The names below are the whole public surface. They are loaded when first used, so that importing the
+package imports neither torch nor numpy.
 """
 
 import sys
@@ -15,7 +16,7 @@ _FRONT_DOOR = {
     "GradsightError": "errors",
     "MemoryMonitor": "memory.monitor",
     "MetricsTracker": "store.tracker",
-    "Schedule": "values.records",
+    "Schedule": "values.steps",
     "apply_checkpointing": "memory.apply",
     "check_gradient_health": "health.instrument",
     "get_checkpoint_metadata": "dump.reader",
@@ -35,14 +36,18 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name not in _FRONT_DOOR:
-        raise AttributeError(f"module 'gradsight' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'gradsight' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(import_module(f"gradsight.{_FRONT_DOOR[name]}"), name)
     globals()[name] = value
     return value
 
 
 class _Package(ModuleType):
-    """Importing the module gradsight.watch must not put it in the place of the function of that name."""
+    """Importing the module gradsight.watch must not put it in the place of the function of that
+    name.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _FRONT_DOOR and isinstance(value, ModuleType)):

@@ -25,7 +25,9 @@ class MissingPackage(GradsightError, ImportError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}. Install it with: pip install 'gradsight[{extra}]'")
+        super().__init__(
+            f"{purpose} needs the package {package!r}. Install it with: pip install 'gradsight[{extra}]'"
+        )
 
 
 class GradsightWarning(UserWarning):

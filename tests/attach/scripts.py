@@ -1,4 +1,6 @@
-"""Training scripts that know nothing of Gradsight. `{extra}` stands in the loop, between backward and step."""
+"""Training scripts that know nothing of Gradsight. `{extra}` stands in the loop, between backward
+and step.
+"""
 
 PLAIN = """
 import argparse

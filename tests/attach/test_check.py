@@ -1,4 +1,6 @@
-"""gradsight check on scripts that know nothing of it: verdicts, exit codes, frameworks, launchers, ways to die."""
+"""gradsight check on scripts that know nothing of it: verdicts, exit codes, frameworks, launchers,
+ways to die.
+"""
 
 import json
 import os
@@ -20,10 +22,14 @@ def write(folder: Path, text: str, extra: str = "pass", name: str = "train.py") 
     return folder / name
 
 
-def check(*tokens: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def check(
+    *tokens: object, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradsight", "check", *map(str, tokens)]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=cwd, env=settings)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=180, cwd=cwd, env=settings
+    )
 
 
 def test_a_healthy_script_with_arguments_neighbours_and_workers(tmp_path: Path) -> None:
@@ -32,12 +38,20 @@ def test_a_healthy_script_with_arguments_neighbours_and_workers(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained with 0.1" in done.stdout
     assert "✅ healthy: no finding in 40 steps" in done.stdout
-    assert "SGD of classifier: made at train.py:19, steps at train.py:25, lr 0.1, no scheduler." in done.stdout
+    assert (
+        "SGD of classifier: made at train.py:19, steps at train.py:25, lr 0.1, no scheduler."
+        in done.stdout
+    )
     assert max(map(len, done.stdout.splitlines())) < 100
     assert "\033" not in done.stdout
     run = gradsight.open_run(tmp_path / "run")
     assert len(list(run.steps())) == 40
-    assert {stat.parameter for stat in run.parameter_stats()} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {stat.parameter for stat in run.parameter_stats()} == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
     assert "## The script" in (tmp_path / "run" / "report.md").read_text()
 
 
@@ -50,7 +64,9 @@ def test_a_fault_is_found_mended_and_gone(tmp_path: Path) -> None:
     assert [finding["code"] for finding in told["models"]["model"]["findings"]] == ["GS305"]
     patch = (tmp_path / "fix.diff").read_text()
     assert "+    optimizer.zero_grad()" in patch
-    subprocess.run(["patch", "-p1"], input=patch, text=True, cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        ["patch", "-p1"], input=patch, text=True, cwd=tmp_path, check=True, capture_output=True
+    )
     again = check("--steps", 15, "--json", script)
     assert again.returncode == 0, again.stdout
     assert json.loads(again.stdout)["models"]["model"]["steps"] == 15
@@ -63,7 +79,9 @@ def test_clipping_is_put_where_this_script_steps(tmp_path: Path) -> None:
     done = check("--patch", tmp_path / "fix.diff", script, "--lr", "1e-9")
     assert done.returncode == 2, done.stdout
     assert "GS102 exploding gradient" in done.stdout
-    subprocess.run(["patch", str(script), str(tmp_path / "fix.diff")], check=True, capture_output=True)
+    subprocess.run(
+        ["patch", str(script), str(tmp_path / "fix.diff")], check=True, capture_output=True
+    )
     assert "GS102" not in check(script, "--lr", "1e-9").stdout
 
 
@@ -77,7 +95,10 @@ def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFix
     done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.ADVERSARIES))
     assert done.returncode == 2, done.stderr
     models = json.loads(done.stdout)["models"]
-    assert {name: report["status"] for name, report in models.items()} == {"maker": "critical", "critic": "critical"}
+    assert {name: report["status"] for name, report in models.items()} == {
+        "maker": "critical",
+        "critic": "critical",
+    }
     first = {name: report["findings"][0]["first_step"] for name, report in models.items()}
     assert first["maker"] == 20
     assert (tmp_path / "run" / "critic" / "report.md").exists()
@@ -96,7 +117,9 @@ def test_frameworks(kind: str, model: str, tmp_path: Path) -> None:
     assert (told[model]["steps"], told[model]["status"]) == (20, "healthy")
 
 
-@pytest.mark.parametrize("launcher", [["--nproc_per_node", "2"], ["torchrun", "--standalone", "--nproc_per_node", "2"]])
+@pytest.mark.parametrize(
+    "launcher", [["--nproc_per_node", "2"], ["torchrun", "--standalone", "--nproc_per_node", "2"]]
+)
 def test_ranks(launcher: list[str], tmp_path: Path) -> None:
     script = write(tmp_path, scripts.RANKS)
     done = check("--steps", 12, "--run_dir", tmp_path / "run", *launcher, script)
@@ -108,8 +131,19 @@ def test_ranks(launcher: list[str], tmp_path: Path) -> None:
 
 def test_accelerate_launch_on_two_processes(tmp_path: Path) -> None:
     script = write(tmp_path, scripts.ACCELERATED)
-    # --multi_gpu is how accelerate starts several processes at all: with --cpu it starts one, whatever --num_processes says
-    launcher = ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
+    # --multi_gpu is how accelerate starts several processes at all: with --cpu it starts one,
+    # whatever --num_processes says
+    launcher = [
+        "accelerate",
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        2,
+        "--num_machines",
+        1,
+        "--mixed_precision",
+        "no",
+    ]
     launcher += ["--dynamo_backend", "no", "--main_process_port", 0]
     done = check("--json", "--run_dir", tmp_path / "run", *launcher, script, HF_HOME=str(tmp_path))
     assert done.returncode == 2, done.stdout + done.stderr
@@ -126,8 +160,12 @@ def test_a_script_that_forks(who: str, steps: list[int], tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)["models"]
     assert sorted(report["steps"] for report in told.values()) == steps
-    assert [step.step for step in gradsight.open_run(tmp_path / "run").steps()] == list(range(steps[-1]))
-    assert ("this process was forked from one that is being recorded" in done.stderr) == (who == "both")
+    assert [step.step for step in gradsight.open_run(tmp_path / "run").steps()] == list(
+        range(steps[-1])
+    )
+    assert ("this process was forked from one that is being recorded" in done.stderr) == (
+        who == "both"
+    )
 
 
 def test_a_script_that_starts_another(tmp_path: Path) -> None:
@@ -141,9 +179,19 @@ def test_a_script_that_starts_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "code", "expected", "text"),
     [
-        ("if step == 15: raise RuntimeError('out of luck')", 1, 3, "The script failed with exit code 1"),
+        (
+            "if step == 15: raise RuntimeError('out of luck')",
+            1,
+            3,
+            "The script failed with exit code 1",
+        ),
         ("if step == 15: __import__('sys').exit(7)", 7, 3, "The script failed with exit code 7"),
-        ("if step == 15: __import__('os').kill(__import__('os').getpid(), 9)", -9, 3, "was killed by signal 9"),
+        (
+            "if step == 15: __import__('os').kill(__import__('os').getpid(), 9)",
+            -9,
+            3,
+            "was killed by signal 9",
+        ),
         (
             "if step == 15: classifier[0].weight.data.fill_(float('nan'))\n        if step == 19: raise SystemExit(5)",
             5,
@@ -153,7 +201,9 @@ def test_a_script_that_starts_another(tmp_path: Path) -> None:
     ],
     ids=["raises", "sys.exit", "kill -9", "NaN, then exit"],
 )
-def test_a_script_that_dies_is_still_reported(extra: str, code: int, expected: int, text: str, tmp_path: Path) -> None:
+def test_a_script_that_dies_is_still_reported(
+    extra: str, code: int, expected: int, text: str, tmp_path: Path
+) -> None:
     done = check("--run_dir", tmp_path / "run", write(tmp_path, scripts.PLAIN, extra))
     assert done.returncode == expected, done.stdout + done.stderr
     assert text in done.stdout
@@ -187,14 +237,19 @@ def test_a_script_without_an_optimizer(tmp_path: Path) -> None:
 def test_options_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
     done = check(write(tmp_path, scripts.PLAIN), "--steps", "5")
     assert done.returncode == 3
-    assert "--steps went to the script: options of gradsight check come before SCRIPT" in done.stdout
+    assert (
+        "--steps went to the script: options of gradsight check come before SCRIPT" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
         (["nowhere.py"], "there is no script nowhere.py"),
-        (["no-such-launcher", "x.py"], "there is no script no-such-launcher, and no launcher of that name"),
+        (
+            ["no-such-launcher", "x.py"],
+            "there is no script no-such-launcher, and no launcher of that name",
+        ),
         (["."], "is a directory; give a training script"),
         (["--steps", "0", "good.py"], "--steps must be 1 or more, got 0"),
         (["--nproc_per_node", "0", "good.py"], "--nproc_per_node must be 1 or more, got 0"),
@@ -203,7 +258,11 @@ def test_options_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage(
-    tokens: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tokens: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("good.py").write_text("pass\n")
@@ -213,7 +272,13 @@ def test_wrong_usage(
 
 
 def test_only_what_stands_before_the_script_is_ours() -> None:
-    assert split_tokens(["check", "--json", "a.py", "--json"]) == ["check", "--json", "--", "a.py", "--json"]
+    assert split_tokens(["check", "--json", "a.py", "--json"]) == [
+        "check",
+        "--json",
+        "--",
+        "a.py",
+        "--json",
+    ]
     assert split_tokens(["check", "--run_dir=x", "--fail-on", "never", "a.py"]) == [
         "check",
         "--run_dir=x",
@@ -222,5 +287,11 @@ def test_only_what_stands_before_the_script_is_ours() -> None:
         "--",
         "a.py",
     ]
-    assert split_tokens(["check", "--run-dir", "x", "a.py"]) == ["check", "--run-dir", "x", "--", "a.py"]
+    assert split_tokens(["check", "--run-dir", "x", "a.py"]) == [
+        "check",
+        "--run-dir",
+        "x",
+        "--",
+        "a.py",
+    ]
     assert split_tokens(["check", "--help"]) == ["check", "--help"]

@@ -12,7 +12,15 @@ from gradsight.cli.demo import perform, show
 from gradsight.train.demonstration import Demonstration
 
 SMALL = Demonstration(
-    steps=40, batch_size=6, block_size=32, width=32, layers=2, heads=2, target_rows=8, poisoned_step=32, poisoned_row=3
+    steps=40,
+    batch_size=6,
+    block_size=32,
+    width=32,
+    layers=2,
+    heads=2,
+    target_rows=8,
+    poisoned_step=32,
+    poisoned_row=3,
 )
 
 
@@ -32,7 +40,9 @@ def poisoned(run_dir: Path) -> int:
     return sample_id
 
 
-def test_it_finds_the_sample_that_it_poisoned(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_finds_the_sample_that_it_poisoned(
+    done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert show(done, SMALL, poisoned(done)) == 0
     out = capsys.readouterr().out
     sample = poisoned(done)
@@ -66,7 +76,9 @@ def test_all_instruments_have_left_their_record(done: Path) -> None:
     run = gradsight.open_run(done)
     assert len(list(run.steps())) == SMALL.steps
     assert len(list(run.scores())) == SMALL.steps * SMALL.batch_size
-    assert any(scalar.name == "checkpointing/reduction" and scalar.value > 0 for scalar in run.memory())
+    assert any(
+        scalar.name == "checkpointing/reduction" and scalar.value > 0 for scalar in run.memory()
+    )
     assert {finding.code for finding in run.findings()} >= {"GS201"}
     report = (done / "report.md").read_text()
     assert "## Samples: their influence on 'validation'" in report

@@ -47,4 +47,7 @@ def test_tied_weights_keep_all_their_names() -> None:
 def test_a_module_used_twice_shows_both_names() -> None:
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    assert [named.names for named in named_parameters(model)] == [("0.weight", "2.weight"), ("0.bias", "2.bias")]
+    assert [named.names for named in named_parameters(model)] == [
+        ("0.weight", "2.weight"),
+        ("0.bias", "2.bias"),
+    ]

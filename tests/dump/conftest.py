@@ -52,7 +52,8 @@ def launch() -> Launch:
         }
         command = [sys.executable, str(WORKERS / worker), *map(str, arguments)]
         started = [
-            subprocess.Popen(command, env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
+            subprocess.Popen(command, env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
         ]
         try:
             return [process.wait(timeout=100) for process in started]

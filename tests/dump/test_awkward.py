@@ -1,4 +1,6 @@
-"""Gradients that broke other people's dumpers: each is dumped and read back, by us and by torch, bit for bit."""
+"""Gradients that broke other people's dumpers: each is dumped and read back, by us and by torch,
+bit for bit.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,9 @@ from gradsight.dump.manifest import read
 from gradsight.dump.reader import Slices
 from gradsight.dump.verify import verify
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of torch's own reader
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled"
+)  # of torch's own reader
 
 
 def holder(**gradients: torch.Tensor) -> nn.Module:
@@ -31,7 +35,9 @@ def holder(**gradients: torch.Tensor) -> nn.Module:
 
 def sparse() -> torch.Tensor:
     """Uncoalesced: row 1 twice."""
-    return torch.sparse_coo_tensor([[1, 1, 4]], torch.arange(6.0).view(3, 2), (5, 2), check_invariants=True)
+    return torch.sparse_coo_tensor(
+        [[1, 1, 4]], torch.arange(6.0).view(3, 2), (5, 2), check_invariants=True
+    )
 
 
 NAMES = [
@@ -72,7 +78,11 @@ GRADIENTS: dict[str, Callable[[], torch.Tensor]] = {
 
 def raw(tensor: torch.Tensor) -> bytes:
     dense = tensor.to_dense() if tensor.is_sparse else tensor
-    return dense.resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    return (
+        dense.resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if dense.numel()
+        else b""
+    )
 
 
 @pytest.mark.parametrize("case", GRADIENTS)
@@ -122,7 +132,9 @@ def test_any_name(first_n: int | None, tmp_path: Path) -> None:
     assert verify(folder).intact
     if first_n:
         files = [path.name for path in folder.iterdir()]
-        assert len({name.casefold() for name in files}) == len(NAMES) + 1, "also on a file system that ignores case"
+        assert len({name.casefold() for name in files}) == len(NAMES) + 1, (
+            "also on a file system that ignores case"
+        )
         assert "with space_first1.safetensors" in files
         assert max(len(name.encode()) for name in files) < 256
     else:
@@ -131,7 +143,9 @@ def test_any_name(first_n: int | None, tmp_path: Path) -> None:
         assert all(torch.equal(theirs[name], gradients[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("index", [slice(1, 4), (slice(None), slice(2, 3)), (slice(-2, None), slice(0, 0)), slice(9, 99)])
+@pytest.mark.parametrize(
+    "index", [slice(1, 4), (slice(None), slice(2, 3)), (slice(-2, None), slice(0, 0)), slice(9, 99)]
+)
 def test_a_part_of_a_tensor(index: slice | Slices, tmp_path: Path) -> None:
     gradient = torch.randn(5, 3).bfloat16()
     with GradientDumper(tmp_path) as dumper:
@@ -161,8 +175,12 @@ def test_main_grad_is_the_gradient_where_there_is_one(tmp_path: Path) -> None:
 
 
 def test_tied_and_frozen_parameters(tmp_path: Path) -> None:
-    """A tied parameter is stored once and found under each name; a frozen one is named, without a gradient."""
-    model = nn.ModuleDict({"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6), "frozen": nn.Linear(2, 2)})
+    """A tied parameter is stored once and found under each name; a frozen one is named, without a
+    gradient.
+    """
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6), "frozen": nn.Linear(2, 2)}
+    )
     model["head"].weight = model["embedding"].weight
     model["frozen"].requires_grad_(False)
     model["head"](model["embedding"](torch.tensor([1, 2]))).sum().backward()
@@ -178,7 +196,12 @@ def test_tied_and_frozen_parameters(tmp_path: Path) -> None:
 def test_wrappers_leave_no_trace_in_names() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
     wrapped = torch.compile(nn.DataParallel(inner))
-    assert [named.name for named in named_parameters(wrapped)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [named.name for named in named_parameters(wrapped)] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    ]
     inner._modules["itself"] = inner
     assert len(named_parameters(wrapped)) == 4, "a module that holds itself"
     own = nn.ModuleDict({"module": nn.Linear(2, 2)})

@@ -27,7 +27,9 @@ def run(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Pa
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
     code = main(["dump", *map(str, arguments)])
     lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines if "/" not in line), "fits the terminal, but for paths"
+    assert all(len(line) <= 80 for line in lines if "/" not in line), (
+        "fits the terminal, but for paths"
+    )
     return code, [line.rstrip() for line in lines]
 
 
@@ -36,7 +38,11 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = call(capsys, "list", run)
     assert code == 0
     assert lines[0].split() == ["step", "kind", "gradients", "size", "ranks", "written", "gradient"]
-    assert [line.split()[:3] for line in lines[1:4]] == [["0", "full", "4"], ["0", "sampled", "4"], ["10", "full", "4"]]
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["0", "full", "4"],
+        ["0", "sampled", "4"],
+        ["10", "full", "4"],
+    ]
     assert lines[1].endswith("as found in .grad")
     assert lines[4] == "unfinished, never read: step11.partial"
 
@@ -58,7 +64,9 @@ def test_show(run: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -
     assert "█" in lines[2]
 
 
-def test_show_one_parameter(run: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_one_parameter(
+    run: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, lines = call(capsys, "show", run, "--step", 0, "--parameter", "1.*")
     assert code == 0
     assert lines[0] == "step 0, full, gradient: as found in .grad"
@@ -70,7 +78,9 @@ def test_show_one_parameter(run: Path, model: nn.Module, capsys: pytest.CaptureF
     assert lines[7] == "1.bias  [300] float32"
 
 
-def test_show_what_is_not_finite(tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_what_is_not_finite(
+    tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
     model[0].bias.grad[2:4] = float("nan")
     model[1].bias.grad[0] = float("inf")
     with GradientDumper(tmp_path) as dumper:
@@ -101,7 +111,9 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "verify", run, "--step", 0)[0] == 0
 
 
-def test_diff(run: Path, tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff(
+    run: Path, tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other"
     with GradientDumper(other) as dumper:
         dumper.dump(model, 0)
@@ -131,17 +143,26 @@ def test_wrong_usage(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["dump", "verify", str(tmp_path / "run" / "gradient_dumper" / "step0" / "x")]) == 2
     assert "does not exist" in capsys.readouterr().err
     assert main(["dump", "list", str(tmp_path)]) == 2
-    assert "holds no gradient dump; expected gradient_dumper/step{N}/full_gradients or" in capsys.readouterr().err
+    assert (
+        "holds no gradient dump; expected gradient_dumper/step{N}/full_gradients or"
+        in capsys.readouterr().err
+    )
 
 
-def test_odd_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_names_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Brackets in a name are no markup."""
     module = nn.Module()
     module._parameters["[red]x[/]"] = nn.Parameter(torch.ones(2))
     module._parameters["[red]x[/]"].grad = torch.ones(2)
     with GradientDumper(tmp_path) as dumper:
         dumper.dump(module, 0)
-    for arguments in (["show", tmp_path], ["show", tmp_path, "--parameter", "x"], ["diff", tmp_path, tmp_path]):
+    for arguments in (
+        ["show", tmp_path],
+        ["show", tmp_path, "--parameter", "x"],
+        ["diff", tmp_path, tmp_path],
+    ):
         _, lines = call(capsys, *arguments)
         assert any("[red]x[/]" in line for line in lines), arguments
 
@@ -155,7 +176,14 @@ code = main(["dump", {command!r}, *[{str(run)!r}] * {2 if command == "diff" else
 assert 'torch' not in sys.modules, 'torch was imported'
 sys.exit(code)
 """
-    environment = {"NO_COLOR": "1", "FORCE_COLOR": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    environment = {
+        "NO_COLOR": "1",
+        "FORCE_COLOR": "1",
+        "PATH": "",
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b[3" not in done.stdout, "a colour"

@@ -21,13 +21,19 @@ WORKERS = Path(__file__).parent / "workers"
 
 
 def run_worker(name: str, *arguments: object, inside: tuple[str, ...] = ()) -> str:
-    done = subprocess.run([*inside, sys.executable, WORKERS / name, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*inside, sys.executable, WORKERS / name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_kill_at_every_point_of_a_write_and_at_any_time(tmp_path: Path) -> None:
-    full, sampled, found = (int(number) for number in run_worker("killed.py", tmp_path, "first").split())
+    full, sampled, found = (
+        int(number) for number in run_worker("killed.py", tmp_path, "first").split()
+    )
     assert min(full, sampled) > 30, "each dump was killed at many points"
     assert found > 15, "of 25 killed in the background, most left a complete dump"
 
@@ -43,7 +49,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     run_worker("full_disk.py", tmp_path, inside=("unshare", "--mount", *user))
 
 
-def test_a_read_only_folder(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training goes on without dumps; the fault is told once, and counted."""
 
     def refuse(path: Path, *arguments: object, **options: object) -> None:
@@ -67,7 +75,10 @@ def test_a_read_only_folder(tmp_path: Path, model: nn.Module, monkeypatch: pytes
 
 def test_a_run_dir_that_is_a_file(tmp_path: Path, model: nn.Module) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.warns(GradsightWarning, match="Not a directory"), GradientDumper(tmp_path / "run") as dumper:
+    with (
+        pytest.warns(GradsightWarning, match="Not a directory"),
+        GradientDumper(tmp_path / "run") as dumper,
+    ):
         dumper.dump(model, 0)
     assert dumper.failed == 1
 
@@ -82,12 +93,18 @@ def test_the_same_step_again_after_a_restart(tmp_path: Path, model: nn.Module) -
     assert [path.name for path in folder.parent.iterdir()] == ["full_gradients"]
 
 
-def test_fewer_ranks_after_a_restart_leave_no_shard_of_the_old_dump(dumped: Path, model: nn.Module) -> None:
+def test_fewer_ranks_after_a_restart_leave_no_shard_of_the_old_dump(
+    dumped: Path, model: nn.Module
+) -> None:
     """A file that the new dump does not have must not survive from the old one."""
     (dumped / "__7_0.distcp").write_bytes(b"old")
     with GradientDumper(dumped.parents[2]) as dumper:
         dumper.dump(model, 3)
-    assert sorted(path.name for path in dumped.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert sorted(path.name for path in dumped.iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "manifest.json",
+    ]
 
 
 def test_nothing_half_written_is_found(dumped: Path) -> None:
@@ -140,12 +157,16 @@ def test_an_old_dump_that_cannot_be_removed_is_no_failure(
     dumper.dump(model, 0)
     dumper.wait()
     dumper.dump(model, 1)
-    with pytest.warns(GradsightWarning, match="an old dump could not be removed: Permission denied"):
+    with pytest.warns(
+        GradsightWarning, match="an old dump could not be removed: Permission denied"
+    ):
         dumper.close()
     assert (dumper.written, dumper.failed) == (2, 0)
 
 
-def test_a_fault_of_ours_does_not_reach_training(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_does_not_reach_training(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("surprise")
 
@@ -155,6 +176,8 @@ def test_a_fault_of_ours_does_not_reach_training(tmp_path: Path, model: nn.Modul
         with GradientDumper(tmp_path) as dumper:
             dumper.dump(model, 0)
             dumper.dump(model, 1)
-    assert [str(one.message) for one in caught] == ["gradient dump of step 0: RuntimeError: surprise"]
+    assert [str(one.message) for one in caught] == [
+        "gradient dump of step 0: RuntimeError: surprise"
+    ]
     assert dumper.failed == 2
     assert not list(tmp_path.glob("gradient_dumper/*"))

@@ -30,7 +30,10 @@ def test_the_reading_examples(tmp_path: Path) -> None:
     """Both kinds, read as their users read them."""
     model = nn.ModuleDict({"embedding": nn.Embedding(300, 8)})
     model["embedding"](torch.arange(9)).square().sum().backward()
-    with GradientDumper(tmp_path, step_interval=2) as full, GradientDumper(tmp_path, save_first_n=100) as sampled:
+    with (
+        GradientDumper(tmp_path, step_interval=2) as full,
+        GradientDumper(tmp_path, save_first_n=100) as sampled,
+    ):
         for step in range(4):
             full.dump(model, step)
             sampled.dump(model, step)
@@ -40,7 +43,11 @@ def test_the_reading_examples(tmp_path: Path) -> None:
     sampled_dir = f"{tmp_path}/gradient_dumper/step2/sampled_gradients"
     with safe_open(f"{sampled_dir}/embedding.weight_first100.safetensors", framework="pt") as f:
         assert torch.equal(f.get_tensor("gradient"), grad[:100])
-    assert sorted(path.name for path in Path(full_dir).iterdir()) == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert sorted(path.name for path in Path(full_dir).iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "manifest.json",
+    ]
 
 
 def test_schedule(tmp_path: Path, model: nn.Module) -> None:
@@ -93,7 +100,9 @@ def test_bad_calls(tmp_path: Path, model: nn.Module) -> None:
 def test_no_gradient_at_all_is_a_loud_error(tmp_path: Path, model: nn.Module) -> None:
     model.zero_grad()
     with GradientDumper(tmp_path) as dumper:
-        with pytest.raises(UsageError, match=r"no parameter has a gradient at step 3: call dump after backward\(\)"):
+        with pytest.raises(
+            UsageError, match=r"no parameter has a gradient at step 3: call dump after backward\(\)"
+        ):
             dumper.dump(model, 3)
         assert not (tmp_path / "gradient_dumper").exists()
 
@@ -113,7 +122,10 @@ def test_the_older_fsdp_is_refused(tmp_path: Path) -> None:
     class FullyShardedDataParallel(nn.Linear):
         """Stands for torch's class of this name, which needs a process group."""
 
-    with GradientDumper(tmp_path) as dumper, pytest.raises(UsageError, match="Use torch's fully_shard"):
+    with (
+        GradientDumper(tmp_path) as dumper,
+        pytest.raises(UsageError, match="Use torch's fully_shard"),
+    ):
         dumper.dump(FullyShardedDataParallel(2, 2), 0)
 
 
@@ -157,7 +169,9 @@ class Gate:
         monkeypatch.setattr(full, "write_shard", wait)
 
 
-def test_training_does_not_wait_for_the_disk(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_wait_for_the_disk(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     with GradientDumper(tmp_path) as dumper:
         folder = dumper.dump(model, 0)
@@ -169,12 +183,16 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, model: nn.Module, m
         assert folder.exists()
 
 
-def test_a_full_queue_skips_and_counts(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_skips_and_counts(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     dumper = GradientDumper(tmp_path, when_full="skip", queue_size=2)
     returned = [dumper.dump(model, step) for step in range(5)]
     gate.open.set()
-    with pytest.warns(GradsightWarning, match="gradient dump of step 2: dumps were skipped because an earlier one") as told:
+    with pytest.warns(
+        GradsightWarning, match="gradient dump of step 2: dumps were skipped because an earlier one"
+    ) as told:
         dumper.close()
     assert [path is None for path in returned] == [False, False, True, True, True]
     assert (dumper.written, dumper.skipped, dumper.failed) == (2, 3, 0)
@@ -182,7 +200,9 @@ def test_a_full_queue_skips_and_counts(tmp_path: Path, model: nn.Module, monkeyp
     assert len(told) == 1
 
 
-def test_a_full_queue_waits(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_waits(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     with GradientDumper(tmp_path) as dumper:
         dumper.dump(model, 0)
@@ -218,12 +238,20 @@ for step in range(3):
 
 
 def test_keep_last(tmp_path: Path, model: nn.Module) -> None:
-    with GradientDumper(tmp_path, keep_last=2) as dumper, GradientDumper(tmp_path, save_first_n=2) as other:
+    with (
+        GradientDumper(tmp_path, keep_last=2) as dumper,
+        GradientDumper(tmp_path, save_first_n=2) as other,
+    ):
         for step in range(5):
             dumper.dump(model, step)
             other.dump(model, step)
-    assert [path.parent.name for path in find_dumps(tmp_path) if path.name == "full_gradients"] == ["step3", "step4"]
-    assert len([path for path in find_dumps(tmp_path) if path.name == "sampled_gradients"]) == 5, "another's are left alone"
+    assert [path.parent.name for path in find_dumps(tmp_path) if path.name == "full_gradients"] == [
+        "step3",
+        "step4",
+    ]
+    assert len([path for path in find_dumps(tmp_path) if path.name == "sampled_gradients"]) == 5, (
+        "another's are left alone"
+    )
 
 
 def test_keep_last_after_going_back(tmp_path: Path, model: nn.Module) -> None:
@@ -249,7 +277,9 @@ def test_max_bytes(tmp_path: Path, model: nn.Module) -> None:
 def test_a_dump_larger_than_max_bytes(tmp_path: Path, model: nn.Module) -> None:
     dumper = GradientDumper(tmp_path, max_bytes=1000)
     dumper.dump(model, 0)
-    with pytest.warns(GradsightWarning, match="one dump takes 9,768 bytes, more than max_bytes=1,000 allows"):
+    with pytest.warns(
+        GradsightWarning, match="one dump takes 9,768 bytes, more than max_bytes=1,000 allows"
+    ):
         dumper.close()
     assert not (tmp_path / "gradient_dumper").exists()
 
@@ -264,7 +294,8 @@ def test_more_rows_than_there_are_is_told_once(tmp_path: Path, model: nn.Module)
     assert [str(one.message) for one in told] == [f"{text}; all of theirs are dumped"]
     names = {path.name for path in folder.glob("*.safetensors")}
     assert names == {
-        f"{name}.safetensors" for name in ("0.weight_first7", "0.bias_first7", "1.weight_first100", "1.bias_first100")
+        f"{name}.safetensors"
+        for name in ("0.weight_first7", "0.bias_first7", "1.weight_first100", "1.bias_first100")
     }
     assert dumper.written == 3
 
@@ -279,7 +310,9 @@ def test_a_loss_scale_is_divided_out(dtype: torch.dtype, tmp_path: Path) -> None
     loaded = next(load_keys(folder, ["weight"]))
     assert loaded.dtype == torch.float32
     assert torch.equal(loaded, model.weight.grad.float() / 65536.0)
-    assert torch.equal(model.weight.grad, torch.full((2, 3), 1e-3, dtype=dtype)), "the model's own are left alone"
+    assert torch.equal(model.weight.grad, torch.full((2, 3), 1e-3, dtype=dtype)), (
+        "the model's own are left alone"
+    )
     metadata = get_checkpoint_metadata(folder)
     assert (metadata.gradient, metadata.scale) == ("as found in .grad, divided by 65536", 65536.0)
 
@@ -287,7 +320,9 @@ def test_a_loss_scale_is_divided_out(dtype: torch.dtype, tmp_path: Path) -> None
 def test_the_composer_says_what_it_knows(tmp_path: Path, model: nn.Module) -> None:
     facts = Facts(gradient="true", reason="GS103", clip_coef=0.25, scale=1024.0, divisor=1024.0)
     with GradientDumper(tmp_path, start_step=1000, dump_on="critical") as dumper:
-        assert [dumper.wants(3, severity) for severity in (None, "healthy", "warning", "critical")] == [
+        assert [
+            dumper.wants(3, severity) for severity in (None, "healthy", "warning", "critical")
+        ] == [
             False,
             False,
             False,
@@ -302,7 +337,11 @@ def test_the_composer_says_what_it_knows(tmp_path: Path, model: nn.Module) -> No
 
 def test_dump_on_warning_includes_critical(tmp_path: Path) -> None:
     dumper = GradientDumper(tmp_path, start_step=10, dump_on="warning")
-    assert [dumper.wants(0, severity) for severity in (None, "warning", "critical")] == [False, True, True]
+    assert [dumper.wants(0, severity) for severity in (None, "warning", "critical")] == [
+        False,
+        True,
+        True,
+    ]
     assert dumper.wants(10)
 
 
@@ -333,22 +372,31 @@ def test_gradients_that_cannot_be_read_do_not_stop_training(
     monkeypatch.setattr("gradsight.dump.staging.Buffer.fill", fail)
     dumper = GradientDumper(tmp_path)
     assert dumper.dump(model, 0) is None
-    with pytest.warns(GradsightWarning, match="the gradients could not be copied: out of host memory"):
+    with pytest.warns(
+        GradsightWarning, match="the gradients could not be copied: out of host memory"
+    ):
         dumper.close()
     monkeypatch.setattr("gradsight.dump.gradients.place_of", fail)
     dumper = GradientDumper(tmp_path)
     assert dumper.dump(model, 0) is None
-    with pytest.warns(GradsightWarning, match="the gradients could not be read: RuntimeError: out of host memory"):
+    with pytest.warns(
+        GradsightWarning, match="the gradients could not be read: RuntimeError: out of host memory"
+    ):
         dumper.close()
 
 
-def test_ranks_that_do_not_meet(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_meet(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("timed out")
 
     monkeypatch.setattr("gradsight.core.writing.Ranks.join", fail)
     dumper = GradientDumper(tmp_path)
-    with pytest.warns(GradsightWarning, match=r"the ranks did not meet \(timed out\); dump\(\) must be called on every rank"):
+    with pytest.warns(
+        GradsightWarning,
+        match=r"the ranks did not meet \(timed out\); dump\(\) must be called on every rank",
+    ):
         assert dumper.dump(model, 0) is None
     assert dumper.dump(model, 1) is None
     assert (dumper.failed, dumper.problems[0].count) == (2, 2)
@@ -356,8 +404,16 @@ def test_ranks_that_do_not_meet(tmp_path: Path, model: nn.Module, monkeypatch: p
 
 
 def test_a_model_that_changes_between_dumps(tmp_path: Path) -> None:
-    """What is remembered from one dump must not leak into the next: other shapes, dtypes, None, another model."""
-    models = [nn.Linear(3, 2), nn.Linear(4, 2), nn.Linear(4, 2).double(), nn.Linear(4, 2, bias=False), nn.Linear(3, 2)]
+    """What is remembered from one dump must not leak into the next: other shapes, dtypes, None,
+    another model.
+    """
+    models = [
+        nn.Linear(3, 2),
+        nn.Linear(4, 2),
+        nn.Linear(4, 2).double(),
+        nn.Linear(4, 2, bias=False),
+        nn.Linear(3, 2),
+    ]
     with GradientDumper(tmp_path) as dumper:
         for step, model in enumerate(models):
             weight = model.weight
@@ -369,12 +425,20 @@ def test_a_model_that_changes_between_dumps(tmp_path: Path) -> None:
 
 
 def test_two_dumpers_share_a_run(tmp_path: Path, model: nn.Module) -> None:
-    """Both write, complete and remove at the same steps, in two threads, and never get in each other's way."""
-    with GradientDumper(tmp_path, keep_last=1) as one, GradientDumper(tmp_path, keep_last=2, save_first_n=2) as other:
+    """Both write, complete and remove at the same steps, in two threads, and never get in each
+    other's way.
+    """
+    with (
+        GradientDumper(tmp_path, keep_last=1) as one,
+        GradientDumper(tmp_path, keep_last=2, save_first_n=2) as other,
+    ):
         for step in range(30):
             one.dump(model, step)
             other.dump(model, step)
     assert (one.written, one.problems) == (30, [])
     assert (other.written, other.problems) == (30, [])
     assert steps(tmp_path) == [28, 29, 29]
-    assert sorted(path.name for path in (tmp_path / "gradient_dumper").iterdir()) == ["step28", "step29"]
+    assert sorted(path.name for path in (tmp_path / "gradient_dumper").iterdir()) == [
+        "step28",
+        "step29",
+    ]

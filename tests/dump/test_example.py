@@ -1,4 +1,6 @@
-"""The example runs as its README says, and every piece of Python in the README works on what it wrote."""
+"""The example runs as its README says, and every piece of Python in the README works on what it
+wrote.
+"""
 
 import re
 import subprocess
@@ -17,13 +19,21 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gradient_dumping"
 def snippets(run: Path) -> list[str]:
     """The README's Python that reads dumps, on another run."""
     code = re.findall(r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
-    return [one.replace("/tmp/gradient_dumping_example", str(run)) for one in code if "gradient_dumper/step2" in one]
+    return [
+        one.replace("/tmp/gradient_dumping_example", str(run))
+        for one in code
+        if "gradient_dumper/step2" in one
+    ]
 
 
 def test_the_example(tmp_path: Path, launch) -> None:
-    """Full dumps under DDP, sampled ones under FSDP2; their first gradients agree up to the order of sums."""
+    """Full dumps under DDP, sampled ones under FSDP2; their first gradients agree up to the order
+    of sums.
+    """
     assert launch(EXAMPLE / "train.py", 2, "--run_dir", tmp_path, "--parallel", "ddp") == [0, 0]
-    assert launch(EXAMPLE / "train.py", 2, "--run_dir", tmp_path, "--save_first_n", 100, "--steps", 3) == [0, 0]
+    assert launch(
+        EXAMPLE / "train.py", 2, "--run_dir", tmp_path, "--save_first_n", 100, "--steps", 3
+    ) == [0, 0]
     folders = find_dumps(tmp_path)
     assert [(path.parent.name, path.name) for path in folders] == [
         ("step0", "full_gradients"),
@@ -35,7 +45,9 @@ def test_the_example(tmp_path: Path, launch) -> None:
     assert all(verify(folder).intact for folder in folders)
     names = list(get_checkpoint_metadata(folders[0]).tensors)
     assert names == list(get_checkpoint_metadata(folders[1]).tensors)
-    for name, full, rows in zip(names, load_keys(folders[0], names), load_keys(folders[1], names), strict=True):
+    for name, full, rows in zip(
+        names, load_keys(folders[0], names), load_keys(folders[1], names), strict=True
+    ):
         assert (full[:100] - rows).norm() <= 1e-5 * full.norm() + 1e-9, name
     code = snippets(tmp_path)
     assert len(code) == 2

@@ -1,4 +1,6 @@
-"""A manifest may come from a stranger: whatever does not make sense in it is refused, with a reason."""
+"""A manifest may come from a stranger: whatever does not make sense in it is refused, with a
+reason.
+"""
 
 import itertools
 import json
@@ -34,8 +36,14 @@ def chunk(body: dict[str, Any]) -> dict[str, Any]:
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "another format": (lambda body: body.update(format="x"), "is not the manifest of a gradient dump"),
-    "a newer version": (lambda body: body.update(version=2), "has format version 2; this Gradsight reads version 1"),
+    "another format": (
+        lambda body: body.update(format="x"),
+        "is not the manifest of a gradient dump",
+    ),
+    "a newer version": (
+        lambda body: body.update(version=2),
+        "has format version 2; this Gradsight reads version 1",
+    ),
     "a path outside": (
         lambda body: body["files"].update({"../x": {"bytes": 1, "frame_crc32": 0}}),
         "the file name '../x' leads out of the dump's folder",
@@ -48,16 +56,31 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda body: chunk(body).update(file="other"),
         "a chunk of 0.weight lies outside of its file 'other'",
     ),
-    "beyond the file": (lambda body: chunk(body).update(offset=10**9), "lies outside of its file '__0_0.distcp'"),
+    "beyond the file": (
+        lambda body: chunk(body).update(offset=10**9),
+        "lies outside of its file '__0_0.distcp'",
+    ),
     "a negative place": (lambda body: chunk(body).update(offset=-1), "-1 is not a count"),
-    "an unknown dtype": (lambda body: entry(body).update(dtype="int4"), "0.weight has the unknown dtype 'int4'"),
+    "an unknown dtype": (
+        lambda body: entry(body).update(dtype="int4"),
+        "0.weight has the unknown dtype 'int4'",
+    ),
     "wrong bytes": (
         lambda body: chunk(body).update(bytes=8),
         r"a chunk of 0.weight has 8 bytes, its sizes \(7, 5\) say otherwise",
     ),
-    "a hole": (lambda body: entry(body).update(shape=[8, 5]), "the chunks of 0.weight do not cover it exactly once"),
-    "twice": (lambda body: entry(body)["chunks"].append(chunk(body)), "do not cover it exactly once"),
-    "a huge tensor": (lambda body: entry(body).update(shape=[10**12, 5]), "do not cover it exactly once"),
+    "a hole": (
+        lambda body: entry(body).update(shape=[8, 5]),
+        "the chunks of 0.weight do not cover it exactly once",
+    ),
+    "twice": (
+        lambda body: entry(body)["chunks"].append(chunk(body)),
+        "do not cover it exactly once",
+    ),
+    "a huge tensor": (
+        lambda body: entry(body).update(shape=[10**12, 5]),
+        "do not cover it exactly once",
+    ),
     "a missing part": (lambda body: body.pop("step"), "is malformed: 'step'"),
     "an odd part": (
         lambda body: entry(body).update(surprise=1),
@@ -91,7 +114,9 @@ def test_changed_by_hand(dumped: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe"])
 def test_no_json(content: bytes, dumped: Path) -> None:
     (dumped / "manifest.json").write_bytes(content)
-    with pytest.raises(RunError, match=r"cannot be read as a manifest|is not the manifest of a gradient dump"):
+    with pytest.raises(
+        RunError, match=r"cannot be read as a manifest|is not the manifest of a gradient dump"
+    ):
         read(dumped)
 
 
@@ -107,14 +132,24 @@ def test_many_shards_are_checked_quickly() -> None:
 spans = st.tuples(st.integers(0, 3), st.integers(0, 3))
 
 
-@given(st.tuples(st.integers(0, 3), st.integers(0, 3)), st.lists(st.tuples(spans, spans), max_size=4))
-def test_boxes_against_counting(shape: tuple[int, int], boxes: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+@given(
+    st.tuples(st.integers(0, 3), st.integers(0, 3)), st.lists(st.tuples(spans, spans), max_size=4)
+)
+def test_boxes_against_counting(
+    shape: tuple[int, int], boxes: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> None:
     """The slow twin: count how often each entry is covered."""
     pairs = [(tuple(one[0] for one in box), tuple(one[1] for one in box)) for box in boxes]
     counts = np.zeros((8, 8), dtype=int)
     for offsets, sizes in pairs:
-        for where in itertools.product(*(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))):
+        for where in itertools.product(
+            *(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        ):
             counts[where] += 1
     inside = counts[: shape[0], : shape[1]]
-    fits = all(start + size <= length for pair in pairs for start, size, length in zip(*pair, shape, strict=True))
+    fits = all(
+        start + size <= length
+        for pair in pairs
+        for start, size, length in zip(*pair, shape, strict=True)
+    )
     assert tiles(shape, pairs) == (fits and bool((inside == 1).all()))

@@ -9,7 +9,9 @@ from gradsight.dump.plan import Fault, Offer, Plan, decide
 
 def replica(name: str, length: int = 4, crc: int = 1) -> Row:
     """A plain gradient that every rank may have."""
-    return Row(name, "float32", Place((length,), (0,), (length,)), (length,), alone=False, crc32=crc)
+    return Row(
+        name, "float32", Place((length,), (0,), (length,)), (length,), alone=False, crc32=crc
+    )
 
 
 def shard(name: str, start: int, size: int, length: int) -> Row:
@@ -29,7 +31,9 @@ def plan(*offers: Offer) -> Plan:
 def test_replicas_are_shared_out_by_size() -> None:
     rows = [replica("a", 100), replica("b", 40), replica("c", 40), replica("d", 20)]
     made = plan(offer(*rows), offer(*rows))
-    assert sorted(index for indices in made.choices for index in indices) == [0, 1, 2, 3], "each is written once"
+    assert sorted(index for indices in made.choices for index in indices) == [0, 1, 2, 3], (
+        "each is written once"
+    )
     assert made.lengths == (400, 400)
     assert not made.disagreeing
 
@@ -66,7 +70,8 @@ def test_a_torn_gradient_is_left_out() -> None:
 def test_nothing_whole_is_a_fault() -> None:
     made = decide([offer(shard("a", 0, 3, 5)), offer()])
     assert made == Fault(
-        "no gradient", "no gradient could be had whole; a: some ranks have their part of this gradient, others have None"
+        "no gradient",
+        "no gradient could be had whole; a: some ranks have their part of this gradient, others have None",
     )
 
 
@@ -78,5 +83,6 @@ def test_faults_name_their_rank() -> None:
     assert decide([good, replace(good, step=1)]) == Fault("usage", text)
     nothing = replace(good, rows=(), seen=0)
     assert decide([nothing, nothing]) == Fault(
-        "no gradient", "no parameter has a gradient on any rank: dump after backward() and before zero_grad()"
+        "no gradient",
+        "no parameter has a gradient on any rank: dump after backward() and before zero_grad()",
     )

@@ -15,15 +15,26 @@ from gradsight.dump.manifest import Manifest, read
 from gradsight.dump.verify import verify
 from gradsight.errors import UsageError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of torch's own reader
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled"
+)  # of torch's own reader
 
 
 def check_against_truth(run: Path, step: int, rows: int) -> tuple[Manifest, Manifest]:
-    """Full and sampled dump of a step equal what torch itself gathered, bit for bit; torch's reader agrees."""
+    """Full and sampled dump of a step equal what torch itself gathered, bit for bit; torch's reader
+    agrees.
+    """
     assert not dist.is_initialized()
     truth = torch.load(run / "truth.pt")
-    full, sampled = (run / "gradient_dumper" / f"step{step}" / f"{kind}_gradients" for kind in ("full", "sampled"))
-    assert set(get_checkpoint_metadata(full).tensors) == set(get_checkpoint_metadata(sampled).tensors) == set(truth)
+    full, sampled = (
+        run / "gradient_dumper" / f"step{step}" / f"{kind}_gradients"
+        for kind in ("full", "sampled")
+    )
+    assert (
+        set(get_checkpoint_metadata(full).tensors)
+        == set(get_checkpoint_metadata(sampled).tensors)
+        == set(truth)
+    )
     theirs = {name: torch.empty_like(gradient) for name, gradient in truth.items()}
     dcp.load(theirs, checkpoint_id=full)
     for name, gradient in truth.items():
@@ -47,7 +58,10 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
     check_fsdp(tmp_path / "fsdp")
     check_some_none(tmp_path / "some_none")
     alone = (tmp_path / "one_rank_only/rank0.txt").read_text()
-    assert alone == "0 0 1\nranks: the ranks did not meet (waited 1 s); dump() must be called on every rank"
+    assert (
+        alone
+        == "0 0 1\nranks: the ranks did not meet (waited 1 s); dump() must be called on every rank"
+    )
     for text in words(tmp_path / "nothing"):
         assert text == (
             "0 0 1\nno gradient: no parameter has a gradient on any rank: dump after backward() and before zero_grad()"
@@ -61,12 +75,16 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
             "1 0 2\nusage: the ranks dump different steps: 4, 5; call dump() on every rank at the same steps\n"
         )
         assert text.endswith("disk: rank 1: No space left on device")
-    assert [folder.name for folder in (tmp_path / "troubles/gradient_dumper").iterdir()] == ["step7"]
+    assert [folder.name for folder in (tmp_path / "troubles/gradient_dumper").iterdir()] == [
+        "step7"
+    ]
     for text in words(tmp_path / "not_synchronised"):
         assert text.startswith("1 0 0\nranks disagree: 2 gradients differ between ranks")
     for text in words(tmp_path / "skipping"):
         assert text.startswith("1 1 0\nskipped: rank 1: dumps were skipped")
-    assert [folder.name for folder in (tmp_path / "skipping/gradient_dumper").iterdir()] == ["step1"]
+    assert [folder.name for folder in (tmp_path / "skipping/gradient_dumper").iterdir()] == [
+        "step1"
+    ]
 
 
 def check_ddp(run: Path) -> None:
@@ -82,10 +100,15 @@ def check_ddp(run: Path) -> None:
 
 
 def check_fsdp(run: Path) -> None:
-    """Uneven shards are two chunks, a row that only one rank has is one; placements and mesh are told."""
+    """Uneven shards are two chunks, a row that only one rank has is one; placements and mesh are
+    told.
+    """
     manifest, sampled = check_against_truth(run, 1, rows=3)
     uneven = manifest.tensors["0.weight"]
-    assert [(chunk.offsets, chunk.sizes) for chunk in uneven.chunks] == [((0, 0), (4, 5)), ((4, 0), (3, 5))]
+    assert [(chunk.offsets, chunk.sizes) for chunk in uneven.chunks] == [
+        ((0, 0), (4, 5)),
+        ((4, 0), (3, 5)),
+    ]
     assert [chunk.file for chunk in uneven.chunks] == ["__0_0.distcp", "__1_0.distcp"]
     assert (uneven.mesh, uneven.placements) == ("2 on cpu", ("Shard(dim=0)",))
     assert len(manifest.tensors["1.weight"].chunks) == 1
@@ -95,28 +118,42 @@ def check_fsdp(run: Path) -> None:
 
 
 def check_some_none(run: Path) -> None:
-    """What only some ranks have is told apart: a replica is kept and marked, a torn gradient is left out."""
-    first, second = (run / "gradient_dumper" / f"step{step}" / "full_gradients" for step in range(2))
+    """What only some ranks have is told apart: a replica is kept and marked, a torn gradient is
+    left out.
+    """
+    first, second = (
+        run / "gradient_dumper" / f"step{step}" / "full_gradients" for step in range(2)
+    )
     one, two = read(first), read(second)
     assert one.tensors["0.weight"].ranks_disagree
     assert torch.equal(next(load_keys(first, ["0.weight"])), torch.full((3, 2), 5.0))
     assert not one.tensors["0.bias"].ranks_disagree
     assert two.tensors["0.bias"].ranks_disagree
     assert torch.equal(next(load_keys(second, ["0.bias"])), torch.ones(3))
-    assert one.left_out == {"1.bias": "some ranks have their part of this gradient, others have None"}
-    with pytest.raises(UsageError, match=r"the gradient of '1.bias' is not in .*: some ranks have their part"):
+    assert one.left_out == {
+        "1.bias": "some ranks have their part of this gradient, others have None"
+    }
+    with pytest.raises(
+        UsageError, match=r"the gradient of '1.bias' is not in .*: some ranks have their part"
+    ):
         load_keys(first, ["1.bias"])
     for text in words(run):
         assert text.startswith("2 0 0\n")
         assert "left out: 1 gradients are not in the dump; 1.bias: some ranks" in text
-        assert "ranks disagree: 1 gradients differ between ranks, or are None on some, not reduced yet? First: 0.weight" in text
+        assert (
+            "ranks disagree: 1 gradients differ between ranks, or are None on some, not reduced yet? First: 0.weight"
+            in text
+        )
 
 
 def test_four_ranks_as_a_mesh_of_two_by_two(tmp_path: Path, launch) -> None:
     assert launch("four_ranks.py", 4, tmp_path) == [0] * 4
     manifest, _ = check_against_truth(tmp_path, 0, rows=5)
     entry = manifest.tensors["0.weight"]
-    assert (entry.mesh, entry.placements) == ("2x2 (replica, shard) on cpu", ("Replicate()", "Shard(dim=0)"))
+    assert (entry.mesh, entry.placements) == (
+        "2x2 (replica, shard) on cpu",
+        ("Replicate()", "Shard(dim=0)"),
+    )
     assert len(entry.chunks) == 2
     boxes = {(chunk.offsets, chunk.sizes) for chunk in manifest.tensors["both"].chunks}
     assert boxes == {((0, 0), (3, 4)), ((0, 4), (3, 3)), ((3, 0), (2, 4)), ((3, 4), (2, 3))}
@@ -127,7 +164,9 @@ def test_a_killed_rank_leaves_no_dump_and_the_other_goes_on(tmp_path: Path, laun
     assert launch("killed_rank.py", 2, tmp_path, "kill") == [0, -signal.SIGKILL]
     root = tmp_path / "gradient_dumper"
     text = (tmp_path / "rank0.txt").read_text()
-    assert text.startswith("1 written, 2 failed\ngradient dump of step 1: the ranks lost each other")
+    assert text.startswith(
+        "1 written, 2 failed\ngradient dump of step 1: the ranks lost each other"
+    )
     assert verify(root / "step0/full_gradients").intact
     assert not (root / "step1").exists()
     assert (root / "step1.partial").exists()

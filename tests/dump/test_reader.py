@@ -13,12 +13,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from gradsight import GradientDumper, get_checkpoint_metadata, load_keys
 from gradsight.errors import RunError, UsageError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of torch's own reader
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled"
+)  # of torch's own reader
 
 
 def test_metadata(dumped: Path, model: nn.Module) -> None:
     metadata = get_checkpoint_metadata(dumped)
-    assert metadata.tensors == {name: (tuple(one.shape), "float32") for name, one in model.named_parameters()}
+    assert metadata.tensors == {
+        name: (tuple(one.shape), "float32") for name, one in model.named_parameters()
+    }
     assert (metadata.step, metadata.world_size, metadata.kind) == (3, 1, "full")
     assert metadata.gradient == "as found in .grad"
     assert metadata.bytes == sum(one.grad.nbytes for one in model.parameters())
@@ -38,7 +42,9 @@ def test_what_was_read_can_be_written_to(dumped: Path) -> None:
     assert next(load_keys(dumped, ["0.bias"])).any()
 
 
-def test_no_pickle_is_opened(dumped: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pickle_is_opened(
+    dumped: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A poisoned index for torch's reader harms nobody who reads with ours."""
 
     class Bomb:
@@ -56,8 +62,12 @@ def test_no_pickle_is_opened(dumped: Path, model: nn.Module, monkeypatch: pytest
     assert torch.equal(next(load_keys(dumped, ["0.weight"])), model[0].weight.grad)
 
 
-def test_torch_reads_it_with_shards_of_its_own(dumped: Path, model: nn.Module, tmp_path: Path) -> None:
-    """The index is complete: torch's converter, which takes everything from it, finds every gradient."""
+def test_torch_reads_it_with_shards_of_its_own(
+    dumped: Path, model: nn.Module, tmp_path: Path
+) -> None:
+    """The index is complete: torch's converter, which takes everything from it, finds every
+    gradient.
+    """
     dcp_to_torch_save(dumped, tmp_path / "all.pt")
     converted = torch.load(tmp_path / "all.pt")
     assert list(converted) == [name for name, _ in model.named_parameters()]
@@ -74,8 +84,13 @@ def test_a_slice_does_not_read_the_rest(dumped: Path, model: nn.Module) -> None:
     last = content.index(model[1].weight.grad[-1].numpy().tobytes())
     content[last] ^= 1
     path.write_bytes(content)
-    assert torch.equal(next(load_keys(dumped, ["1.weight"], index=slice(0, 299))), model[1].weight.grad[:299])
-    with pytest.raises(RunError, match=r"__0_0.distcp is damaged: the checksum of the gradient of '1.weight' does not match"):
+    assert torch.equal(
+        next(load_keys(dumped, ["1.weight"], index=slice(0, 299))), model[1].weight.grad[:299]
+    )
+    with pytest.raises(
+        RunError,
+        match=r"__0_0.distcp is damaged: the checksum of the gradient of '1.weight' does not match",
+    ):
         next(load_keys(dumped, ["1.weight"]))
 
 
@@ -89,14 +104,20 @@ def test_a_step_folder_with_one_dump_is_enough(dumped: Path, model: nn.Module) -
     assert get_checkpoint_metadata(dumped.parent).step == 3
     with GradientDumper(dumped.parents[2], save_first_n=2) as dumper:
         dumper.dump(model, 3)
-    with pytest.raises(UsageError, match=r"holds two dumps; name one of them: .*full_gradients or .*sampled_gradients"):
+    with pytest.raises(
+        UsageError,
+        match=r"holds two dumps; name one of them: .*full_gradients or .*sampled_gradients",
+    ):
         load_keys(dumped.parent, ["0.weight"])
 
 
 def test_a_key_that_does_not_exist(dumped: Path) -> None:
     with pytest.raises(UsageError, match=r"has no gradient named '0.wieght'; nearest: 0.weight"):
         load_keys(dumped, ["0.wieght"])
-    with pytest.raises(UsageError, match=r"has no gradient named '\?'; it has 0.weight, 0.bias, 1.weight, 1.bias, ..."):
+    with pytest.raises(
+        UsageError,
+        match=r"has no gradient named '\?'; it has 0.weight, 0.bias, 1.weight, 1.bias, ...",
+    ):
         load_keys(dumped, ["?"])
 
 
@@ -109,12 +130,20 @@ def test_a_parameter_without_a_gradient(tmp_path: Path, model: nn.Module) -> Non
 
 
 def test_a_folder_that_is_no_dump(tmp_path: Path, dumped: Path) -> None:
-    with pytest.raises(RunError, match=r"nowhere does not exist; expected a folder such as RUN/gradient_dumper/step0/full"):
+    with pytest.raises(
+        RunError,
+        match=r"nowhere does not exist; expected a folder such as RUN/gradient_dumper/step0/full",
+    ):
         load_keys(tmp_path / "nowhere", ["x"])
-    with pytest.raises(RunError, match=r"is not a gradient dump \(no manifest.json\); expected a folder such as"):
+    with pytest.raises(
+        RunError, match=r"is not a gradient dump \(no manifest.json\); expected a folder such as"
+    ):
         get_checkpoint_metadata(tmp_path)
     (dumped / "manifest.json").unlink()
-    with pytest.raises(RunError, match=r"is a checkpoint without our manifest.json; torch.distributed.checkpoint may read it"):
+    with pytest.raises(
+        RunError,
+        match=r"is a checkpoint without our manifest.json; torch.distributed.checkpoint may read it",
+    ):
         load_keys(dumped, ["0.weight"])
 
 
@@ -124,9 +153,15 @@ def test_missing_and_cut_files(dumped: Path, tmp_path: Path) -> None:
     path = dumped / "__0_0.distcp"
     with path.open("r+b") as file:
         file.truncate(500)
-    with pytest.raises(RunError, match=r"__0_0.distcp is cut short; without its end the gradient of '1.weight' cannot be read"):
+    with pytest.raises(
+        RunError,
+        match=r"__0_0.distcp is cut short; without its end the gradient of '1.weight' cannot be read",
+    ):
         next(load_keys(dumped, ["1.weight"]))
     path.unlink()
-    with pytest.raises(RunError, match=r"__0_0.distcp is missing; without it the gradient of '0.bias' cannot be read"):
+    with pytest.raises(
+        RunError,
+        match=r"__0_0.distcp is missing; without it the gradient of '0.bias' cannot be read",
+    ):
         next(load_keys(dumped, ["0.bias"]))
     assert next(load_keys(whole, ["0.bias"])).any()

@@ -1,4 +1,6 @@
-"""watch(dump=...): the gradient of due and of critical steps, before clipping, whatever the loop looks like."""
+"""watch(dump=...): the gradient of due and of critical steps, before clipping, whatever the loop
+looks like.
+"""
 
 import contextlib
 import math
@@ -17,7 +19,9 @@ from session.loops import Case
 
 def watched(run_dir: Path, **options: object) -> object:
     def start(model: nn.Module, optimizers: object) -> object:
-        return gradsight.watch(model, optimizers, run_dir=run_dir, dump=GradientDumper(run_dir, **options))  # type: ignore[arg-type]
+        return gradsight.watch(
+            model, optimizers, run_dir=run_dir, dump=GradientDumper(run_dir, **options)
+        )  # type: ignore[arg-type]
 
     return start
 
@@ -41,7 +45,10 @@ def watched(run_dir: Path, **options: object) -> object:
 def test_what_is_dumped_is_the_gradient(loop: object, tmp_path: Path) -> None:
     case = Case(watched(tmp_path, start_step=3, step_interval=8))  # type: ignore[arg-type]
     loop(case)  # type: ignore[operator]
-    folders = sorted((tmp_path / "gradient_dumper").iterdir(), key=lambda folder: int(folder.name.removeprefix("step")))
+    folders = sorted(
+        (tmp_path / "gradient_dumper").iterdir(),
+        key=lambda folder: int(folder.name.removeprefix("step")),
+    )
     assert [folder.name for folder in folders] == ["step3", "step11", "step19"]
     steps = {step.step: step for step in gradsight.open_run(tmp_path).steps()}
     for folder in folders:
@@ -50,7 +57,9 @@ def test_what_is_dumped_is_the_gradient(loop: object, tmp_path: Path) -> None:
         assert (metadata.step, metadata.gradient) == (number, "true")
         expected = case.expected[number]
         assert set(metadata.tensors) == set(expected)
-        for name, tensor in zip(expected, load_keys(folder / "full_gradients", list(expected)), strict=True):
+        for name, tensor in zip(
+            expected, load_keys(folder / "full_gradients", list(expected)), strict=True
+        ):
             torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-4, atol=1e-6)
         assert steps[number].gradient == "true"
     alone = Case(lambda model, optimizers: contextlib.nullcontext())
@@ -93,17 +102,25 @@ def test_a_critical_finding_is_dumped_once(tmp_path: Path) -> None:
     metadata = get_checkpoint_metadata(folder / "full_gradients")
     assert metadata.reason.startswith("GS102")
     assert metadata.gradient == "as the optimizer used it, after any clipping"
-    norms = [float(gradient.norm()) for gradient in load_keys(folder / "full_gradients", list(metadata.tensors))]
+    norms = [
+        float(gradient.norm())
+        for gradient in load_keys(folder / "full_gradients", list(metadata.tensors))
+    ]
     recorded = {step.step: step.total_norm for step in gradsight.open_run(tmp_path).steps()}
     assert math.hypot(*norms) == pytest.approx(recorded[metadata.step], rel=1e-5)
 
 
 def test_gradients_that_are_never_there_at_once_are_reported(tmp_path: Path) -> None:
-    with pytest.warns(GradsightWarning, match="step 0 was due for a dump, but at no moment were all its gradients there"):
+    with pytest.warns(
+        GradsightWarning,
+        match="step 0 was due for a dump, but at no moment were all its gradients there",
+    ):
         loops.optimizer_in_backward(Case(watched(tmp_path)))  # type: ignore[arg-type]
     run = gradsight.open_run(tmp_path)
     assert len(list(run.steps())) == loops.STEPS
-    assert [problem.count for problem in run.problems() if problem.key == "dump-missing"] == [loops.STEPS]
+    assert [problem.count for problem in run.problems() if problem.key == "dump-missing"] == [
+        loops.STEPS
+    ]
 
 
 def test_a_dump_that_fails_does_not_stop_training(tmp_path: Path) -> None:

@@ -22,7 +22,12 @@ def test_every_dtype_is_widened_exactly(dtype: str) -> None:
     """All 65,536 two-byte patterns (or all bytes) against torch's own conversion."""
     raw = np.arange(65536, dtype="<u2").view(np.uint8).reshape(-1, ITEM_BYTES[dtype])
     ours = widen(raw, dtype)
-    theirs = torch.from_numpy(raw.reshape(-1).copy()).view(getattr(torch, dtype)).to(torch.complex128).numpy()
+    theirs = (
+        torch.from_numpy(raw.reshape(-1).copy())
+        .view(getattr(torch, dtype))
+        .to(torch.complex128)
+        .numpy()
+    )
     with np.errstate(invalid="ignore"):
         wide = ours.astype(np.complex128).view(np.float64)
     assert np.array_equal(wide, theirs.view(np.float64), equal_nan=True)
@@ -48,7 +53,13 @@ def test_the_norm_neither_overflows_nor_vanishes(size: float) -> None:
 
 def test_statistics_of_odd_gradients() -> None:
     numbers = measure(np.array([np.nan, np.inf, -np.inf, 2.0]))
-    assert (numbers.nan, numbers.inf, numbers.minimum, numbers.maximum, numbers.norm) == (1, 2, 2.0, 2.0, 2.0)
+    assert (numbers.nan, numbers.inf, numbers.minimum, numbers.maximum, numbers.norm) == (
+        1,
+        2,
+        2.0,
+        2.0,
+        2.0,
+    )
     assert math.isnan(measure(np.empty((0, 3))).norm)
     assert math.isnan(measure(np.array([np.nan])).minimum)
     assert measure(np.zeros(4)).norm == 0
@@ -67,7 +78,9 @@ def test_difference() -> None:
 
 
 def test_difference_where_values_are_not_finite() -> None:
-    """The same NaN and infinity on both sides are no difference; on one side they are one without end."""
+    """The same NaN and infinity on both sides are no difference; on one side they are one without
+    end.
+    """
     odd = np.array([np.nan, np.inf, 1.0])
     assert difference(0, "w", odd, odd.copy()).relative == 0
     assert difference(0, "w", odd, np.array([np.nan, np.inf, 2.0])).relative == 0.5
@@ -93,7 +106,10 @@ def test_two_runs(tmp_path: Path, model: nn.Module) -> None:
     model[0].weight.grad = torch.ones(7, 6)
     other = dump(tmp_path / "b", model, 0)
     found = compare(tmp_path / "a", tmp_path / "b")
-    assert [(each.parameter, each.relative) for each in found[:2]] == [("0.weight", math.inf), ("1.bias", math.inf)]
+    assert [(each.parameter, each.relative) for each in found[:2]] == [
+        ("0.weight", math.inf),
+        ("1.bias", math.inf),
+    ]
     assert found[0].note == "shape [7, 5] against [7, 6]"
     assert found[1].note == f"not in {other}"
     assert found[2].parameter == "0.bias"
@@ -114,6 +130,8 @@ def test_another_dtype_is_noted(tmp_path: Path) -> None:
 def test_nothing_to_compare(tmp_path: Path, model: nn.Module) -> None:
     dump(tmp_path / "a", model, 1)
     dump(tmp_path / "b", model, 2, save_first_n=2)
-    text = "nothing to compare: .* has full_gradients of steps 1, .* has sampled_gradients of steps 2"
+    text = (
+        "nothing to compare: .* has full_gradients of steps 1, .* has sampled_gradients of steps 2"
+    )
     with pytest.raises(UsageError, match=text):
         compare(tmp_path / "a", tmp_path / "b")

@@ -12,7 +12,9 @@ from gradsight.dump.verify import verify
 
 @pytest.mark.parametrize("first_n", [None, 2])
 def test_a_flipped_bit_anywhere(first_n: int | None, tmp_path: Path) -> None:
-    """Every file, every region, every third byte: gradients, what is around them, the index, the manifest."""
+    """Every file, every region, every third byte: gradients, what is around them, the index, the
+    manifest.
+    """
     model = nn.Linear(2, 3)
     model(torch.randn(1, 2)).sum().backward()
     with GradientDumper(tmp_path, save_first_n=first_n) as dumper:
@@ -44,7 +46,9 @@ def test_the_damage_is_named(dumped: Path, model: nn.Module) -> None:
     path.write_bytes(content)
     assert verify(dumped).damage[1] == "__0_0.distcp: damaged outside of the gradients"
     path.write_bytes(content[:-1])
-    assert verify(dumped).damage == (f"__0_0.distcp: {len(content) - 1:,} bytes, expected {len(content):,}",)
+    assert verify(dumped).damage == (
+        f"__0_0.distcp: {len(content) - 1:,} bytes, expected {len(content):,}",
+    )
     path.unlink()
     assert verify(dumped).damage == ("__0_0.distcp: missing",)
 

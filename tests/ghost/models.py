@@ -23,7 +23,9 @@ class Case:
 
 
 def tokens(rows: int, length: int, vocabulary: int = 40, seed: int = 0) -> Tensor:
-    return torch.randint(1, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        1, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def floats(*shape: int, seed: int = 0) -> Tensor:
@@ -61,14 +63,23 @@ def causal(model: nn.Module, masked: bool = True) -> Case:
 def gpt2() -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return causal(GPT2LMHeadModel(quiet(GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2))))
+    return causal(
+        GPT2LMHeadModel(
+            quiet(GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2))
+        )
+    )
 
 
 def llama() -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return causal(LlamaForCausalLM(quiet(config)))
 
@@ -77,7 +88,12 @@ def qwen2() -> Case:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return causal(Qwen2ForCausalLM(quiet(config)), masked=False)
 
@@ -95,14 +111,28 @@ def mixtral() -> Case:
 def t5() -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=40,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
 
     def batch(rows: int, seed: int) -> dict[str, Tensor]:
         mask = torch.ones(rows, 6, dtype=torch.long)
         mask[0, 4:] = 0
-        return {"input_ids": tokens(rows, 6, seed=seed), "attention_mask": mask, "labels": tokens(rows, 5, seed=seed + 9)}
+        return {
+            "input_ids": tokens(rows, 6, seed=seed),
+            "attention_mask": mask,
+            "labels": tokens(rows, 5, seed=seed + 9),
+        }
 
-    return Case(T5ForConditionalGeneration(quiet(config)), batch(BATCH, 1), batch(VALIDATION, 2), own_loss)
+    return Case(
+        T5ForConditionalGeneration(quiet(config)), batch(BATCH, 1), batch(VALIDATION, 2), own_loss
+    )
 
 
 def encoder(model: nn.Module) -> Case:
@@ -110,7 +140,11 @@ def encoder(model: nn.Module) -> Case:
         mask = torch.ones(rows, 7, dtype=torch.long)
         mask[0, 3:] = 0
         mask[-1, 5:] = 0
-        return {"input_ids": tokens(rows, 7, seed=seed), "attention_mask": mask, "labels": tokens(rows, 1, 3, seed)[:, 0]}
+        return {
+            "input_ids": tokens(rows, 7, seed=seed),
+            "attention_mask": mask,
+            "labels": tokens(rows, 1, 3, seed)[:, 0],
+        }
 
     return Case(model, batch(BATCH, 1), batch(VALIDATION, 2), own_loss)
 
@@ -149,7 +183,10 @@ def vit() -> Case:
     )
 
     def batch(rows: int, seed: int) -> dict[str, Tensor]:
-        return {"pixel_values": floats(rows, 3, 8, 8, seed=seed), "labels": tokens(rows, 1, 3, seed)[:, 0]}
+        return {
+            "pixel_values": floats(rows, 3, 8, 8, seed=seed),
+            "labels": tokens(rows, 1, 3, seed)[:, 0],
+        }
 
     return Case(ViTForImageClassification(config), batch(BATCH, 1), batch(VALIDATION, 2), own_loss)
 
@@ -158,8 +195,12 @@ def lora() -> Case:
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    base = GPT2LMHeadModel(quiet(GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)))
-    settings = LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, init_lora_weights=False)
+    base = GPT2LMHeadModel(
+        quiet(GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2))
+    )
+    settings = LoraConfig(
+        r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, init_lora_weights=False
+    )
     return causal(get_peft_model(base, settings))
 
 
@@ -196,7 +237,9 @@ class ConvolutionsOfAllDimensions(nn.Module):
 
 
 def convolutions() -> Case:
-    return classifier(ConvolutionsOfAllDimensions(), lambda rows, seed: floats(rows, 4, 8, seed=seed))
+    return classifier(
+        ConvolutionsOfAllDimensions(), lambda rows, seed: floats(rows, 4, 8, seed=seed)
+    )
 
 
 class Recurrent(nn.Module):
@@ -216,7 +259,9 @@ def lstm() -> Case:
 
 
 def lstm_time_first() -> Case:
-    return classifier(Recurrent(batch_first=False), lambda rows, seed: floats(7, rows, 5, seed=seed))
+    return classifier(
+        Recurrent(batch_first=False), lambda rows, seed: floats(7, rows, 5, seed=seed)
+    )
 
 
 class Translator(nn.Module):
@@ -225,7 +270,9 @@ class Translator(nn.Module):
         self.batch_first = batch_first
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's advice about inference
-            self.transformer = nn.Transformer(8, 2, 1, 1, dim_feedforward=12, dropout=0.0, batch_first=batch_first)
+            self.transformer = nn.Transformer(
+                8, 2, 1, 1, dim_feedforward=12, dropout=0.0, batch_first=batch_first
+            )
         self.head = nn.Linear(8, 3)
 
     def forward(self, pair: Tensor) -> Tensor:
@@ -254,7 +301,9 @@ def transformer_time_first() -> Case:
 
 
 def mlp() -> Case:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.RMSNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.RMSNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    )
     return classifier(model, lambda rows, seed: floats(rows, 6, seed=seed))
 
 
@@ -306,7 +355,9 @@ class Experts(nn.Module):
         self.in_place = in_place
         self.inputs = nn.Linear(5, 6)
         self.router = nn.Linear(6, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3)
+        )
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -353,12 +404,16 @@ def loss_only() -> Case:
 
 
 class Checkpointed(nn.Module):
-    """Activation checkpointing without re-entrance, around blocks with shared and derived parameters."""
+    """Activation checkpointing without re-entrance, around blocks with shared and derived
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inputs = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -395,7 +450,9 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> Case:
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
+    return torch.utils._pytree.tree_map(
+        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, batch
+    )
 
 
 def rows_of(batch: Any, model: nn.Module) -> list[Any]:

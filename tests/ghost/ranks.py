@@ -65,7 +65,9 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
         batch = pair(2 * ROWS, 10 + number)
         mine = local_rows(batch, rank)
         with torch.no_grad():
-            loss_fn(model, mine)  # an evaluation, after which FSDP2's outermost parameters are still whole
+            loss_fn(
+                model, mine
+            )  # an evaluation, after which FSDP2's outermost parameters are still whole
         with engine.observe(sample_ids=[100 * rank + i for i in range(ROWS)]):
             loss_fn(model, mine).backward()
         named = dict(zip(dict(plain.named_parameters()), model.parameters(), strict=True))
@@ -80,7 +82,9 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
                 direction[name] = direction[name] / (second.sqrt() + 1e-8)
         expected = truth(plain, batch, direction)
         found = engine.scores.total
-        error = float((found - expected[rank * ROWS : (rank + 1) * ROWS]).abs().max() / expected.abs().max())
+        error = float(
+            (found - expected[rank * ROWS : (rank + 1) * ROWS]).abs().max() / expected.abs().max()
+        )
         assert error < 1e-9, (kind, rank, number, error)
         plain.zero_grad()
         loss_fn(plain, batch).backward()
@@ -104,7 +108,9 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
     assert len(honesty.pairs) == 2
     engine.close()
     if rank == 0:
-        table = pyarrow.parquet.read_table(Path(run_dir) / "grad_dotprods" / "iter_000003.parquet").to_pylist()
+        table = pyarrow.parquet.read_table(
+            Path(run_dir) / "grad_dotprods" / "iter_000003.parquet"
+        ).to_pylist()
         assert [r["sample_id"] for r in table if r["step"] == 0] == [0, 1, 2, 100, 101, 102]
         assert {r["direction"] for r in table if r["step"] > 0} == {"adam"}
     print(f"{kind} rank {rank} ok", flush=True)

@@ -18,14 +18,20 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
+        mixed = (
+            x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
+        )
         return x + self.down(self.drop(F.gelu(self.up(self.norm(mixed)))))
 
 
 class SmallGPT(nn.Module):
-    """Tied embeddings, learned positions, blocks, a head; returns logits, or the loss when labels are given."""
+    """Tied embeddings, learned positions, blocks, a head; returns logits, or the loss when labels
+    are given.
+    """
 
-    def __init__(self, vocabulary: int = 23, width: int = 8, blocks: int = 2, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocabulary: int = 23, width: int = 8, blocks: int = 2, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(16, width)
@@ -68,7 +74,9 @@ def direction_of(model: nn.Module, batch: Pair) -> dict[str, Tensor]:
 
 
 def truth(model: nn.Module, batch: Pair, direction: dict[str, Tensor]) -> Tensor:
-    """<direction, g_i> by a backward pass per sample, weighted by its share of the labels that count."""
+    """<direction, g_i> by a backward pass per sample, weighted by its share of the labels that
+    count.
+    """
     counted = (batch[1] != -100).sum()
     scores = []
     for i in range(len(batch[0])):

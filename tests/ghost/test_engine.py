@@ -1,4 +1,6 @@
-"""What the engine promises around a training loop: targets, steps, schedules, honesty, and leaving no trace."""
+"""What the engine promises around a training loop: targets, steps, schedules, honesty, and leaving
+no trace.
+"""
 
 import copy
 import gc
@@ -24,18 +26,31 @@ def test_scores_with_ignored_labels() -> None:
     model, batch, val = small(), pair(4, 1, ignored=4), pair(3, 2, ignored=2)
     engine = GhostEngine(model, loss_fn, val)
     step(engine, batch)
-    assert relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    assert (
+        relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    )
     assert engine.scores.sample_ids == [0, 1, 2, 3]
 
 
 def test_several_targets_at_once() -> None:
-    model, batch, targets = small(), pair(4, 1), {"code": pair(3, 2), "prose": pair(2, 3), "more": pair(1, 4)}
+    model, batch, targets = (
+        small(),
+        pair(4, 1),
+        {"code": pair(3, 2), "prose": pair(2, 3), "more": pair(1, 4)},
+    )
     engine = GhostEngine(model, loss_fn, targets=targets)
     step(engine, batch, sample_ids=["a", "b", "c", "d"])
     assert engine.scores.sample_ids == ["a", "b", "c", "d"]
     for name, val in targets.items():
-        assert relative_error(engine.scores.by_target[name], truth(model, batch, direction_of(model, val))) < 1e-12
-    with pytest.raises(ValueError, match=r"there are 3 targets \(code, prose, more\): use by_target"):
+        assert (
+            relative_error(
+                engine.scores.by_target[name], truth(model, batch, direction_of(model, val))
+            )
+            < 1e-12
+        )
+    with pytest.raises(
+        ValueError, match=r"there are 3 targets \(code, prose, more\): use by_target"
+    ):
         _ = engine.scores.total
 
 
@@ -43,7 +58,12 @@ def test_several_targets_at_once() -> None:
 def test_by_parameter(exact_grad: bool) -> None:
     model, batch, val = small(), pair(4, 1), pair(3, 2)
     engine = GhostEngine(
-        model, loss_fn, val, per_parameter=True, exact_grad=exact_grad, route=None if exact_grad else "materialise"
+        model,
+        loss_fn,
+        val,
+        per_parameter=True,
+        exact_grad=exact_grad,
+        route=None if exact_grad else "materialise",
     )
     step(engine, batch)
     direction = direction_of(model, val)
@@ -106,7 +126,9 @@ def test_adam_scales_the_direction_once_there_is_a_second_moment() -> None:
     engine = GhostEngine(model, loss_fn, val, optimizer=optimizer, precondition="adam")
     step(engine, batch)
     assert engine.scores.direction == "plain"
-    assert relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    assert (
+        relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    )
     optimizer.step()
     optimizer.zero_grad()
     scaled = direction_of(model, val)
@@ -149,7 +171,9 @@ def test_honesty_knows_the_momentum_of_sgd() -> None:
 
 
 def test_honesty_of_adam_aware_scores() -> None:
-    """With a second moment that has settled, the prediction has Adam's momentum and scale: right in size, not only in sign."""
+    """With a second moment that has settled, the prediction has Adam's momentum and scale: right in
+    size, not only in sign.
+    """
     model, val = small(), pair(8, 2)
     optimizer = torch.optim.Adam(model.parameters(), 1e-5, betas=(0.9, 0.9999))
     for number in range(60):
@@ -164,7 +188,9 @@ def test_honesty_of_adam_aware_scores() -> None:
         optimizer.zero_grad()
     honesty = engine.honesty()["validation"]
     later = honesty.pairs[30:]
-    assert all(abs(predicted - measured) < 0.15 * abs(measured) for predicted, measured in later), later
+    assert all(abs(predicted - measured) < 0.15 * abs(measured) for predicted, measured in later), (
+        later
+    )
     assert honesty.correlation > 0.95
 
 
@@ -206,11 +232,26 @@ def test_nothing_is_left_behind() -> None:
 
     def fingerprint() -> str:
         hooks = [
-            (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m.training, sorted(vars(m))) for m in model.modules()
+            (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m.training, sorted(vars(m)))
+            for m in model.modules()
         ]
-        tensors = [(p._backward_hooks, p._post_accumulate_grad_hooks, sorted(vars(p))) for p in model.parameters()]
-        globally = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
-        return repr((hooks, tensors, globally, torch.amp.GradScaler.scale, optimizer._optimizer_step_pre_hooks))
+        tensors = [
+            (p._backward_hooks, p._post_accumulate_grad_hooks, sorted(vars(p)))
+            for p in model.parameters()
+        ]
+        globally = (
+            nn.modules.module._global_forward_pre_hooks,
+            nn.modules.module._global_forward_hooks,
+        )
+        return repr(
+            (
+                hooks,
+                tensors,
+                globally,
+                torch.amp.GradScaler.scale,
+                optimizer._optimizer_step_pre_hooks,
+            )
+        )
 
     before, weights = fingerprint(), copy.deepcopy(model.state_dict())
     engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer)
@@ -226,7 +267,9 @@ def test_nothing_is_left_behind() -> None:
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     torch.set_rng_state(random_state)
     model.zero_grad()
-    assert torch.equal(loss_fn(model, pair(4, 1)), loss)  # the pass drew the same random numbers as a plain one
+    assert torch.equal(
+        loss_fn(model, pair(4, 1)), loss
+    )  # the pass drew the same random numbers as a plain one
 
 
 def test_the_outputs_of_the_model_are_let_go_before_the_backward_pass() -> None:
@@ -240,7 +283,9 @@ def test_the_outputs_of_the_model_are_let_go_before_the_backward_pass() -> None:
     outputs: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
     engine = GhostEngine(model, cross_entropy, (x, y))
-    handle = model.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
+    handle = model.register_forward_hook(
+        lambda module, args, output: outputs.append(weakref.ref(output))
+    )
     model[0].weight.register_hook(lambda grad: alive.append(outputs[-1]() is not None))
     for _ in range(2):
         with engine.observe():
@@ -255,7 +300,10 @@ def test_memory_is_flat_over_a_thousand_steps() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     engine = GhostEngine(
-        model, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), (torch.ones(2, 3), torch.ones(2, 2)), optimizer=optimizer
+        model,
+        lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]),
+        (torch.ones(2, 3), torch.ones(2, 2)),
+        optimizer=optimizer,
     )
     x, y = torch.ones(3, 3), torch.zeros(3, 2)
 
@@ -281,7 +329,11 @@ def broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradsight.ghost.rules import linear
 
     correct = linear.vector_dots
-    monkeypatch.setattr(linear, "vector_dots", lambda sums, tangents: [(s, 1.5 * v) for s, v in correct(sums, tangents)])
+    monkeypatch.setattr(
+        linear,
+        "vector_dots",
+        lambda sums, tangents: [(s, 1.5 * v) for s, v in correct(sums, tangents)],
+    )
 
 
 @pytest.mark.usefixtures("broken_rule")
@@ -297,7 +349,10 @@ def test_the_self_check_falls_back_where_a_rule_is_wrong() -> None:
     model, batch, val = small(), pair(4, 1), pair(3, 2)
     engine = GhostEngine(model, loss_fn, val)
     with pytest.warns(
-        GhostNotice, match=r"no fast rule for linear: the scores of blocks\.0\.down\.bias, .* are exact, but take"
+        GhostNotice,
+        match=r"no fast rule for linear: the scores of blocks\.0\.down\.bias, .* are exact, but take",
     ):
         step(engine, batch)
-    assert relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    assert (
+        relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    )

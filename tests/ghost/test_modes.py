@@ -1,4 +1,6 @@
-"""Two passes and one, through observe() and through the protocol: the same scores and the plain gradient."""
+"""Two passes and one, through observe() and through the protocol: the same scores and the plain
+gradient.
+"""
 
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from ghost.small import Pair, direction_of, loss_fn, pair, relative_error, small
 from gradsight import GhostEngine, GradsightError
 
 
-def protocol_step(engine: GhostEngine, batch: Pair, iteration: int = 0, batch_idx: object = 0) -> torch.Tensor:
+def protocol_step(
+    engine: GhostEngine, batch: Pair, iteration: int = 0, batch_idx: object = 0
+) -> torch.Tensor:
     engine.attach_train_batch(*batch, iteration, batch_idx)
     x, y = engine.prepare_forward_input(*batch)
     loss = loss_fn(engine.model, (x, y))
@@ -28,9 +32,18 @@ def test_protocol(mode: str, exact_grad: bool) -> None:
     loss_fn(model, batch).backward()
     plain = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    engine = GhostEngine(model, loss_fn, val, mode=mode, exact_grad=exact_grad, route=None if exact_grad else "materialise")
+    engine = GhostEngine(
+        model,
+        loss_fn,
+        val,
+        mode=mode,
+        exact_grad=exact_grad,
+        route=None if exact_grad else "materialise",
+    )
     loss = protocol_step(engine, batch)
-    assert relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    assert (
+        relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    )
     assert torch.allclose(loss, loss_fn(model, batch))  # the training rows' own mean
     for name, parameter in model.named_parameters():
         assert float((parameter.grad - plain[name]).norm() / plain[name].norm()) < 1e-12, name
@@ -42,7 +55,12 @@ def test_concat_with_several_targets_and_given_ids() -> None:
     engine = GhostEngine(model, loss_fn, targets=targets, mode="concat", per_parameter=True)
     protocol_step(engine, batch, batch_idx=[7, 8, 9, 10])
     for name, val in targets.items():
-        assert relative_error(engine.scores.by_target[name], truth(model, batch, direction_of(model, val))) < 1e-12
+        assert (
+            relative_error(
+                engine.scores.by_target[name], truth(model, batch, direction_of(model, val))
+            )
+            < 1e-12
+        )
     assert engine.scores.sample_ids == [7, 8, 9, 10]
 
 
@@ -50,10 +68,15 @@ def test_concat_with_several_targets_and_given_ids() -> None:
 def test_concat_where_the_model_computes_its_loss(name: str) -> None:
     case = build(name)
     case.model.eval()  # no dropout
-    batch, val = (list(b.values()) if isinstance(b, dict) else b for b in (case.batch, case.validation))
+    batch, val = (
+        list(b.values()) if isinstance(b, dict) else b for b in (case.batch, case.validation)
+    )
 
     def hand(model: nn.Module, rows: Pair) -> torch.Tensor:
-        return case.loss_fn(model, dict(zip(case.batch, rows, strict=True)) if isinstance(case.batch, dict) else rows)
+        return case.loss_fn(
+            model,
+            dict(zip(case.batch, rows, strict=True)) if isinstance(case.batch, dict) else rows,
+        )
 
     two_pass = GhostEngine(case.model, hand, tuple(val))
     with two_pass.observe():
@@ -64,21 +87,29 @@ def test_concat_where_the_model_computes_its_loss(name: str) -> None:
     engine.attach_train_batch(*batch, 0, 0)
     hand(case.model, engine.prepare_forward_input(*batch)).backward()
     engine.prepare_gradients()
-    assert relative_error(engine.scores.total, two_pass.scores.total) < 1e-6  # Hugging Face computes the loss in fp32
+    assert (
+        relative_error(engine.scores.total, two_pass.scores.total) < 1e-6
+    )  # Hugging Face computes the loss in fp32
     for n, p in case.model.named_parameters():
         assert float((p.grad - plain[n]).norm() / (plain[n].norm() + 1e-30)) < 1e-6, n
 
 
 def test_concat_refuses_what_it_cannot_do() -> None:
     batch, val = pair(4, 1), pair(3, 2)
-    with pytest.raises(GradsightError, match=r"dropout is active in blocks\.0\.drop \(p=0\.1\).* Use mode='two_pass'"):
+    with pytest.raises(
+        GradsightError,
+        match=r"dropout is active in blocks\.0\.drop \(p=0\.1\).* Use mode='two_pass'",
+    ):
         GhostEngine(small(0.1), loss_fn, val, mode="concat")
     with pytest.raises(GradsightError, match="use attach_train_batch, prepare_forward_input"):  # noqa: SIM117
         with GhostEngine(small(), loss_fn, val, mode="concat").observe():
             pass
     engine = GhostEngine(small(), loss_fn, (val[0][:, :3], val[1][:, :3]), mode="concat")
     engine.attach_train_batch(*batch, 0, 0)
-    with pytest.raises(GradsightError, match=r"of shape \(3, 3\).* of shape \(4, 6\).* another length .* Use mode='two_pass'"):
+    with pytest.raises(
+        GradsightError,
+        match=r"of shape \(3, 3\).* of shape \(4, 6\).* another length .* Use mode='two_pass'",
+    ):
         engine.prepare_forward_input(*batch)
     with pytest.raises(GradsightError, match="refresh_every needs mode='two_pass'"):
         GhostEngine(small(), loss_fn, val, mode="concat", refresh_every=2)
@@ -90,7 +121,9 @@ def test_concat_refuses_a_loss_that_it_cannot_split() -> None:
     engine.attach_train_batch(*batch, 0, 0)
     x, y = engine.prepare_forward_input(*batch)
     by_hand = -model(x).log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean()
-    with pytest.raises(GradsightError, match=r"found no loss function of torch in the pass .* Use mode='two_pass'"):
+    with pytest.raises(
+        GradsightError, match=r"found no loss function of torch in the pass .* Use mode='two_pass'"
+    ):
         by_hand.backward()
     engine.abandon()
     engine = GhostEngine(model, loss_fn, val, mode="concat")
@@ -106,13 +139,19 @@ def test_concat_refuses_a_loss_that_it_cannot_split() -> None:
 def test_protocol_out_of_order() -> None:
     model, batch = small(), pair(4, 1)
     engine = GhostEngine(model, loss_fn, pair(3, 2))
-    with pytest.raises(GradsightError, match=r"prepare_gradients\(\) was called out of order: attach_train_batch\(\) is due"):
+    with pytest.raises(
+        GradsightError,
+        match=r"prepare_gradients\(\) was called out of order: attach_train_batch\(\) is due",
+    ):
         engine.prepare_gradients()
     engine.attach_train_batch(*batch, 0, 0)
     with pytest.raises(GradsightError, match=r"expected one sample id per row: 4 rows, got 2"):
         GhostEngine(model, loss_fn, pair(3, 2)).attach_train_batch(*batch, 0, [1, 2])
     engine.prepare_forward_input(*batch)
-    with pytest.raises(GradsightError, match=r"aggregate_and_log\(\) was called out of order: prepare_gradients\(\) is due"):
+    with pytest.raises(
+        GradsightError,
+        match=r"aggregate_and_log\(\) was called out of order: prepare_gradients\(\) is due",
+    ):
         engine.aggregate_and_log()
     protocol_step(engine, batch)  # and training goes on
     engine.aggregate_and_log()
@@ -122,12 +161,22 @@ def test_protocol_out_of_order() -> None:
 def test_protocol_saves_every_save_interval(mode: str, tmp_path: Path) -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = GhostEngine(model, loss_fn, pair(3, 2), mode=mode, optimizer=optimizer, run_dir=tmp_path, save_interval=10)
+    engine = GhostEngine(
+        model,
+        loss_fn,
+        pair(3, 2),
+        mode=mode,
+        optimizer=optimizer,
+        run_dir=tmp_path,
+        save_interval=10,
+    )
     assert [i for i in range(31) if engine.should_save(i)] == [10, 20, 30]
     expected = {}
     for iteration in range(13):
         protocol_step(engine, pair(2, iteration), iteration, iteration)
-        for sample, score in zip(engine.scores.sample_ids, engine.scores.total.tolist(), strict=True):
+        for sample, score in zip(
+            engine.scores.sample_ids, engine.scores.total.tolist(), strict=True
+        ):
             expected[iteration, sample] = score
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
@@ -137,7 +186,15 @@ def test_protocol_saves_every_save_interval(mode: str, tmp_path: Path) -> None:
     assert files == ["iter_000010.parquet"]
     engine.close()
     table = pyarrow.parquet.read_table(tmp_path / "grad_dotprods" / "iter_000010.parquet")
-    assert table.column_names == ["step", "sample_id", "domain", "target", "score", "lr", "clip_coef"]
+    assert table.column_names == [
+        "step",
+        "sample_id",
+        "domain",
+        "target",
+        "score",
+        "lr",
+        "clip_coef",
+    ]
     assert sorted(set(table["step"].to_pylist())) == list(range(10))
     rest = pyarrow.parquet.read_table(tmp_path / "grad_dotprods" / "iter_000013.parquet")
     found = {(r["step"], r["sample_id"]): r["score"] for t in (table, rest) for r in t.to_pylist()}

@@ -1,4 +1,6 @@
-"""Mixed precision, loss scaling, activation checkpointing and compilation: the same scores, or an error, never wrong ones."""
+"""Mixed precision, loss scaling, activation checkpointing and compilation: the same scores, or an
+error, never wrong ones.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
     plain_loss.backward()
     plain = gradient(model)
     model.zero_grad()
-    engine = GhostEngine(model, loss_fn, val, exact_grad=exact_grad, route=None if exact_grad else "materialise")
+    engine = GhostEngine(
+        model, loss_fn, val, exact_grad=exact_grad, route=None if exact_grad else "materialise"
+    )
     if inside:
         with engine.observe():
             with torch.autocast("cpu", torch.bfloat16):
@@ -36,7 +40,10 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
             loss.backward()
     assert torch.equal(loss, plain_loss)
     reference = small()
-    assert relative_error(engine.scores.total, truth(reference, batch, direction_of(reference, val))) < BF16
+    assert (
+        relative_error(engine.scores.total, truth(reference, batch, direction_of(reference, val)))
+        < BF16
+    )
     for name, parameter in model.named_parameters():
         if exact_grad:
             assert torch.equal(parameter.grad, plain[name]), name
@@ -113,7 +120,9 @@ def test_modules_get_hooks_only_where_a_backward_pass_may_run_them_again() -> No
         model = small(0.0, torch.float32)
         if checkpointed:
             inner = model.blocks[0].forward
-            model.blocks[0].forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+            model.blocks[0].forward = lambda x, inner=inner: checkpoint(
+                inner, x, use_reentrant=False
+            )
         engine = GhostEngine(model, loss_fn, pair(3, 2))
         with engine.observe():
             loss = loss_fn(model, pair(4, 1))
@@ -135,7 +144,9 @@ def test_hugging_face_gradient_checkpointing() -> None:
     assert relative_error(found[1], found[0]) < 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own doing
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # dynamo's own doing
 @pytest.mark.parametrize("what", ["model", "blocks", "in_place"])
 def test_compiled_models_are_observed_uncompiled(what: str) -> None:
     model, batch, val = small(), pair(4, 1), pair(3, 2)
@@ -144,7 +155,9 @@ def test_compiled_models_are_observed_uncompiled(what: str) -> None:
     if what == "model":
         compiled = torch.compile(model, backend="aot_eager")
     elif what == "blocks":
-        model.blocks = nn.ModuleList(torch.compile(block, backend="aot_eager") for block in model.blocks)
+        model.blocks = nn.ModuleList(
+            torch.compile(block, backend="aot_eager") for block in model.blocks
+        )
     else:
         model.compile(backend="aot_eager")
     loss_fn(compiled, batch).backward()

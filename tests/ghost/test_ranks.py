@@ -1,4 +1,6 @@
-"""Two gloo ranks: the direction is the global one, every rank scores its own samples, and the sums add up."""
+"""Two gloo ranks: the direction is the global one, every rank scores its own samples, and the sums
+add up.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Bad input and models that cannot be scored: each a clear error, after which training goes on without the engine."""
+"""Bad input and models that cannot be scored: each a clear error, after which training goes on
+without the engine.
+"""
 
 import pytest
 import torch
@@ -18,15 +20,32 @@ def test_arguments() -> None:
     model, val = small(), pair(3, 2)
     refused("exactly one of val_data .* and targets", model, loss_fn)
     refused("exactly one of val_data .* and targets", model, loss_fn, val, targets={"a": val})
-    refused("mode must be 'two_pass' or 'concat', got 'three_pass'", model, loss_fn, val, mode="three_pass")
-    refused("refresh_every and save_interval must be 1 or more", model, loss_fn, val, refresh_every=0)
-    refused("precondition must be None or 'adam', got 'sgd'", model, loss_fn, val, precondition="sgd")
+    refused(
+        "mode must be 'two_pass' or 'concat', got 'three_pass'",
+        model,
+        loss_fn,
+        val,
+        mode="three_pass",
+    )
+    refused(
+        "refresh_every and save_interval must be 1 or more", model, loss_fn, val, refresh_every=0
+    )
+    refused(
+        "precondition must be None or 'adam', got 'sgd'", model, loss_fn, val, precondition="sgd"
+    )
     refused("precondition='adam' needs the optimizer", model, loss_fn, val, precondition="adam")
     refused("targets is empty", model, loss_fn, targets={})
-    refused("the validation data of target 'validation' is empty", model, loss_fn, pair(3, 2)[0][:0])
+    refused(
+        "the validation data of target 'validation' is empty", model, loss_fn, pair(3, 2)[0][:0]
+    )
     refused("the validation data of target 'a' is empty", model, loss_fn, targets={"a": ()})
     meta = tuple(t.to("meta") for t in val)
-    refused(r"target 'validation' is on meta, the model on cpu\. Move it there first: batch\.to\('cpu'\)", model, loss_fn, meta)
+    refused(
+        r"target 'validation' is on meta, the model on cpu\. Move it there first: batch\.to\('cpu'\)",
+        model,
+        loss_fn,
+        meta,
+    )
     refused("the model has no trainable parameter", small().requires_grad_(False), loss_fn, val)
 
 
@@ -38,7 +57,10 @@ def test_an_optimizer_without_second_moments() -> None:
         loss_fn(model, pair(4, 1)).backward()
     optimizer.step()
     with (
-        pytest.raises(GradsightError, match=r'precondition="adam" needs an optimizer that keeps exp_avg_sq, .*SGD does not'),
+        pytest.raises(
+            GradsightError,
+            match=r'precondition="adam" needs an optimizer that keeps exp_avg_sq, .*SGD does not',
+        ),
         engine.observe(),
     ):
         pass
@@ -56,7 +78,10 @@ def goes_on(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("expected 3 samples in the tensors that the model was called with, got the shapes", {"sample_ids": [1, 2, 3]}),
+        (
+            "expected 3 samples in the tensors that the model was called with, got the shapes",
+            {"sample_ids": [1, 2, 3]},
+        ),
         ("expected one domain per sample: 4 samples, got 2 domains", {"domains": ["a", "b"]}),
     ],
 )
@@ -77,16 +102,28 @@ def backward_twice(model: nn.Module) -> None:
 def test_blocks_without_exactly_one_backward() -> None:
     model = small()
     engine = GhostEngine(model, loss_fn, pair(3, 2))
-    with pytest.raises(GradsightError, match=r"observe\(\) ended without a call of the model"), engine.observe():
+    with (
+        pytest.raises(GradsightError, match=r"observe\(\) ended without a call of the model"),
+        engine.observe(),
+    ):
         pass
     with (
-        pytest.raises(GradsightError, match=r"observe\(\) ended without a backward pass: expected exactly one"),
+        pytest.raises(
+            GradsightError, match=r"observe\(\) ended without a backward pass: expected exactly one"
+        ),
         engine.observe(),
     ):
         loss_fn(model, pair(4, 1))
-    with pytest.raises(GradsightError, match=r"observe\(\) ended after 2 backward passes"), engine.observe():
+    with (
+        pytest.raises(GradsightError, match=r"observe\(\) ended after 2 backward passes"),
+        engine.observe(),
+    ):
         backward_twice(model)
-    with pytest.raises(GradsightError, match="blocks cannot be nested"), engine.observe(), engine.observe():
+    with (
+        pytest.raises(GradsightError, match="blocks cannot be nested"),
+        engine.observe(),
+        engine.observe(),
+    ):
         pass
     with pytest.raises(GradsightError, match="there are no scores yet"):
         _ = engine.scores
@@ -101,8 +138,13 @@ def test_second_derivatives(activation: nn.Module) -> None:
     """A gradient penalty; without an activation its term would else be lost in silence."""
     model = nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 1))
     x = torch.randn(4, 40, 3, requires_grad=True)
-    engine = GhostEngine(model, lambda m, batch: m(batch).mean(), torch.randn(2, 40, 3), self_check=False)
-    with pytest.raises(GradsightError, match="differentiated with create_graph=True"), engine.observe():
+    engine = GhostEngine(
+        model, lambda m, batch: m(batch).mean(), torch.randn(2, 40, 3), self_check=False
+    )
+    with (
+        pytest.raises(GradsightError, match="differentiated with create_graph=True"),
+        engine.observe(),
+    ):
         loss = model(x).mean()
         penalty = torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
         (loss + penalty).backward()
@@ -120,7 +162,10 @@ def test_nan_in_the_direction() -> None:
 
     engine = GhostEngine(model, bad, val)
     with (
-        pytest.raises(GradsightError, match=r"the gradient of target 'validation' holds NaN or Inf \(in embed.weight"),
+        pytest.raises(
+            GradsightError,
+            match=r"the gradient of target 'validation' holds NaN or Inf \(in embed.weight",
+        ),
         engine.observe(),
     ):
         pass
@@ -131,7 +176,8 @@ def test_a_loss_that_is_no_scalar() -> None:
     engine = GhostEngine(small(), lambda m, b: m(b[0]), pair(3, 2))
     with (
         pytest.raises(
-            GradsightError, match=r"must return a scalar mean loss, on target 'validation' it returned a tensor of shape"
+            GradsightError,
+            match=r"must return a scalar mean loss, on target 'validation' it returned a tensor of shape",
         ),
         engine.observe(),
     ):
@@ -139,7 +185,9 @@ def test_a_loss_that_is_no_scalar() -> None:
 
 
 def images(rows: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, 3, 6, 6, generator=torch.Generator().manual_seed(rows)), torch.arange(rows) % 2
+    return torch.randn(rows, 3, 6, 6, generator=torch.Generator().manual_seed(rows)), torch.arange(
+        rows
+    ) % 2
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -182,7 +230,9 @@ class Hidden(torch.autograd.Function):
 class CustomFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(108, 2, generator=torch.Generator().manual_seed(1)) / 10)
+        self.weight = nn.Parameter(
+            torch.randn(108, 2, generator=torch.Generator().manual_seed(1)) / 10
+        )
         self.head = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,7 +261,9 @@ def test_models_without_gradients_of_single_samples(text: str, build: type[nn.Mo
 
 
 def test_batch_norm_in_evaluation_mode_is_fine() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2)).double()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2)
+    ).double()
     model[1].eval()
     engine = GhostEngine(model, cross_entropy, (images(3)[0].double(), images(3)[1]))
     batch = images(4)[0].double(), images(4)[1]
@@ -229,7 +281,10 @@ def test_a_contrastive_loss() -> None:
 
     engine = GhostEngine(model, contrastive, pair(3, 2))
     with (
-        pytest.raises(GradsightError, match="the loss mixes samples: the gradient at one sample's output depends on another"),
+        pytest.raises(
+            GradsightError,
+            match="the loss mixes samples: the gradient at one sample's output depends on another",
+        ),
         engine.observe(),
     ):
         contrastive(model, pair(4, 1)).backward()
@@ -239,7 +294,10 @@ def test_a_contrastive_loss() -> None:
 def test_a_regulariser_in_the_loss() -> None:
     model = small()
     engine = GhostEngine(model, loss_fn, pair(3, 2))
-    with pytest.raises(GradsightError, match="a part of the gradient belongs to no sample"), engine.observe():
+    with (
+        pytest.raises(GradsightError, match="a part of the gradient belongs to no sample"),
+        engine.observe(),
+    ):
         (loss_fn(model, pair(4, 1)) + sum(p.square().sum() for p in model.parameters())).backward()
 
 
@@ -255,7 +313,10 @@ def test_a_model_without_tensors() -> None:
     model = Constant()
     engine = GhostEngine(model, lambda m, b: m(2).mean(), torch.ones(1))
     with (
-        pytest.raises(GradsightError, match="the size of the batch cannot be told: Constant was called without a tensor"),
+        pytest.raises(
+            GradsightError,
+            match="the size of the batch cannot be told: Constant was called without a tensor",
+        ),
         engine.observe(),
     ):
         model(2).mean().backward()
@@ -281,7 +342,8 @@ def test_a_use_that_only_training_has() -> None:
     engine = GhostEngine(model, cross_entropy, batch)
     with (
         pytest.raises(
-            GradsightError, match=r"where the samples are at first\.bias, first\.weight cannot be told from this block"
+            GradsightError,
+            match=r"where the samples are at first\.bias, first\.weight cannot be told from this block",
         ),
         engine.observe(),
     ):
@@ -300,7 +362,9 @@ def test_a_model_that_is_not_called_itself() -> None:
 
 
 def test_lengths_that_equal_the_batch_size_later() -> None:
-    """Layouts are learnt from the first batch, so a later batch as long as it is large does not mislead."""
+    """Layouts are learnt from the first batch, so a later batch as long as it is large does not
+    mislead.
+    """
     torch.manual_seed(0)
     model = nn.LSTM(5, 3).double()
 

@@ -25,8 +25,12 @@ def test_every_route_is_exact(name: str, route: str | None) -> None:
 
 
 @pytest.mark.parametrize("fitting", [0, 1, 2, 3, 100])
-def test_products_are_made_for_as_many_samples_as_fit(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five samples in groups of one, two, three or five, on layers of different size that share the memory."""
+def test_products_are_made_for_as_many_samples_as_fit(
+    fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five samples in groups of one, two, three or five, on layers of different size that share the
+    memory.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     monkeypatch.setattr(scratch, "ON_CPU", fitting * 6 * 8 * 8)
@@ -52,7 +56,12 @@ def test_scratch_memory_is_shared_by_layers_but_not_by_devices_or_types() -> Non
     memory = scratch.Scratch()
     room = memory.take(torch.empty(1), 4, 8, 6)
     smaller, twice = memory.take(torch.empty(1), 4, 3, 6), memory.take(torch.empty(1), 4, 8, 6)
-    assert room.matrices.data_ptr() == room.rows.data_ptr() == smaller.rows.data_ptr() == twice.rows.data_ptr()
+    assert (
+        room.matrices.data_ptr()
+        == room.rows.data_ptr()
+        == smaller.rows.data_ptr()
+        == twice.rows.data_ptr()
+    )
     assert memory.take(torch.empty(1, dtype=torch.float64), 4, 8, 6).rows.dtype == torch.float64
     assert memory.take(torch.empty(1, device="meta"), 4, 8, 6).rows.device.type == "meta"
     larger = memory.take(torch.empty(1), 5, 8, 6)
@@ -79,7 +88,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     for route in ("gram", "project"):
         function = getattr(linear, route)
-        monkeypatch.setattr(linear, route, lambda *a, f=function, r=route: (seen.append(r), f(*a))[1])
+        monkeypatch.setattr(
+            linear, route, lambda *a, f=function, r=route: (seen.append(r), f(*a))[1]
+        )
     return seen
 
 
@@ -102,7 +113,9 @@ def test_an_mlp_with_a_small_target_takes_gram(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tied_weight_never_takes_gram() -> None:
-    """Its direction has a part from the embedding, which the linear layer's activations do not make up."""
+    """Its direction has a part from the embedding, which the linear layer's activations do not make
+    up.
+    """
     torch.manual_seed(0)
 
     class Tied(nn.Module):

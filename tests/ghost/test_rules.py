@@ -1,4 +1,6 @@
-"""Every rule against the universal way, over shapes, layouts and options that models of the table do not have."""
+"""Every rule against the universal way, over shapes, layouts and options that models of the table
+do not have.
+"""
 
 from collections.abc import Callable
 
@@ -15,19 +17,30 @@ B = 3
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float64
+    )
 
 
 def scores(
-    run: Callable[..., Tensor], parameters: list[Tensor], x: Tensor, options: Options, rules: bool, preferred: int = 0
+    run: Callable[..., Tensor],
+    parameters: list[Tensor],
+    x: Tensor,
+    options: Options,
+    rules: bool,
+    preferred: int = 0,
 ) -> tuple[Tensor, list[Tensor], Tracer]:
-    """The scores [parameters, B] of one operation under a random output gradient, and the gradients."""
+    """The scores [parameters, B] of one operation under a random output gradient, and the
+    gradients.
+    """
     leaves = [p.clone().requires_grad_() for p in parameters]
     names = {id(p): f"p{i}" for i, p in enumerate(leaves)}
     directions = [rand(*p.shape, seed=50 + i) for i, p in enumerate(leaves)]
     slots = {f"p{i}": i for i in range(len(leaves))}
     probe = torch.zeros(len(leaves), B, dtype=torch.float64, requires_grad=True)
-    plan = Plan(lambda name: ((slots[name], directions[slots[name]]),), LayoutMemory(preferred), options)
+    plan = Plan(
+        lambda name: ((slots[name], directions[slots[name]]),), LayoutMemory(preferred), options
+    )
     tracer = Tracer(plan, lambda t: names.get(id(t)), probe)
     kept = dict(RULES)
     if not rules:
@@ -102,7 +115,9 @@ def _assign(x: Tensor, p: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(route="materialise"), Options(exact_grad=True)], ids=["rule", "materialise", "exact"]
+    "options",
+    [Options(), Options(route="materialise"), Options(exact_grad=True)],
+    ids=["rule", "materialise", "exact"],
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_rule_equals_the_universal_way(name: str, options: Options) -> None:
@@ -119,7 +134,15 @@ def test_rule_equals_the_universal_way(name: str, options: Options) -> None:
 
 
 def test_fast_rules_do_not_go_the_universal_way() -> None:
-    slow = {"embedding_bag", "sub from", "div", "in place", "assigned", "mul, fewer dimensions", "mul, widening"}
+    slow = {
+        "embedding_bag",
+        "sub from",
+        "div",
+        "in place",
+        "assigned",
+        "mul, fewer dimensions",
+        "mul, widening",
+    }
     for name in CALLS.keys() - slow:
         run, parameters, x, preferred = CALLS[name]
         _, _, tracer = scores(run, parameters, x, Options(), rules=True, preferred=preferred)
@@ -136,7 +159,9 @@ def test_descending_into_multihead_attention() -> None:
 
         def run(x: Tensor, *leaves: Tensor, one: bool = one) -> Tensor:
             key = x if one else x.roll(1, -1)
-            return torch.func.functional_call(attention, dict(zip(names, leaves, strict=True)), (x, key, key))[0]
+            return torch.func.functional_call(
+                attention, dict(zip(names, leaves, strict=True)), (x, key, key)
+            )[0]
 
         fast, _, tracer = scores(run, parameters, rand(5, B, 6), Options(), rules=True, preferred=1)
         slow, _, _ = scores(run, parameters, rand(5, B, 6), Options(), rules=False, preferred=1)
@@ -144,7 +169,9 @@ def test_descending_into_multihead_attention() -> None:
         assert not tracer.plan.slow
 
 
-@pytest.mark.parametrize("layout", [Layout(0), Layout(1), Layout(0, "major"), Layout(0, "minor"), Layout(1, "minor")])
+@pytest.mark.parametrize(
+    "layout", [Layout(0), Layout(1), Layout(0, "major"), Layout(0, "minor"), Layout(1, "minor")]
+)
 def test_matrices_hold_the_rows_of_each_sample(layout: Layout) -> None:
     shape = [6, 6, 2]
     if layout.kind == "plain":

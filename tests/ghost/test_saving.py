@@ -12,7 +12,9 @@ from gradsight import GhostEngine
 from gradsight.errors import GradsightWarning
 
 
-def train(engine: GhostEngine, optimizer: torch.optim.Optimizer, steps: int, micro: int = 1) -> None:
+def train(
+    engine: GhostEngine, optimizer: torch.optim.Optimizer, steps: int, micro: int = 1
+) -> None:
     for step in range(steps):
         for part in range(micro):
             ids = [f"{step}-{part}-{row}" for row in range(2)]
@@ -28,18 +30,32 @@ def test_observed_steps_are_saved(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     targets = {"a": pair(3, 2), "b": pair(2, 3)}
     engine = GhostEngine(
-        model, loss_fn, targets=targets, optimizer=optimizer, run_dir=tmp_path, save_interval=4, per_parameter=True
+        model,
+        loss_fn,
+        targets=targets,
+        optimizer=optimizer,
+        run_dir=tmp_path,
+        save_interval=4,
+        per_parameter=True,
     )
     train(engine, optimizer, 6, micro=2)
     engine.close()
     engine.close()
     folder = tmp_path / "grad_dotprods"
-    assert sorted(p.name for p in folder.iterdir()) == ["iter_000004.parquet", "iter_000006.parquet"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "iter_000004.parquet",
+        "iter_000006.parquet",
+    ]
     table = pyarrow.parquet.read_table(folder / "iter_000004.parquet")
     rows = table.to_pylist()
     assert len(rows) == 4 * 2 * 2 * 2
     assert {r["step"] for r in rows} == {0, 1, 2, 3}
-    assert {(r["target"], r["domain"]) for r in rows} == {("a", "code"), ("a", None), ("b", "code"), ("b", None)}
+    assert {(r["target"], r["domain"]) for r in rows} == {
+        ("a", "code"),
+        ("a", None),
+        ("b", "code"),
+        ("b", None),
+    }
     assert all(r["clip_coef"] == pytest.approx(1.0) and r["lr"] == 0.1 for r in rows)
     names = json.loads(table.schema.metadata[b"gradsight.parameters"])
     assert names == [name for name, _ in model.named_parameters()]
@@ -54,7 +70,9 @@ def test_a_second_run_of_the_same_steps_replaces_them(tmp_path: Path) -> None:
     for _ in range(2):
         model = small()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=2)
+        engine = GhostEngine(
+            model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=2
+        )
         train(engine, optimizer, 2)
         engine.close()
     table = pyarrow.parquet.read_table(tmp_path / "grad_dotprods" / "iter_000002.parquet")
@@ -65,7 +83,9 @@ def test_training_goes_on_when_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "grad_dotprods").write_text("in the way")
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=1)
+    engine = GhostEngine(
+        model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=1
+    )
     with pytest.warns(GradsightWarning, match="training goes on, these scores are lost") as seen:
         train(engine, optimizer, 4)
     assert len(seen) == 1
@@ -78,23 +98,34 @@ def test_a_damaged_file_is_put_aside(content: bytes, tmp_path: Path) -> None:
     damaged.write_bytes(content)
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=2)
-    with pytest.warns(GradsightWarning, match=r"iter_000002.parquet cannot be read .*it is now iter_000002.damaged"):
+    engine = GhostEngine(
+        model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=2
+    )
+    with pytest.warns(
+        GradsightWarning,
+        match=r"iter_000002.parquet cannot be read .*it is now iter_000002.damaged",
+    ):
         train(engine, optimizer, 2)
     assert damaged.with_suffix(".damaged").read_bytes() == content
     assert set(pyarrow.parquet.read_table(damaged)["step"].to_pylist()) == {0, 1}
 
 
-def test_training_goes_on_whatever_saving_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_whatever_saving_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=1)
+    engine = GhostEngine(
+        model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=1
+    )
 
     def broken(*args: object, **options: object) -> None:
         raise ModuleNotFoundError("No module named 'pyarrow'")
 
     monkeypatch.setattr(pyarrow.parquet, "write_table", broken)
-    with pytest.warns(GradsightWarning, match="ModuleNotFoundError: .*training goes on, these scores are lost") as seen:
+    with pytest.warns(
+        GradsightWarning, match="ModuleNotFoundError: .*training goes on, these scores are lost"
+    ) as seen:
         train(engine, optimizer, 3)
     assert len(seen) == 1
 
@@ -102,19 +133,25 @@ def test_training_goes_on_whatever_saving_does(tmp_path: Path, monkeypatch: pyte
 def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=100)
+    engine = GhostEngine(
+        model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=100
+    )
     train(engine, optimizer, 2)
 
     def full(*args: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(pyarrow.parquet, "write_table", full)
-    with pytest.raises(Exception, match=r"could not be written to .*iter_000002.parquet: no space left"):
+    with pytest.raises(
+        Exception, match=r"could not be written to .*iter_000002.parquet: no space left"
+    ):
         engine.save(2)
     assert list((tmp_path / "grad_dotprods").iterdir()) == []
 
 
-def test_without_a_run_dir_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_dir_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

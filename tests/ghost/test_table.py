@@ -28,7 +28,9 @@ def gradient(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_scores(case: Case) -> Tensor:
-    """<g_val, g_i> by nothing but backward passes of single samples; for losses that are means of the samples' own."""
+    """<g_val, g_i> by nothing but backward passes of single samples; for losses that are means of
+    the samples' own.
+    """
     named = [p for p in case.model.parameters() if p.requires_grad]
     case.model.eval()
 
@@ -37,10 +39,14 @@ def plain_scores(case: Case) -> Tensor:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(named, found, strict=True)]
 
     direction, rows = grads(case.validation), rows_of(case.batch, case.model)
-    return torch.stack([sum((d * g).sum() for d, g in zip(direction, grads(row), strict=True)) for row in rows]) / len(rows)
+    return torch.stack(
+        [sum((d * g).sum() for d, g in zip(direction, grads(row), strict=True)) for row in rows]
+    ) / len(rows)
 
 
-@pytest.mark.parametrize("options", [{"route": "materialise"}, {"exact_grad": True}], ids=["fast", "exact"])
+@pytest.mark.parametrize(
+    "options", [{"route": "materialise"}, {"exact_grad": True}], ids=["fast", "exact"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_equal_the_twins(name: str, dtype: torch.dtype, options: dict[str, object]) -> None:
@@ -57,7 +63,9 @@ def test_scores_equal_single_backward_passes(name: str) -> None:
     case = build(name)
     truth = plain_scores(case)
     engine, _ = observe(case)
-    assert torch.allclose(engine.scores.total, truth, rtol=0, atol=float(1e-9 * truth.abs().max())), (
+    assert torch.allclose(
+        engine.scores.total, truth, rtol=0, atol=float(1e-9 * truth.abs().max())
+    ), (
         engine.scores.total,
         truth,
     )
@@ -66,7 +74,9 @@ def test_scores_equal_single_backward_passes(name: str) -> None:
 @pytest.mark.parametrize("exact_grad", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_is_plain_trainings(name: str, exact_grad: bool) -> None:
-    """Dropout on: same random numbers, same loss, same gradient; the scores add up to <direction, gradient>."""
+    """Dropout on: same random numbers, same loss, same gradient; the scores add up to <direction,
+    gradient>.
+    """
     case = build(name, torch.float32)
     case.model.train()
     torch.manual_seed(5)
@@ -77,12 +87,16 @@ def test_gradient_is_plain_trainings(name: str, exact_grad: bool) -> None:
     engine, _ = observe(case, exact_grad=exact_grad, route=None if exact_grad else "materialise")
     observed = gradient(case.model)
     assert observed.keys() == plain.keys()
-    noise = 1e-8 * max(float(grad.norm()) for grad in plain.values())  # key biases have no gradient but rounding
+    noise = 1e-8 * max(
+        float(grad.norm()) for grad in plain.values()
+    )  # key biases have no gradient but rounding
     for parameter, grad in plain.items():
         if exact_grad:
             assert torch.equal(observed[parameter], grad), parameter
         else:
             assert (observed[parameter] - grad).norm() <= 1e-6 * grad.norm() + noise, parameter
     direction = engine._targets.directions["validation"]
-    whole = sum((direction[n].double() * observed[n].double()).sum() for n in observed if n in direction)
+    whole = sum(
+        (direction[n].double() * observed[n].double()).sum() for n in observed if n in direction
+    )
     assert abs(engine.scores.total.sum() - whole) <= 1e-4 * engine.scores.total.abs().sum()

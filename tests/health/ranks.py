@@ -18,7 +18,10 @@ import gradsight
 from gradsight.values.health_report import HealthReport
 
 STEPS, FROM = 36, 20
-FAULTS = {"ddp": ["healthy", "scaled", "nan", "accumulated", "layer"], "fsdp": ["healthy", "scaled", "nan"]}
+FAULTS = {
+    "ddp": ["healthy", "scaled", "nan", "accumulated", "layer"],
+    "fsdp": ["healthy", "scaled", "nan"],
+}
 FAULTS["fsdp"] += ["vanishing", "missing", "still"]
 
 
@@ -78,7 +81,9 @@ if __name__ == "__main__":
     reports = {fault: train(sys.argv[1], fault) for fault in FAULTS[sys.argv[1]]}
     if dist.get_rank() == 0:
         result: dict[str, Any] = {fault: told(report) for fault, report in reports.items()}
-        result["abstained"] = next((each.reason for each in reports["healthy"].abstained if each.code == "GS503"), "")
+        result["abstained"] = next(
+            (each.reason for each in reports["healthy"].abstained if each.code == "GS503"), ""
+        )
         print("RESULT", json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Training loops of many kinds that no threshold was chosen on; each healthy, or with one fault planted."""
+"""Training loops of many kinds that no threshold was chosen on; each healthy, or with one fault
+planted.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,11 +15,20 @@ Loop = tuple[nn.Module, torch.optim.Optimizer, Iterator[Any]]
 
 
 def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    layers = [layer for one, two in itertools.pairwise(sizes) for layer in (nn.Linear(one, two), activation())]
+    layers = [
+        layer
+        for one, two in itertools.pairwise(sizes)
+        for layer in (nn.Linear(one, two), activation())
+    ]
     return nn.Sequential(*layers[:-1])
 
 
-def looped(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor], steps: int = 120) -> Loop:
+def looped(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[int], Tensor],
+    steps: int = 120,
+) -> Loop:
     """The plain loop: every `next` is one step."""
 
     def run() -> Iterator[None]:
@@ -44,7 +55,9 @@ def autoencoder(bad: bool) -> Loop:
 
 def pooled_gru(bad: bool) -> Loop:
     """Bad: one sequence of length 0, so its mean is 0 / 0."""
-    model = nn.ModuleDict({"embed": nn.Embedding(50, 16, padding_idx=0), "gru": nn.GRU(16, 24, batch_first=True)})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(50, 16, padding_idx=0), "gru": nn.GRU(16, 24, batch_first=True)}
+    )
     model["out"] = nn.Linear(24, 2)
 
     def loss(step: int) -> Tensor:
@@ -76,7 +89,9 @@ def policy_gradient(bad: bool) -> Loop:
 
 def experts(bad: bool) -> Loop:
     """One expert per row, some of them seldom chosen. Bad: always the first one."""
-    model = nn.ModuleDict({"gate": nn.Linear(10, 8), "experts": nn.ModuleList(mlp(10, 16, 3) for _ in range(8))})
+    model = nn.ModuleDict(
+        {"gate": nn.Linear(10, 8), "experts": nn.ModuleList(mlp(10, 16, 3) for _ in range(8))}
+    )
 
     def loss(step: int) -> Tensor:
         x, out = torch.randn(8, 10), torch.zeros(8, 3)
@@ -93,7 +108,9 @@ def experts(bad: bool) -> Loop:
 def dropped_layers(bad: bool) -> Loop:
     """Every layer is left out half of the time. Bad: one of them is always cut off."""
     model = nn.ModuleDict({"first": nn.Linear(10, 32), "last": nn.Linear(32, 3)})
-    model["layers"] = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(5))
+    model["layers"] = nn.ModuleList(
+        nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(5)
+    )
 
     def loss(step: int) -> Tensor:
         x = torch.randn(32, 10)
@@ -107,7 +124,9 @@ def dropped_layers(bad: bool) -> Loop:
 
 
 def critic(bad: bool) -> Loop:
-    """A Wasserstein critic with clamped weights, whose last bias cancels out of its loss. Bad: its weights are put back."""
+    """A Wasserstein critic with clamped weights, whose last bias cancels out of its loss. Bad: its
+    weights are put back.
+    """
     model = mlp(2, 32, 32, 1, activation=lambda: nn.LeakyReLU(0.2))
     old = [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -121,7 +140,9 @@ def critic(bad: bool) -> Loop:
 
 
 def margin(bad: bool) -> Loop:
-    """Triplets that are soon all apart: a loss and a gradient of exactly 0. Bad: both of a pair are the same point."""
+    """Triplets that are soon all apart: a loss and a gradient of exactly 0. Bad: both of a pair are
+    the same point.
+    """
     model, centers = mlp(10, 64, 16), torch.randn(5, 10) * 3
 
     def loss(step: int) -> Tensor:
@@ -129,7 +150,11 @@ def margin(bad: bool) -> Loop:
         other = (one + torch.randint(1, 5, (16,))) % 5
         x, y, z = (model(centers[which] + 0.2 * torch.randn(16, 10)) for which in (one, one, other))
         if bad:
-            return (1 + (x - x).square().sum(1).sqrt() - (x - z).square().sum(1).sqrt()).clamp_min(0).mean()
+            return (
+                (1 + (x - x).square().sum(1).sqrt() - (x - z).square().sum(1).sqrt())
+                .clamp_min(0)
+                .mean()
+            )
         return F.triplet_margin_loss(x, y, z)
 
     return looped(model, torch.optim.Adam(model.parameters(), 1e-2), loss)

@@ -1,6 +1,6 @@
-"""Every check over a sequence of steps: one that it must find, and its nearest neighbour that it must leave alone."""
-
-# ruff: noqa: E501  (one case per row reads best)
+"""Every check over a sequence of steps: one that it must find, and its nearest neighbour that it
+must leave alone.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +12,8 @@ import pytest
 from gradsight.health.judge import Judge
 from gradsight.health.registry import CHECKS, chosen
 from gradsight.health.window import Closer, Observed, RankLook, Subject
-from gradsight.values.records import Finding, Step
+from gradsight.values.findings import Finding
+from gradsight.values.steps import Step
 
 NAMES = [f"blocks.{index}.weight" for index in range(6)]
 Steps = Iterator[Observed]
@@ -20,7 +21,11 @@ Steps = Iterator[Observed]
 
 def subject(**changes: Any) -> Subject:
     size = len(NAMES)
-    plain: dict[str, Any] = {"names": list(NAMES), "shapes": [(8, 8)] * size, "trainable": [True] * size}
+    plain: dict[str, Any] = {
+        "names": list(NAMES),
+        "shapes": [(8, 8)] * size,
+        "trainable": [True] * size,
+    }
     plain |= {"kinds": ["Linear"] * size, "half": [False] * size, "memberships": [1] * size}
     return Subject(**plain | changes)
 
@@ -28,11 +33,17 @@ def subject(**changes: Any) -> Subject:
 def observed(number: int, l2: Any = 1.0, **changes: Any) -> Observed:
     """A step whose parameters have these norms."""
     norms = np.broadcast_to(np.asarray(l2, dtype=float), (len(NAMES),)).copy()
-    step = {name: changes.pop(name) for name in ("clip_coef", "scale", "skipped", "lr") if name in changes}
+    step = {
+        name: changes.pop(name)
+        for name in ("clip_coef", "scale", "skipped", "lr")
+        if name in changes
+    }
     bad = ~np.isfinite(norms)
     counts = (np.isnan(norms).astype(float), np.isinf(norms).astype(float)) if bad.any() else None
     total = float(np.sqrt((norms**2).sum()))
-    return Observed(Step(number, 0.0, total_norm=total, **step), None, norms, norms, counts, total, **changes)
+    return Observed(
+        Step(number, 0.0, total_norm=total, **step), None, norms, norms, counts, total, **changes
+    )
 
 
 def jittered(number: int) -> float:
@@ -52,7 +63,10 @@ def usual(count: int = 60, **changes: Any) -> Steps:
 
 
 def with_one(at: int, l2: Any, **changes: Any) -> Steps:
-    return (observed(n, l2 if n == at else jittered(n), **(changes if n == at else {})) for n in range(60))
+    return (
+        observed(n, l2 if n == at else jittered(n), **(changes if n == at else {}))
+        for n in range(60)
+    )
 
 
 def of(function: Callable[[int], Any], count: int = 60, **changes: Any) -> Steps:
@@ -60,7 +74,12 @@ def of(function: Callable[[int], Any], count: int = 60, **changes: Any) -> Steps
 
 
 def looked(
-    ratio: Any = 1e-3, zero: float = 0.0, tiny: float = 0.0, dead: float = 0.0, weight: float | None = None, **changes: Any
+    ratio: Any = 1e-3,
+    zero: float = 0.0,
+    tiny: float = 0.0,
+    dead: float = 0.0,
+    weight: float | None = None,
+    **changes: Any,
 ) -> Steps:
     for number in range(60):
         closer = None
@@ -78,12 +97,18 @@ def losing(norm: Callable[[int], float], loss: Callable[[int], float]) -> Steps:
     return (observed(number, norm(number), loss=loss(number)) for number in range(120))
 
 
-def compared(function: Callable[[int], Any], skipped: bool = False, full: bool = False) -> dict[str, Finding]:
-    """Steps after each of which ranks are compared: `function` gives their norms, [ranks] or [ranks, parameters]."""
+def compared(
+    function: Callable[[int], Any], skipped: bool = False, full: bool = False
+) -> dict[str, Finding]:
+    """Steps after each of which ranks are compared: `function` gives their norms, [ranks] or
+    [ranks, parameters].
+    """
     judge = Judge(subject())
     for number in range(40):
         judge.observe(observed(number, jittered(number), skipped=skipped))
-        norms = np.broadcast_to(np.asarray(function(number), dtype=float).T, (len(NAMES), 2)).T.copy()
+        norms = np.broadcast_to(
+            np.asarray(function(number), dtype=float).T, (len(NAMES), 2)
+        ).T.copy()
         always = np.arange(len(NAMES)) < (2 if full else len(NAMES))
         judge.compare(RankLook(number, np.arange(len(NAMES)), norms, always))
     return {finding.code: finding for finding in judge.findings()}
@@ -123,17 +148,25 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "found"), [(code, found) for code, found, _ in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("code", "found"), [(code, found) for code, found, _ in CASES], ids=[case[0] for case in CASES]
+)
 def test_a_check_finds_its_fault(code: str, found: Callable[[], dict[str, Finding]]) -> None:
     findings = found()
     assert code in findings
     finding = findings[code]
     assert finding.severity in ("warning", "critical")
-    assert all((finding.name, finding.message, finding.evidence, finding.recommendation, finding.fix))
+    assert all(
+        (finding.name, finding.message, finding.evidence, finding.recommendation, finding.fix)
+    )
 
 
-@pytest.mark.parametrize(("code", "left"), [(code, left) for code, _, left in CASES], ids=[case[0] for case in CASES])
-def test_a_check_leaves_its_neighbour_alone(code: str, left: Callable[[], dict[str, Finding]]) -> None:
+@pytest.mark.parametrize(
+    ("code", "left"), [(code, left) for code, _, left in CASES], ids=[case[0] for case in CASES]
+)
+def test_a_check_leaves_its_neighbour_alone(
+    code: str, left: Callable[[], dict[str, Finding]]
+) -> None:
     assert code not in left()
 
 

@@ -1,4 +1,6 @@
-"""How facts become findings: patience, hysteresis, baselines that incidents do not spoil, settings, abstaining."""
+"""How facts become findings: patience, hysteresis, baselines that incidents do not spoil, settings,
+abstaining.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from gradsight.errors import UsageError
 from gradsight.health.baseline import Baseline, logarithms
 from gradsight.health.judge import Judge
 from gradsight.health.registry import chosen
-from gradsight.values.records import Finding
+from gradsight.values.findings import Finding
 from health.test_checks import NAMES, jittered, observed, run, subject
 
 
@@ -43,7 +45,11 @@ def test_a_baseline_never_takes_in_what_is_not_finite() -> None:
     baseline = Baseline()
     for number in range(60):
         bad = number % 7 == 3
-        baseline.enter(logarithms(np.array([np.nan if bad else 1.0]), np.nan if bad else 1.0), not bad, incident=False)
+        baseline.enter(
+            logarithms(np.array([np.nan if bad else 1.0]), np.nan if bad else 1.0),
+            not bad,
+            incident=False,
+        )
     assert baseline.median is not None
     assert baseline.median.tolist() == [0.0, 0.0]
     bound = baseline.bound(10.0, 8.0, 2)
@@ -91,7 +97,10 @@ def test_settings_come_from_a_file(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"GS999": False}, "there is no check 'GS999'; there are GS101, GS102"),
-        ({"GS101": {"limt": 1}}, r"GS101 \(large gradient\) has no setting 'limt'; it has limit=100.0"),
+        (
+            {"GS101": {"limt": 1}},
+            r"GS101 \(large gradient\) has no setting 'limt'; it has limit=100.0",
+        ),
         ({"GS101": {"limit": "much"}}, "GS101: limit must be a number, got 'much'"),
         ({"GS101": 3}, "the settings of GS101 must be False or a mapping, got 3"),
         (7, "health must be True, False, .* got int"),

@@ -1,4 +1,6 @@
-"""One look at the gradients in place: the counts, the limits and the report of every row of the table."""
+"""One look at the gradients in place: the counts, the limits and the report of every row of the
+table.
+"""
 
 import json
 import math
@@ -53,7 +55,12 @@ def test_every_row_of_the_table(norm: float, status: str, expected: list[str]) -
 def test_counts_are_of_parameters_that_have_a_gradient() -> None:
     model = with_gradients([3.0, math.nan], [0.0, 0.0], [4.0], None, [math.inf, -math.inf, 1.0])
     report = gradsight.check_gradient_health(model, step=12)
-    assert (report.nan_count, report.inf_count, report.zero_count, report.num_params) == (1, 1, 1, 4)
+    assert (report.nan_count, report.inf_count, report.zero_count, report.num_params) == (
+        1,
+        1,
+        1,
+        4,
+    )
     assert math.isnan(report.total_norm)
     assert {"GS103", "GS104"} <= set(codes(report))
     assert report.findings[0].parameters == ("p0",)
@@ -79,14 +86,22 @@ def test_the_total_is_that_of_the_plain_loop() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
     model(torch.randn(5, 7)).square().sum().backward()
-    plain = sum(float(parameter.grad.double().norm()) ** 2 for parameter in model.parameters()) ** 0.5
+    plain = (
+        sum(float(parameter.grad.double().norm()) ** 2 for parameter in model.parameters()) ** 0.5
+    )
     assert gradsight.check_gradient_health(model).total_norm == pytest.approx(plain, rel=1e-6)
 
 
 def test_the_report_has_its_headings_and_is_json() -> None:
     report = gradsight.check_gradient_health(with_gradients([math.nan], [2000.0]), step=3)
     text = report.to_markdown()
-    headings = ["## Gradient Health Report", "### Summary", "### Issues Detected", "### Recommendations", "### Code to Add"]
+    headings = [
+        "## Gradient Health Report",
+        "### Summary",
+        "### Issues Detected",
+        "### Recommendations",
+        "### Code to Add",
+    ]
     assert [line for line in text.splitlines() if line in headings] == headings
     assert "| Metric | Value | Status |" in text
     assert "| NaN parameters | 1 | ❌ |" in text

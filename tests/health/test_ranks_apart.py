@@ -24,7 +24,11 @@ def one_layer(number: int) -> Any:
 @pytest.mark.parametrize(
     ("norms", "first", "text"),
     [
-        (lambda n: [jittered(n), 30.0 if n == 25 else jittered(n + 1)], 25, "step 25: rank 1 brings 37.5 times"),
+        (
+            lambda n: [jittered(n), 30.0 if n == 25 else jittered(n + 1)],
+            25,
+            "step 25: rank 1 brings 37.5 times",
+        ),
         (lambda n: [np.nan if n == 7 else 1.0, 1.0], 7, "step 7: NaN or Inf on rank 0 alone"),
         (lambda n: [0.0 if n >= 5 else 1.0, jittered(n)], 5, "rank 0 brings next to nothing"),
     ],
@@ -40,7 +44,10 @@ def test_what_stands_apart(norms: Callable[[int], Any], first: int, text: str) -
 def test_one_layer_of_one_rank_is_named() -> None:
     finding = compared(one_layer, full=True)["GS503"]
     assert finding.parameters == ("blocks.3.weight",)
-    assert "in 1 of 6 parameters, at 3 closer looks, rank 1 brings 30 times the gradient of the others" in finding.evidence
+    assert (
+        "in 1 of 6 parameters, at 3 closer looks, rank 1 brings 30 times the gradient of the others"
+        in finding.evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,9 @@ def test_norms_of_micro_batches_agree_with_the_plain_loop() -> None:
     for micro_batch in gradients:
         for row, gradient in enumerate(micro_batch):
             norms.see(row, gradient)
-    assert norms.take().read(4, [0, 1, 2]) == pytest.approx([*exact_local_norms(gradients), 0.0, -1.0])
+    assert norms.take().read(4, [0, 1, 2]) == pytest.approx(
+        [*exact_local_norms(gradients), 0.0, -1.0]
+    )
     assert norms.take().read(2, [0]).tolist() == [0.0, -1.0]
 
 
@@ -87,7 +96,9 @@ def test_real_ranks_under_fsdp2_are_judged_by_whole_parameters() -> None:
     assert told["healthy"] == {}
     assert told["abstained"].endswith("(FSDP2 hides them)")
     assert told["nan"]["GS103"]["first_step"] == 20
-    assert set(told["nan"]["GS103"]["parameters"]) == {f"{n}.{kind}" for n in (0, 2, 4) for kind in ("weight", "bias")}
+    assert set(told["nan"]["GS103"]["parameters"]) == {
+        f"{n}.{kind}" for n in (0, 2, 4) for kind in ("weight", "bias")
+    }
     assert told["vanishing"]["GS204"]["parameters"] == ["0"]
     assert told["missing"]["GS302"]["parameters"] == ["0.weight", "0.bias"]
     assert told["still"]["GS304"]["parameters"] == ["0.weight", "0.bias"]

@@ -1,4 +1,6 @@
-"""Verdicts on loops that are not in the zoo: the fault is found with the right code, and without it there is silence."""
+"""Verdicts on loops that are not in the zoo: the fault is found with the right code, and without it
+there is silence.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Health of a watched run: what only a real loop shows, the report, the record, and the units that are alive."""
+"""Health of a watched run: what only a real loop shows, the report, the record, and the units that
+are alive.
+"""
 
 import copy
 import io
@@ -72,7 +74,10 @@ def test_two_networks_in_turn_clear_their_gradients() -> None:
         for _ in range(30):
             fake = maker(torch.randn(8, 4))
             second.zero_grad()
-            (F.softplus(-critic(torch.randn(8, 2))).mean() + F.softplus(critic(fake.detach())).mean()).backward()
+            (
+                F.softplus(-critic(torch.randn(8, 2))).mean()
+                + F.softplus(critic(fake.detach())).mean()
+            ).backward()
             second.step()
             first.zero_grad()
             F.softplus(-critic(fake)).mean().backward()
@@ -145,14 +150,20 @@ def test_weights_that_stay_the_same_are_found(how: str) -> None:
             if how == "put back":
                 model[2].load_state_dict(old)
         found = {finding.code: finding.parameters for finding in watched.report().findings}
-    assert found == {"GS304": ("2.weight", "2.bias") if how == "put back" else ("0.weight", "0.bias", "2.weight", "2.bias")}
+    assert found == {
+        "GS304": ("2.weight", "2.bias")
+        if how == "put back"
+        else ("0.weight", "0.bias", "2.weight", "2.bias")
+    }
 
 
 @pytest.mark.parametrize("given", ["all", "trainable"])
 def test_a_frozen_backbone_is_left_alone(given: str) -> None:
     model = net()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if given == "all" or p.requires_grad], lr=0.1
+    )
     with gradsight.watch(model, optimizer) as watched:
         for _ in range(40):
             x, y = batch()
@@ -183,7 +194,9 @@ def test_a_start_worse_than_guessing_is_found_through_scaling_and_accumulation()
     assert found["GS108"].evidence == f"the first losses are {told} times that of a guess"
 
 
-def test_findings_and_abstentions_are_in_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_and_abstentions_are_in_the_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(clear="never", run_dir=tmp_path)
     run = gradsight.open_run(tmp_path)
     assert [finding.code for finding in run.findings()] == ["GS305"]
@@ -208,7 +221,9 @@ def test_a_healthy_run_exits_with_0_and_a_warning_with_1(tmp_path: Path) -> None
     assert main(["report", str(tmp_path / "tuned")]) == 1
 
 
-def test_a_run_without_steps_is_reported_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_steps_is_reported_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(steps=0, run_dir=tmp_path)
     assert main(["report", str(tmp_path)]) == 1
     assert "nothing was recorded" in capsys.readouterr().out
@@ -217,12 +232,16 @@ def test_a_run_without_steps_is_reported_as_such(tmp_path: Path, capsys: pytest.
 def test_without_health_there_is_no_verdict() -> None:
     with (
         gradsight.watch(net(), health=False) as watched,
-        pytest.raises(UsageError, match="this watch judges nothing: it was opened with health=False"),
+        pytest.raises(
+            UsageError, match="this watch judges nothing: it was opened with health=False"
+        ),
     ):
         watched.report()
 
 
-def test_a_fault_of_the_judge_does_not_stop_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_judge_does_not_stop_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("judge is ill")
 

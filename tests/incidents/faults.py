@@ -51,7 +51,11 @@ class Probability(nn.Module):
         self.score = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.score(x).clamp_max(0).exp() if self.score.bias is None else torch.sigmoid(self.score(x))
+        return (
+            self.score(x).clamp_max(0).exp()
+            if self.score.bias is None
+            else torch.sigmoid(self.score(x))
+        )
 
 
 def log_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -193,8 +197,17 @@ def gpt2() -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    shape = {"vocab_size": 40, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
-    config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
+    shape = {
+        "vocab_size": 40,
+        "n_positions": 12,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "use_cache": False,
+    }
+    config = transformers.GPT2Config(
+        **shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False
+    )
     model: Any = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
     model.transformer.wte.weight.data[39] = 3e19  # its square is not a float32
@@ -216,24 +229,82 @@ def language_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 FAULTS = {
-    "log of zero": Fault(Probability, towards_zero, log_loss, "GS103", "log", "loss", None, ".backward()", [(0, 3)], lr=0.0),
-    "sqrt at zero": Fault(Embedded, with_zeros, mean_square, "GS103", "sqrt", "backward", "distance", "torch.sqrt(", [(0, 2)]),
-    "fp16 overflow": Fault(overflowing, large, mean_square, "GS103", "pow", "forward", "1", "x.half().square()", [(0, 6)]),
-    "custom backward": Fault(
-        custom, with_zeros, mean_square, "GS103", "div", "backward", "1", "gradient / x.round", [(0, 2)], lr=0.0
+    "log of zero": Fault(
+        Probability,
+        towards_zero,
+        log_loss,
+        "GS103",
+        "log",
+        "loss",
+        None,
+        ".backward()",
+        [(0, 3)],
+        lr=0.0,
     ),
-    "NaN in a sample": Fault(mlp, poisoned, mean_square, "GS103", "input", "before", None, "model(batch[0])", [(0, 11)]),
-    "a micro-batch": Fault(mlp, accumulated, mean_square, "GS103", "input", "before", None, "model(batch[0])", [(2, 3)]),
-    "exploding RNN": Fault(Recurrent, sequences, code="GS102", samples=[(0, 4)], lr=1e-9, bad_step=2),
-    "an outlier": Fault(linear, outlier, code="GS201", samples=[(0, 5)], lr=1e-3, steps=30, bad_step=25),
+    "sqrt at zero": Fault(
+        Embedded,
+        with_zeros,
+        mean_square,
+        "GS103",
+        "sqrt",
+        "backward",
+        "distance",
+        "torch.sqrt(",
+        [(0, 2)],
+    ),
+    "fp16 overflow": Fault(
+        overflowing,
+        large,
+        mean_square,
+        "GS103",
+        "pow",
+        "forward",
+        "1",
+        "x.half().square()",
+        [(0, 6)],
+    ),
+    "custom backward": Fault(
+        custom,
+        with_zeros,
+        mean_square,
+        "GS103",
+        "div",
+        "backward",
+        "1",
+        "gradient / x.round",
+        [(0, 2)],
+        lr=0.0,
+    ),
+    "NaN in a sample": Fault(
+        mlp, poisoned, mean_square, "GS103", "input", "before", None, "model(batch[0])", [(0, 11)]
+    ),
+    "a micro-batch": Fault(
+        mlp, accumulated, mean_square, "GS103", "input", "before", None, "model(batch[0])", [(2, 3)]
+    ),
+    "exploding RNN": Fault(
+        Recurrent, sequences, code="GS102", samples=[(0, 4)], lr=1e-9, bad_step=2
+    ),
+    "an outlier": Fault(
+        linear, outlier, code="GS201", samples=[(0, 5)], lr=1e-3, steps=30, bad_step=25
+    ),
     "GPT-2": Fault(
-        gpt2, tokens, language_loss, "GS103", "native_layer_norm", "forward", "transformer.h.0.ln_1", None, [(0, 2)]
+        gpt2,
+        tokens,
+        language_loss,
+        "GS103",
+        "native_layer_norm",
+        "forward",
+        "transformer.h.0.ln_1",
+        None,
+        [(0, 2)],
     ),
 }
 
 
 def train(fault: Fault, watched: Callable[..., Any]) -> list[bytes]:
-    """Train with the fault, and tell every bit of the state after every backward pass and every step."""
+    """Train with the fault, and tell every bit of the state after every backward pass and every
+    step.
+    """
     model = fault.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=fault.lr)
     torch.manual_seed(1)
@@ -254,9 +325,21 @@ def train(fault: Fault, watched: Callable[..., Any]) -> list[bytes]:
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     """Weights, gradients, buffers, optimizer state and random numbers, bit for bit."""
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
-    tensors += [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-    values = [tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in map(flat, tensors)]
+    tensors = [
+        *model.parameters(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+        *model.buffers(),
+    ]
+    tensors += [
+        value
+        for each in optimizer.state.values()
+        for value in each.values()
+        if isinstance(value, Tensor)
+    ]
+    values = [
+        tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        for tensor in map(flat, tensors)
+    ]
     flags = bytes(module.training for module in model.modules())
     return b"".join([*values, torch.get_rng_state().numpy().tobytes(), flags])
 

@@ -1,4 +1,6 @@
-"""Trains on two ranks, one of which holds a bad sample. Called by torchrun as: ranks.py RUNS_DIR KIND..."""
+"""Trains on two ranks, one of which holds a bad sample. Called by torchrun as: ranks.py RUNS_DIR
+KIND...
+"""
 
 import contextlib
 import json
@@ -30,17 +32,29 @@ def train(kind: str, run_dir: Path | None) -> tuple[list[bytes], list[dict[str, 
         for step in range(STEPS):
             micro_batches = 3 if kind == "accumulating" else 1
             for number in range(micro_batches):
-                x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(100 * step + 10 * dist.get_rank() + number))
+                x = torch.randn(
+                    ROWS,
+                    4,
+                    generator=torch.Generator().manual_seed(
+                        100 * step + 10 * dist.get_rank() + number
+                    ),
+                )
                 if step == BAD_STEP and dist.get_rank() == 1 and number == micro_batches // 2:
                     x[2, 1] = math.nan
-                waiting = model.no_sync() if number < micro_batches - 1 else contextlib.nullcontext()
+                waiting = (
+                    model.no_sync() if number < micro_batches - 1 else contextlib.nullcontext()
+                )
                 with waiting:
                     (model(x).square().mean() / micro_batches).backward()
                 history.append(state(inner, optimizer) if kind != "sharded" else b"")
             optimizer.step()
             optimizer.zero_grad()
         report = watch.report() if dist.get_rank() == 0 and run_dir is not None else None
-    findings = [finding for finding in report.to_dict()["findings"] if finding["code"] == "GS103"] if report else []
+    findings = (
+        [finding for finding in report.to_dict()["findings"] if finding["code"] == "GS103"]
+        if report
+        else []
+    )
     return history, findings
 
 

@@ -1,4 +1,6 @@
-"""The recorder beside others who run or hook the model: the ghost engine, torch.func, Hugging Face's Trainer."""
+"""The recorder beside others who run or hook the model: the ghost engine, torch.func, Hugging
+Face's Trainer.
+"""
 
 import math
 from pathlib import Path
@@ -21,7 +23,9 @@ def test_the_ghost_engine_scores_as_without(tmp_path: Path) -> None:
         model = mlp()
         torch.manual_seed(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        engine = gradsight.GhostEngine(model, loss_of, (torch.randn(4, 4), torch.randn(4, 1)), optimizer=optimizer)
+        engine = gradsight.GhostEngine(
+            model, loss_of, (torch.randn(4, 4), torch.randn(4, 1)), optimizer=optimizer
+        )
         found = []
         with gradsight.watch(model, optimizer, recorder=recorder) as watch:
             for step in range(5):

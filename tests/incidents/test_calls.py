@@ -1,4 +1,6 @@
-"""What the recorder keeps of a step while training is healthy: references, bounded, and nothing that disturbs."""
+"""What the recorder keeps of a step while training is healthy: references, bounded, and nothing
+that disturbs.
+"""
 
 import copy
 import gc
@@ -19,7 +21,7 @@ from gradsight.health.baseline import Baseline
 from gradsight.health.usual import Usual
 from gradsight.incidents.kept_calls import Calls
 from gradsight.incidents.ring import Ring
-from gradsight.values.records import Step
+from gradsight.values.steps import Step
 from incidents.faults import Probability, mlp
 
 HERE = Path(__file__).name
@@ -43,7 +45,9 @@ def test_a_pass_holds_what_the_model_was_called_with() -> None:
         output = model(x).detach()
         loss.backward()
         calls = calls_of(watch)
-        (first,), notes = calls.passes()  # the second call is not part of the step: no gradient came back to it
+        (first,), notes = (
+            calls.passes()
+        )  # the second call is not part of the step: no gradient came back to it
         assert len(calls.calls) == 2
         assert first.args[0] is x
         assert torch.equal(first.rng["cpu"], state)
@@ -111,7 +115,9 @@ def test_held_bytes_are_bounded_and_the_newest_call_stays() -> None:
     for batch in batches:
         model(batch).sum().backward()
     passes, notes = calls.passes()
-    assert [each.args[0] is batch for each, batch in zip(passes, batches[-5:], strict=True)] == [True] * 5
+    assert [each.args[0] is batch for each, batch in zip(passes, batches[-5:], strict=True)] == [
+        True
+    ] * 5
     assert "7 earlier micro-batches of this step were not kept: they hold too much memory" in notes
     calls.stop()
     assert not model._forward_hooks
@@ -138,7 +144,13 @@ def test_of_many_gradients_the_newest_are_kept() -> None:
         for _ in range(5):
             model(torch.randn(100, 4)).square().sum().backward()
         passes, notes = calls_of(watch).passes()
-        assert [each.output_gradients is not None for each in passes] == [False, False, False, True, True]
+        assert [each.output_gradients is not None for each in passes] == [
+            False,
+            False,
+            False,
+            True,
+            True,
+        ]
         assert len(notes) == 1
 
 
@@ -209,7 +221,9 @@ def test_a_compiled_model_is_kept_and_diagnosed(in_place: bool, tmp_path: Path) 
 def test_what_is_usual_is_the_judges_baseline() -> None:
     """The plain one against the judge's own, over norms with spikes, a new level and noise."""
     rng = np.random.default_rng(0)
-    values = np.concatenate([rng.normal(0, 0.3, 80), [9.0], rng.normal(0, 0.3, 30), rng.normal(8, 0.1, 60)])
+    values = np.concatenate(
+        [rng.normal(0, 0.3, 80), [9.0], rng.normal(0, 0.3, 30), rng.normal(8, 0.1, 60)]
+    )
     usual, twin = Usual(), Baseline()
     seen = 0
     for value in values.tolist():
@@ -233,7 +247,9 @@ def test_the_ring_is_bounded_in_bytes() -> None:
     for step in range(2000):
         l2 = np.full(150, float(step))
         ring.add(Step(step, 0.0, lr=0.1, total_norm=1.0), 2.5, None, l2, l2)
-        sizes.append(sum(array.nbytes for array in ring.arrays().values()) if step % 100 == 0 else 0)
+        sizes.append(
+            sum(array.nbytes for array in ring.arrays().values()) if step % 100 == 0 else 0
+        )
     assert max(sizes) <= ring.bytes <= 200_000
     arrays = ring.arrays()
     assert arrays["step"].tolist() == list(range(2000 - len(ring), 2000))
@@ -290,14 +306,22 @@ def bad_run(steps: int, bad: set[int], **options: Any) -> Any:
 
 
 def test_no_time_means_no_diagnosis(tmp_path: Path) -> None:
-    (finding,) = [each for each in bad_run(4, {2}, run_dir=tmp_path, diagnose_seconds=0).findings if each.code == "GS103"]
+    (finding,) = [
+        each
+        for each in bad_run(4, {2}, run_dir=tmp_path, diagnose_seconds=0).findings
+        if each.code == "GS103"
+    ]
     assert finding.diagnosis is None
     (incident,) = gradsight.open_run(tmp_path).incidents()
     assert (incident.step, incident.code, incident.diagnosis) == (2, "GS103", None)
 
 
 def test_without_a_recorder_there_is_nothing(tmp_path: Path) -> None:
-    (finding,) = [each for each in bad_run(4, {2}, run_dir=tmp_path, recorder=False).findings if each.code == "GS103"]
+    (finding,) = [
+        each
+        for each in bad_run(4, {2}, run_dir=tmp_path, recorder=False).findings
+        if each.code == "GS103"
+    ]
     assert (finding.diagnosis, finding.incident) == (None, None)
     assert not (tmp_path / "incidents").exists()
 

@@ -42,7 +42,14 @@ main()
 
 def check(folder: Path, *options: object) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "gradsight", "check", *map(str, options), str(folder / "train.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "gradsight",
+        "check",
+        *map(str, options),
+        str(folder / "train.py"),
+    ]
     settings = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=settings)
 
@@ -54,7 +61,9 @@ def test_the_report_names_line_and_sample(tmp_path: Path) -> None:
     assert "cause: log in train.py:12 (`return torch.log(self.head(x).softmax(1))`)" in shown
     assert "sample 7: gradient not finite, alone too" in shown
     assert "kept: incidents/step12-GS103" in shown
-    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("report: ")) <= 80
+    assert (
+        max(len(line) for line in done.stdout.splitlines() if not line.startswith("report: ")) <= 80
+    )
     (incident,) = gradsight.open_run(tmp_path / "run").incidents()
     assert incident.diagnosis is not None
     assert incident.diagnosis.operation is not None

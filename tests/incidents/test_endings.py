@@ -59,7 +59,11 @@ def test_sigterm_leaves_an_incident_and_the_signal_does_its_work(tmp_path: Path)
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGTERM
     (incident,) = gradsight.open_run(tmp_path / "run").incidents()
-    assert (incident.step, incident.code, incident.reason) == (4, "SIGTERM", "the process was asked to end")
+    assert (incident.step, incident.code, incident.reason) == (
+        4,
+        "SIGTERM",
+        "the process was asked to end",
+    )
     ring = load_file(Path(incident.path) / "ring.safetensors")
     assert ring["step"].tolist() == [0, 1, 2, 3]
     assert ring["l2"].shape == (4, 2)
@@ -74,11 +78,15 @@ def test_an_exception_nobody_catches_leaves_one_with_the_batch(tmp_path: Path) -
     assert (incident.step, incident.code) == (4, "exception")
     assert incident.reason == f"KeyError: 'gone' ({tmp_path / 'loop.py'}:15)"
     assert incident.replayable
-    assert {"batch.safetensors", "parameters.safetensors", "ring.safetensors"} <= set(os.listdir(incident.path))
+    assert {"batch.safetensors", "parameters.safetensors", "ring.safetensors"} <= set(
+        os.listdir(incident.path)
+    )
 
 
 def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> None:
-    """The user's own guard raises before the optimizer steps: no judge has spoken, but the cause is known."""
+    """The user's own guard raises before the optimizer steps: no judge has spoken, but the cause is
+    known.
+    """
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -88,7 +96,9 @@ def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> N
                 x = torch.randn(6, 4)
                 x[1, 2] = float("nan") if step == 3 else 0.0
                 model(x).square().mean().backward()
-                if not all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()):
+                if not all(
+                    p.grad is not None and p.grad.isfinite().all() for p in model.parameters()
+                ):
                     raise FloatingPointError("a gradient is not finite")
                 optimizer.step()
                 optimizer.zero_grad()
@@ -100,21 +110,27 @@ def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> N
     assert incident.diagnosis is not None
     assert [sample.row for sample in incident.diagnosis.samples] == [1]
     assert not incident.replayable
-    assert main(["report", str(tmp_path)]) == 0  # no step was judged bad: the user's own guard came first
+    assert (
+        main(["report", str(tmp_path)]) == 0
+    )  # no step was judged bad: the user's own guard came first
     report = (tmp_path / "report.md").read_text()
     assert "- step 3, exception: FloatingPointError: a gradient is not finite (" in report
     assert "  - sample 1: gradient not finite, alone too" in report
     assert set(os.listdir(incident.path)) == {"incident.json", "ring.safetensors"}
 
 
-def test_an_exception_of_the_model_is_kept_with_its_own_call_and_replayed(tmp_path: Path, capsys: Any) -> None:
+def test_an_exception_of_the_model_is_kept_with_its_own_call_and_replayed(
+    tmp_path: Path, capsys: Any
+) -> None:
     """The second micro-batch asks for a row that is not there; no gradient has come back to it yet."""
     code = "import torch\n\n\ndef build():\n    return torch.nn.Embedding(10, 2), None\n"
     (tmp_path / "model.py").write_text(code)
     model = nn.Embedding(10, 2)
     with (
         pytest.raises(IndexError),
-        gradsight.watch(model, torch.optim.SGD(model.parameters()), run_dir=tmp_path, recorder="batch"),
+        gradsight.watch(
+            model, torch.optim.SGD(model.parameters()), run_dir=tmp_path, recorder="batch"
+        ),
     ):
         for tokens in ([1, 2, 3], [4, 11, 6]):
             model(torch.tensor(tokens)).sum().backward()
@@ -122,7 +138,9 @@ def test_an_exception_of_the_model_is_kept_with_its_own_call_and_replayed(tmp_pa
     assert (incident.step, incident.code) == (0, "exception")
     assert len(body(incident)["passes"]) == 2
     assert main(["replay", incident.path, "--build", f"{tmp_path / 'model.py'}:build"]) == 2
-    assert "raised IndexError: index out of range in self" in " ".join(capsys.readouterr().out.split())
+    assert "raised IndexError: index out of range in self" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_leaving_early_is_no_incident(tmp_path: Path) -> None:
@@ -141,7 +159,12 @@ def test_the_default_writes_no_data_of_the_users(tmp_path: Path) -> None:
     assert set(os.listdir(incident.path)) == {"incident.json", "ring.safetensors"}
     assert "passes" not in body(incident)
     assert body(incident)["replay"].startswith("the batch was not written")
-    values = {float(value) for (batch,) in fault.batches(fault.bad_step) for value in batch.flatten() if value == value}
+    values = {
+        float(value)
+        for (batch,) in fault.batches(fault.bad_step)
+        for value in batch.flatten()
+        if value == value
+    }
     ring = load_file(Path(incident.path) / "ring.safetensors")
     assert not values & {float(value) for array in ring.values() for value in array.flatten()}
 
@@ -150,7 +173,12 @@ def test_a_folder_that_cannot_be_written_costs_the_incident_alone(tmp_path: Path
     (tmp_path / "incidents").write_text("a file is in the way")
     fault = FAULTS["NaN in a sample"]
     with pytest.warns(GradsightWarning, match="an incident could not be written: .*incidents"):
-        train(fault, lambda model, optimizer: gradsight.watch(model, optimizer, run_dir=tmp_path, recorder="batch"))
+        train(
+            fault,
+            lambda model, optimizer: gradsight.watch(
+                model, optimizer, run_dir=tmp_path, recorder="batch"
+            ),
+        )
     run = gradsight.open_run(tmp_path)
     assert len(list(run.steps())) == fault.steps
     (finding,) = [finding for finding in run.findings() if finding.code == "GS103"]
@@ -185,9 +213,14 @@ train(fault, lambda model, optimizer: gradsight.watch(model, optimizer, run_dir=
 
 
 def test_a_full_disk_costs_the_incident_alone(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the full disk: the parameters of this model do not get through."""
+    """A limit on the size of files stands for the full disk: the parameters of this model do not
+    get through.
+    """
     (tmp_path / "full.py").write_text(FULL)
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     command = [sys.executable, tmp_path / "full.py", tmp_path / "run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr

@@ -12,27 +12,36 @@ import gradsight
 from gradsight.core.calls import Pass
 from gradsight.incidents.arguments import CannotStore, pack_passes, unpack_passes
 from gradsight.store.diagnoses import merge_diagnoses, pack_diagnosis, unpack_diagnosis
-from gradsight.values.records import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
 from incidents.faults import mlp
 
 SUMMARY = TensorSummary((2, 3), "float32", None, 1.5, 1, 0)
-OPERATION = GuiltyOperation("log", "forward", "head", "train.py:3", "torch.log(x)", (SUMMARY,), 1, "", 1)
+OPERATION = GuiltyOperation(
+    "log", "forward", "head", "train.py:3", "torch.log(x)", (SUMMARY,), 1, "", 1
+)
 
 
 def samples(rank: int, *norms: float) -> tuple[GuiltySample, ...]:
     total = sum(norm**2 for norm in norms)
-    return tuple(GuiltySample(row, None, 0, rank, norm, norm**2 / total) for row, norm in enumerate(norms))
+    return tuple(
+        GuiltySample(row, None, 0, rank, norm, norm**2 / total) for row, norm in enumerate(norms)
+    )
 
 
 def test_a_diagnosis_survives_json() -> None:
     broken = GuiltySample(3, "doc", 1, 1, math.inf, None)
     diagnosis = Diagnosis(OPERATION, (broken, *samples(0, 1.0)), 0.5, ("a note",), 4)
-    assert unpack_diagnosis(json.loads(json.dumps(pack_diagnosis(diagnosis), allow_nan=False))) == diagnosis
+    assert (
+        unpack_diagnosis(json.loads(json.dumps(pack_diagnosis(diagnosis), allow_nan=False)))
+        == diagnosis
+    )
     assert unpack_diagnosis(pack_diagnosis(None)) is None
 
 
 def test_shares_of_ranks_become_shares_of_all() -> None:
-    merged = merge_diagnoses([Diagnosis(None, samples(0, 3.0, 1.0), 1.0), Diagnosis(None, samples(1, 4.0, 2.0), 2.0)])
+    merged = merge_diagnoses(
+        [Diagnosis(None, samples(0, 3.0, 1.0), 1.0), Diagnosis(None, samples(1, 4.0, 2.0), 2.0)]
+    )
     assert merged is not None
     assert [(sample.rank, sample.norm, sample.share) for sample in merged.samples] == [
         (1, 4.0, pytest.approx(16 / 30)),
@@ -58,8 +67,20 @@ def test_arguments_survive_as_data() -> None:
         "device": torch.device("cpu"),
         "mask": None,
     }
-    given = ([torch.arange(3), {"encoded": UserDict(ids=[1])}, {"deep": (1.5, "text", True)}], torch.randn(2, 2).t())
-    one = Pass(given, kwargs, {"cpu": torch.get_rng_state()}, {}, ("cpu", "bfloat16"), True, "a.py:1", (torch.ones(2), None))
+    given = (
+        [torch.arange(3), {"encoded": UserDict(ids=[1])}, {"deep": (1.5, "text", True)}],
+        torch.randn(2, 2).t(),
+    )
+    one = Pass(
+        given,
+        kwargs,
+        {"cpu": torch.get_rng_state()},
+        {},
+        ("cpu", "bfloat16"),
+        True,
+        "a.py:1",
+        (torch.ones(2), None),
+    )
     structure, tensors = pack_passes([one])
     (again,) = unpack_passes(json.loads(json.dumps(structure, allow_nan=False)), tensors)
     assert again.kwargs == {**kwargs, "shape": (2, 3)}
@@ -80,7 +101,10 @@ def test_what_is_no_data_is_refused_by_name() -> None:
 def test_without_a_judge_endings_are_still_kept(tmp_path: Path) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError), gradsight.watch(model, optimizer, run_dir=tmp_path, health=False):
+    with (
+        pytest.raises(RuntimeError),
+        gradsight.watch(model, optimizer, run_dir=tmp_path, health=False),
+    ):
         model(torch.full((2, 4), math.nan)).sum().backward()
         optimizer.step()
         model(torch.randn(2, 3))
@@ -90,7 +114,9 @@ def test_without_a_judge_endings_are_still_kept(tmp_path: Path) -> None:
 
 
 def test_a_bad_gradient_that_the_user_drops_is_no_incident(tmp_path: Path) -> None:
-    """The user's guard clears it, and the step is made with a good one, even after the judge has found another."""
+    """The user's guard clears it, and the step is made with a good one, even after the judge has
+    found another.
+    """
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     weights = [parameter.detach().clone() for parameter in model.parameters()]

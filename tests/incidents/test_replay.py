@@ -1,4 +1,6 @@
-"""gradsight replay: what it prints, its exit codes, and whatever may be wrong with what it is given."""
+"""gradsight replay: what it prints, its exit codes, and whatever may be wrong with what it is
+given.
+"""
 
 import json
 import os
@@ -52,8 +54,14 @@ def raising():
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "model.py").write_text(BUILD)
-    train(FAULTS["NaN in a sample"], lambda model, optimizer: watched(model, optimizer, folder / "batch", "batch"))
-    train(FAULTS["NaN in a sample"], lambda model, optimizer: watched(model, optimizer, folder / "plain", True))
+    train(
+        FAULTS["NaN in a sample"],
+        lambda model, optimizer: watched(model, optimizer, folder / "batch", "batch"),
+    )
+    train(
+        FAULTS["NaN in a sample"],
+        lambda model, optimizer: watched(model, optimizer, folder / "plain", True),
+    )
     return folder
 
 
@@ -72,7 +80,9 @@ def replayed(*tokens: object) -> int:
     return main(["replay", *map(str, tokens)])
 
 
-def test_it_prints_what_was_found_and_finds_it_again(run_dir: Path, incident: Path, capsys: Any) -> None:
+def test_it_prints_what_was_found_and_finds_it_again(
+    run_dir: Path, incident: Path, capsys: Any
+) -> None:
     assert replayed(incident, "--build", f"{run_dir / 'model.py'}:build") == 2
     out = capsys.readouterr().out
     assert "step 5, GS103: NaN gradient: NaN in 4 of 4 parameters at step 5" in out
@@ -85,7 +95,12 @@ def test_it_prints_what_was_found_and_finds_it_again(run_dir: Path, incident: Pa
 def test_as_json(run_dir: Path, incident: Path, capsys: Any) -> None:
     assert replayed(incident, "--json", "--build", f"{run_dir / 'model.py'}:build") == 2
     told = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["code"], told["reproduced"], told["agrees"]) == (5, "GS103", True, True)
+    assert (told["step"], told["code"], told["reproduced"], told["agrees"]) == (
+        5,
+        "GS103",
+        True,
+        True,
+    )
     assert told["in_process"]["samples"][0]["row"] == told["replayed"]["samples"][0]["row"] == 11
     assert told["replayed"]["operation"]["operation"] == "input"
 
@@ -96,7 +111,10 @@ def test_without_a_model_it_says_what_is_known(incident: Path, run_dir: Path, ca
     assert "gradient not finite, alone too" in out
     assert "Not run again: give the model with --build file.py:build." in out
     assert replayed(run_dir / "plain" / "incidents" / "step5-GS103") == 0
-    assert 'Not run again: the batch was not written: watch with recorder="batch"' in capsys.readouterr().out
+    assert (
+        'Not run again: the batch was not written: watch with recorder="batch"'
+        in capsys.readouterr().out
+    )
 
 
 def test_known_facts_need_no_torch(incident: Path) -> None:
@@ -111,7 +129,10 @@ def test_a_fault_that_is_gone_is_not_reproduced(run_dir: Path, incident: Path, c
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(incident / "batch.safetensors")
-    tensors = {name: each.nan_to_num() if each.is_floating_point() else each for name, each in tensors.items()}
+    tensors = {
+        name: each.nan_to_num() if each.is_floating_point() else each
+        for name, each in tensors.items()
+    }
     document = json.loads((incident / "incident.json").read_text())
     save_file(tensors, incident / "batch.safetensors")
     rewrite(incident, document)
@@ -188,7 +209,9 @@ class Trap:
         "reworded", "pickle",
     ],
 )  # fmt: skip
-def test_what_is_damaged_says_so(harm: Any, message: str, run_dir: Path, incident: Path, capsys: Any) -> None:
+def test_what_is_damaged_says_so(
+    harm: Any, message: str, run_dir: Path, incident: Path, capsys: Any
+) -> None:
     harm(incident)
     assert replayed(incident, "--build", f"{run_dir / 'model.py'}:build") == 2
     captured = capsys.readouterr()
@@ -209,7 +232,11 @@ def test_a_damaged_incident_does_not_hide_the_others(incident: Path, run_dir: Pa
 @pytest.mark.parametrize(
     ("function", "code", "message"),
     [
-        ("wider", 64, "this model is not the one of the incident: 2.weight is [1, 9] float32, and was [1, 8] float32"),
+        (
+            "wider",
+            64,
+            "this model is not the one of the incident: 2.weight is [1, 9] float32, and was [1, 8] float32",
+        ),
         (
             "normalised",
             64,
@@ -220,7 +247,9 @@ def test_a_damaged_incident_does_not_hide_the_others(incident: Path, run_dir: Pa
         ("absent", 64, "has no function 'absent'"),
     ],
 )
-def test_a_model_that_does_not_fit(function: str, code: int, message: str, run_dir: Path, incident: Path, capsys: Any) -> None:
+def test_a_model_that_does_not_fit(
+    function: str, code: int, message: str, run_dir: Path, incident: Path, capsys: Any
+) -> None:
     assert replayed(incident, "--build", f"{run_dir / 'model.py'}:{function}") == code
     assert message in capsys.readouterr().err
 
@@ -237,14 +266,22 @@ def test_buffers_that_have_changed_since(tmp_path: Path, capsys: Any) -> None:
     incident = tmp_path / "incidents" / "step0-GS103"
     for now, message in (
         ("", "scale is missing"),
-        ("model.register_buffer('scale', torch.ones(2))", "scale is [2] float32, and was [3] float32"),
-        ("model.register_buffer('scale', torch.ones(3)); model.register_buffer('shift', torch.ones(1))", "shift was not there"),
+        (
+            "model.register_buffer('scale', torch.ones(2))",
+            "scale is [2] float32, and was [3] float32",
+        ),
+        (
+            "model.register_buffer('scale', torch.ones(3)); model.register_buffer('shift', torch.ones(1))",
+            "shift was not there",
+        ),
     ):
         (tmp_path / "now.py").write_text(code.format(now))
         assert replayed(incident, "--build", f"{tmp_path / 'now.py'}:build") == 64
         assert message in capsys.readouterr().err
     (tmp_path / "now.py").write_text(code.format("model.register_buffer('scale', torch.zeros(3))"))
-    assert replayed(incident, "--build", f"{tmp_path / 'now.py'}:build") == 2  # other values are put right
+    assert (
+        replayed(incident, "--build", f"{tmp_path / 'now.py'}:build") == 2
+    )  # other values are put right
 
 
 def test_arguments_that_are_no_data(tmp_path: Path, capsys: Any) -> None:

@@ -1,4 +1,6 @@
-"""The samples behind a spike, in every kind of loop: their norms are of the gradient as the record knows it."""
+"""The samples behind a spike, in every kind of loop: their norms are of the gradient as the record
+knows it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,9 @@ def test_a_silenced_check_is_not_diagnosed(tmp_path: Path) -> None:
 
 
 def test_what_only_the_judge_sees_is_kept_and_says_that_it_was_late(tmp_path: Path) -> None:
-    """One parameter jumps, the norm over all hardly does: known when the step is judged, not before."""
+    """One parameter jumps, the norm over all hardly does: known when the step is judged, not
+    before.
+    """
 
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import gradsight
 from gradsight import MetricsTracker, Schedule, log_gradient_distribution, open_run
 from gradsight.errors import GradsightWarning, UsageError
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 from store.wandb_file import history
 
 
@@ -22,7 +22,12 @@ class Transformer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.ModuleList(
-            nn.ModuleDict({"attn": nn.MultiheadAttention(width, 2, batch_first=True), "mlp": nn.Linear(width, width)})
+            nn.ModuleDict(
+                {
+                    "attn": nn.MultiheadAttention(width, 2, batch_first=True),
+                    "mlp": nn.Linear(width, width),
+                }
+            )
             for _ in range(layers)
         )
 
@@ -52,7 +57,9 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(4, 6, 16)).square().mean().backward()
 
 
-def test_norms_of_every_layer_over_ten_epochs_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_of_every_layer_over_ten_epochs_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     model = Transformer()
@@ -68,9 +75,13 @@ def test_norms_of_every_layer_over_ten_epochs_in_wandb(tmp_path: Path, monkeypat
         assert len(expected) == len(list(model.parameters()))
         for name in ("layer.0.attn.in_proj_weight", "layer.11.mlp.weight"):
             assert rows[epoch][f"gradients/{name}/norm"] == pytest.approx(expected[name])
-    assert norms[-1]["layer.3.mlp.weight"] == pytest.approx(float(model.layer[3]["mlp"].weight.grad.norm()), rel=1e-5)
+    assert norms[-1]["layer.3.mlp.weight"] == pytest.approx(
+        float(model.layer[3]["mlp"].weight.grad.norm()), rel=1e-5
+    )
     recorded = {(scalar.step, scalar.name): scalar.value for scalar in open_run(tmp_path).scalars()}
-    assert recorded[9, "gradients/layer.11.mlp.weight/norm"] == pytest.approx(norms[9]["layer.11.mlp.weight"])
+    assert recorded[9, "gradients/layer.11.mlp.weight/norm"] == pytest.approx(
+        norms[9]["layer.11.mlp.weight"]
+    )
 
 
 def test_a_vanishing_layer_stands_out() -> None:
@@ -93,7 +104,9 @@ def test_the_histogram_is_a_curve_centred_on_zero() -> None:
     counts, edges = histogram.linear()
     middle = len(counts) // 2
     assert (edges[middle] + edges[middle + 1]) / 2 == pytest.approx(0, abs=1e-12)
-    mean = sum(count * (low + high) / 2 for count, low, high in zip(counts, edges, edges[1:], strict=False)) / sum(counts)
+    mean = sum(
+        count * (low + high) / 2 for count, low, high in zip(counts, edges, edges[1:], strict=False)
+    ) / sum(counts)
     assert abs(mean) < 1e-3
     inner = sum(counts[middle - 5 : middle + 6])
     assert inner > sum(counts[:11])
@@ -145,7 +158,9 @@ def test_bad_values_are_logged_as_they_are() -> None:
 
 def test_a_missing_wandb_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.warns(GradsightWarning, match="pip install 'gradsight\\[wandb\\]'. Going on without W&B") as warned:
+    with pytest.warns(
+        GradsightWarning, match="pip install 'gradsight\\[wandb\\]'. Going on without W&B"
+    ) as warned:
         tracker = MetricsTracker(tmp_path, use_wandb=True)
     assert len(warned) == 1
     assert not tracker.use_wandb

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsight.measure.flatten import flat
-from gradsight.measure.histogram import COLUMNS, HistogramLook, exact_histogram, histograms, share_within_a_tenth
+from gradsight.measure.histogram import (
+    COLUMNS,
+    HistogramLook,
+    exact_histogram,
+    histograms,
+    share_within_a_tenth,
+)
 from gradsight.measure.host_copy import Arrival
 from gradsight.measure.norms import PIECE, NormsLook, combine, exact_norms, look_closer, merge_ranks
 from gradsight.measure.sample import LARGEST, Sample, stride_for
@@ -19,7 +25,9 @@ from gradsight.measure.update import UpdateLook, update_ratios
 
 
 def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale).to(dtype)
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale
+    ).to(dtype)
 
 
 def sparse() -> Tensor:
@@ -71,7 +79,9 @@ def test_norms_equal_the_loop(name: str) -> None:
     np.testing.assert_allclose(norms.max_abs, exact.max_abs, rtol=1e-7)
     np.testing.assert_array_equal(norms.counts or np.zeros((2, 1)), exact.counts)
     assert norms.total == pytest.approx(exact.total, rel=2e-6, nan_ok=True)
-    assert torch.equal(gradient.to_dense().nan_to_num(), before.to_dense().nan_to_num()), "looking changed the gradient"
+    assert torch.equal(gradient.to_dense().nan_to_num(), before.to_dense().nan_to_num()), (
+        "looking changed the gradient"
+    )
 
 
 def test_all_of_them_at_once_equal_the_loop() -> None:
@@ -104,11 +114,16 @@ def test_ranks_merge() -> None:
     assert merged[2].tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("name", [name for name in GRADIENTS if name not in ("complex", "sparse", "several pieces", "empty")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in GRADIENTS if name not in ("complex", "sparse", "several pieces", "empty")],
+)
 def test_histograms_equal_the_loop(name: str) -> None:
     gradient = GRADIENTS[name]()
     if gradient.dtype is torch.float64 and "double" in name and name != "double":
-        gradient = gradient.clamp(-3e38, 3e38)  # beyond float32 the last bin or underflow takes them
+        gradient = gradient.clamp(
+            -3e38, 3e38
+        )  # beyond float32 the last bin or underflow takes them
     found, everything = histograms(HistogramLook([gradient]).read(), ["x"], 0)
     expected = exact_histogram(gradient, "x")
     if gradient.dtype is torch.float64:
@@ -129,7 +144,9 @@ def test_histograms_equal_the_loop(name: str) -> None:
 @given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=60))
 def test_any_floats_are_classed_right(values: list[float]) -> None:
     gradient = torch.tensor(values, dtype=torch.float32)
-    assert histograms(HistogramLook([gradient]).read(), ["x"], 0)[0] == exact_histogram(gradient, "x")
+    assert histograms(HistogramLook([gradient]).read(), ["x"], 0)[0] == exact_histogram(
+        gradient, "x"
+    )
 
 
 def test_a_large_tensor_is_sampled_and_says_how_well() -> None:
@@ -155,7 +172,10 @@ def test_the_histogram_over_all_weighs_samples_by_what_they_stand_for() -> None:
     assert counters.shape == (2, COLUMNS + 3)
 
 
-@pytest.mark.parametrize("shape", [(768, 768), (50257, 768), (3072, 768), (1024, 1024), (7, 11, 13), (2**20,), (65536, 64)])
+@pytest.mark.parametrize(
+    "shape",
+    [(768, 768), (50257, 768), (3072, 768), (1024, 1024), (7, 11, 13), (2**20,), (65536, 64)],
+)
 def test_samples_visit_every_column(shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
     stride = stride_for(size, LARGEST, shape)
@@ -194,7 +214,9 @@ def test_flat_shares_memory_where_it_can() -> None:
         gradient = GRADIENTS[name]()
         assert flat(gradient).data_ptr() == gradient.data_ptr(), name
         assert flat(gradient).dim() == 1
-    assert torch.equal(flat(GRADIENTS["every second column"]()), GRADIENTS["every second column"]().reshape(-1))
+    assert torch.equal(
+        flat(GRADIENTS["every second column"]()), GRADIENTS["every second column"]().reshape(-1)
+    )
 
 
 def test_arrival_on_the_host_is_there_at_once() -> None:

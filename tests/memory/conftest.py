@@ -1,4 +1,6 @@
-"""The table of models that every claim about memory is checked on. A new model is one line and inherits every test."""
+"""The table of models that every claim about memory is checked on. A new model is one line and
+inherits every test.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,11 +21,15 @@ class Block(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -31,7 +37,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A small language model with tied weights."""
 
-    def __init__(self, depth: int = 4, width: int = 32, heads: int = 2, vocab: int = 50, dropout: float = 0.0) -> None:
+    def __init__(
+        self, depth: int = 4, width: int = 32, heads: int = 2, vocab: int = 50, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
@@ -72,27 +80,48 @@ def frozen_gpt() -> tuple[Any, ...]:
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(2, channels), nn.ReLU(inplace=True))
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(2, channels),
+            nn.ReLU(inplace=True),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.body(x)
 
 
 def convnet() -> tuple[Any, ...]:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), Residual(8), Residual(8), Residual(8), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
-    return model, (torch.randn(4, 3, 16, 16), torch.randint(0, 5, (4,))), lambda m, b: F.cross_entropy(m(b[0]), b[1])
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        Residual(8),
+        Residual(8),
+        Residual(8),
+        nn.Flatten(),
+        nn.Linear(8 * 14 * 14, 5),
+    )
+    return (
+        model,
+        (torch.randn(4, 3, 16, 16), torch.randint(0, 5, (4,))),
+        lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+    )
 
 
 def encoder() -> tuple[Any, ...]:
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
-    return nn.TransformerEncoder(layer, 3), (torch.randn(4, 16, 32),), lambda m, b: m(*b).square().mean()
+    return (
+        nn.TransformerEncoder(layer, 3),
+        (torch.randn(4, 16, 32),),
+        lambda m, b: m(*b).square().mean(),
+    )
 
 
 def hf_gpt2(**options: Any) -> tuple[Any, ...]:
     import transformers
 
     model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=3, n_head=2, **options)
+        transformers.GPT2Config(
+            vocab_size=50, n_positions=32, n_embd=32, n_layer=3, n_head=2, **options
+        )
     )
     return model, _tokens()
 
@@ -115,7 +144,13 @@ def hf_t5() -> tuple[Any, ...]:
     import transformers
 
     config = transformers.T5Config(
-        vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=50,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config), _tokens()
 
@@ -124,11 +159,20 @@ def hf_bert() -> tuple[Any, ...]:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, num_labels=3
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=3,
     )
     mask = torch.ones(4, 32, dtype=torch.long)
     mask[:, 20:] = 0
-    batch = {"input_ids": torch.randint(0, 50, (4, 32)), "attention_mask": mask, "labels": torch.randint(0, 3, (4,))}
+    batch = {
+        "input_ids": torch.randint(0, 50, (4, 32)),
+        "attention_mask": mask,
+        "labels": torch.randint(0, 3, (4,)),
+    }
     return transformers.BertForSequenceClassification(config), batch
 
 

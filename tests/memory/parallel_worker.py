@@ -18,7 +18,11 @@ from gradsight import apply_checkpointing, measure_peak_memory
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        self.up, self.down, self.drop = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(torch.tanh(self.up(x))))
@@ -26,7 +30,9 @@ class Block(nn.Module):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Sequential(*(Block(32) for _ in range(4))), nn.Linear(32, 1))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.Sequential(*(Block(32) for _ in range(4))), nn.Linear(32, 1)
+    )
 
 
 def ddp(plain: nn.Module) -> nn.Module:
@@ -40,7 +46,9 @@ def fsdp(plain: nn.Module) -> nn.Module:
     return fully_shard(plain, mesh=mesh)
 
 
-def gradients(wrap: Callable[[nn.Module], nn.Module], policy: str | None, order: str) -> tuple[dict[str, Any], int]:
+def gradients(
+    wrap: Callable[[nn.Module], nn.Module], policy: str | None, order: str
+) -> tuple[dict[str, Any], int]:
     plain = model()
     if policy and order == "before":
         apply_checkpointing(plain, policy)
@@ -51,7 +59,9 @@ def gradients(wrap: Callable[[nn.Module], nn.Module], policy: str | None, order:
     batch = torch.randn(128, 16)
     use = measure_peak_memory(lambda: wrapped(batch).square().mean().backward())
     found = {name.removeprefix("module."): p.grad for name, p in wrapped.named_parameters()}
-    local = {name: copy.deepcopy(getattr(grad, "_local_tensor", grad)) for name, grad in found.items()}
+    local = {
+        name: copy.deepcopy(getattr(grad, "_local_tensor", grad)) for name, grad in found.items()
+    }
     return local, use.peak_bytes
 
 
@@ -64,7 +74,13 @@ def main() -> None:
             assert found.keys() == expected.keys(), (wrap, policy, order)
             wrong = [name for name in expected if not torch.equal(expected[name], found[name])]
             assert not wrong, (wrap.__name__, policy, order, wrong)
-            assert peak < plain_peak or policy == "selective", (wrap.__name__, policy, order, peak, plain_peak)
+            assert peak < plain_peak or policy == "selective", (
+                wrap.__name__,
+                policy,
+                order,
+                peak,
+                plain_peak,
+            )
             if dist.get_rank() == 0:
                 print(f"{wrap.__name__} {policy} {order} same", flush=True)
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from gradsight.errors import UsageError
 from gradsight.memory.apply import CheckpointedForward
 from gradsight.memory.blocks import find_blocks
 from gradsight.memory.workload import as_workload, backward
-from gradsight.values.records import CheckpointingPlan
+from gradsight.values.memory import CheckpointingPlan
 
 Build = Callable[[], tuple[Any, ...]]
 
@@ -35,7 +35,9 @@ def gradients(build: Build, policy: str | None) -> tuple[dict[str, torch.Tensor]
     if policy is not None:
         apply_checkpointing(workload.model, policy)
     peak = measure_peak_memory(lambda: backward(workload)).peak_bytes
-    return {name: p.grad for name, p in workload.model.named_parameters() if p.grad is not None}, peak
+    return {
+        name: p.grad for name, p in workload.model.named_parameters() if p.grad is not None
+    }, peak
 
 
 @pytest.mark.parametrize("policy", ["alternate", "first:2", "selective@20", "full:0,selective:2-3"])
@@ -54,9 +56,15 @@ def test_gradients_are_the_same_and_memory_less(build: Build, policy: str) -> No
 
 def test_names_types_and_state_stay(build: Build) -> None:
     model = build()[0]
-    before = [(name, type(module)) for name, module in model.named_modules()], list(model.state_dict())
+    before = (
+        [(name, type(module)) for name, module in model.named_modules()],
+        list(model.state_dict()),
+    )
     handle = apply_checkpointing(model)
-    assert ([(name, type(module)) for name, module in model.named_modules()], list(model.state_dict())) == before
+    assert (
+        [(name, type(module)) for name, module in model.named_modules()],
+        list(model.state_dict()),
+    ) == before
     assert len(handle.modes) >= 2
     handle.remove()
     handle.remove()
@@ -102,13 +110,18 @@ def stages() -> nn.Module:
 
 def test_outermost_blocks_and_stages() -> None:
     assert [n for n, _ in find_blocks(Pair())] == ["first", "second"]
-    assert [n for n, _ in find_blocks(nn.ModuleList(Experts() for _ in range(3)))] == ["0", "1", "2"]
+    assert [n for n, _ in find_blocks(nn.ModuleList(Experts() for _ in range(3)))] == [
+        "0",
+        "1",
+        "2",
+    ]
     assert [n for n, _ in find_blocks(stages())] == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_no_blocks() -> None:
     with pytest.raises(
-        UsageError, match=r"no repeated blocks found in Sequential: .*Name them, for example blocks=\['0', '2'\]"
+        UsageError,
+        match=r"no repeated blocks found in Sequential: .*Name them, for example blocks=\['0', '2'\]",
     ):
         apply_checkpointing(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
 
@@ -119,7 +132,10 @@ def test_no_blocks() -> None:
         (["blocks.9"], "has no module 'blocks.9'; it has embed, blocks"),
         ([], "must be a list of module names"),
         ("blocks.0", "must be a list of module names, got 'blocks.0'"),
-        (["blocks.0", "blocks.0.mlp"], "must not lie in one another: 'blocks.0.mlp' is a part of 'blocks.0'"),
+        (
+            ["blocks.0", "blocks.0.mlp"],
+            "must not lie in one another: 'blocks.0.mlp' is a part of 'blocks.0'",
+        ),
     ],
 )
 def test_bad_blocks(make_gpt: Callable[..., Any], blocks: Any, message: str) -> None:
@@ -137,12 +153,20 @@ def test_blocks_by_name(make_gpt: Callable[..., Any]) -> None:
 
 def test_a_plan_brings_its_blocks(make_gpt: Callable[..., Any]) -> None:
     plan = CheckpointingPlan("full:0,selective:1", ("blocks.1", "blocks.3"), 1, 0.0, 1, 1)
-    assert apply_checkpointing(make_gpt()[0], plan).modes == {"blocks.1": "full", "blocks.3": "selective"}
+    assert apply_checkpointing(make_gpt()[0], plan).modes == {
+        "blocks.1": "full",
+        "blocks.3": "selective",
+    }
 
 
-def test_only_in_training_and_with_gradients(make_gpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_in_training_and_with_gradients(
+    make_gpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
-    monkeypatch.setattr("gradsight.memory.apply.checkpoint", lambda run, *leaves, **_: calls.append(1) or run(*leaves))
+    monkeypatch.setattr(
+        "gradsight.memory.apply.checkpoint",
+        lambda run, *leaves, **_: calls.append(1) or run(*leaves),
+    )
     model, tokens, _ = make_gpt()
     apply_checkpointing(model)
     model.eval()(tokens)
@@ -163,21 +187,29 @@ def test_twice_is_refused(make_gpt: Callable[..., Any]) -> None:
     apply_checkpointing(model)
 
 
-def test_a_model_that_checkpoints_itself_is_refused(table: dict[str, Build], make_gpt: Callable[..., Any]) -> None:
+def test_a_model_that_checkpoints_itself_is_refused(
+    table: dict[str, Build], make_gpt: Callable[..., Any]
+) -> None:
     from torch.distributed._composable import checkpoint as composable
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = table["hf gpt2"]()[0]
     model.gradient_checkpointing_enable()
-    with pytest.raises(UsageError, match=r"checkpoints itself: call model.gradient_checkpointing_disable\(\)"):
+    with pytest.raises(
+        UsageError, match=r"checkpoints itself: call model.gradient_checkpointing_disable\(\)"
+    ):
         apply_checkpointing(model)
     model = make_gpt()[0]
     composable(model.blocks[1])
-    with pytest.raises(UsageError, match=r"blocks.1 \(Block\) is checkpointed by torch.distributed already"):
+    with pytest.raises(
+        UsageError, match=r"blocks.1 \(Block\) is checkpointed by torch.distributed already"
+    ):
         apply_checkpointing(model)
     model = make_gpt()[0]
     model.blocks[2] = checkpoint_wrapper(model.blocks[2])
-    with pytest.raises(UsageError, match=r"blocks.2 \(CheckpointWrapper\) is checkpointed by torch.distributed"):
+    with pytest.raises(
+        UsageError, match=r"blocks.2 \(CheckpointWrapper\) is checkpointed by torch.distributed"
+    ):
         apply_checkpointing(model)
 
 
@@ -282,7 +314,9 @@ def test_under_compile(make_gpt: Callable[..., Any], policy: str) -> None:
     apply_checkpointing(model, policy)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss(compiled, tokens).backward()
-    assert all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(plain, model.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(plain, model.parameters(), strict=True)
+    )
     model.zero_grad()
     torch._dynamo.reset()
 

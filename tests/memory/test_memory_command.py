@@ -56,7 +56,9 @@ def models(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
 
@@ -64,7 +66,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         code = main(["memory", *tokens])
         captured = capsys.readouterr()
         assert all(
-            len(line) <= 80 for line in captured.out.splitlines() if "apply_checkpointing" not in line and "..." not in line
+            len(line) <= 80
+            for line in captured.out.splitlines()
+            if "apply_checkpointing" not in line and "..." not in line
         )
         return code, captured.out, captured.err
 
@@ -96,7 +100,9 @@ def test_verify_fails(run: Callable[..., tuple[int, str, str]], models: str) -> 
     assert out.rstrip().endswith("VERIFICATION FAILED ✗")
 
 
-def test_verify_fails_where_nothing_is_saved(run: Callable[..., tuple[int, str, str]], models: str) -> None:
+def test_verify_fails_where_nothing_is_saved(
+    run: Callable[..., tuple[int, str, str]], models: str
+) -> None:
     code, out, _ = run("verify", f"{models}:build", "--policy", "none")
     assert code == 2
     assert "FAILED: Memory was not reduced (0.0%)" in out
@@ -110,18 +116,36 @@ def test_plan(run: Callable[..., tuple[int, str, str]], models: str) -> None:
     assert code == 0, err
     policy = re.search(r"Plan: +(\S+)", out)
     assert policy is not None
-    assert f'    from gradsight import apply_checkpointing\n    apply_checkpointing(model, "{policy[1]}")\n' in out
+    assert (
+        f'    from gradsight import apply_checkpointing\n    apply_checkpointing(model, "{policy[1]}")\n'
+        in out
+    )
     code, out, err = run("plan", f"{models}:build", "--budget", "10kB")
     assert code == 2
     assert "no checkpointing fits 10.0 kB: the smallest reachable peak is" in err
 
 
-def test_predict(run: Callable[..., tuple[int, str, str]], models: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict(
+    run: Callable[..., tuple[int, str, str]], models: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, _ = run("predict", f"{models}:build")
     assert code == 0
     assert re.search(r"models.py:build +0\.0M", out.replace("\n", "")) or "0.0M" in out
-    monkeypatch.setattr("gradsight.memory.largest_batch.largest_batch", lambda *_, policy, **__: 33 if policy else 12)
-    code, out, _ = run("predict", "--architecture", "char", "--batch_size", "2", "--memory", "300MB", "--device", "cuda")
+    monkeypatch.setattr(
+        "gradsight.memory.largest_batch.largest_batch",
+        lambda *_, policy, **__: 33 if policy else 12,
+    )
+    code, out, _ = run(
+        "predict",
+        "--architecture",
+        "char",
+        "--batch_size",
+        "2",
+        "--memory",
+        "300MB",
+        "--device",
+        "cuda",
+    )
     assert code == 0
     assert re.search(r"char +10\.8M +2x256 +\d+ MB +\d+ MB +\d+\.\d% +\d+\.\d% +12 → 33", out)
     assert "not in this number: the CUDA context" in out
@@ -130,29 +154,51 @@ def test_predict(run: Callable[..., tuple[int, str, str]], models: str, monkeypa
 @pytest.mark.parametrize(
     ("tokens", "code", "message"),
     [
-        (("verify",), 64, "give either file.py:build or --architecture, for example --architecture GPT2-Small"),
+        (
+            ("verify",),
+            64,
+            "give either file.py:build or --architecture, for example --architecture GPT2-Small",
+        ),
         (("verify", "{models}:build", "--architecture", "char"), 64, "give either"),
-        (("verify", "{models}:build", "--batch_size", "3"), 64, "file.py:build makes its own batch"),
-        (("predict", "{models}:build", "--memory", "1GB"), 64, "file.py:build makes its own batch: use --architecture"),
+        (
+            ("verify", "{models}:build", "--batch_size", "3"),
+            64,
+            "file.py:build makes its own batch",
+        ),
+        (
+            ("predict", "{models}:build", "--memory", "1GB"),
+            64,
+            "file.py:build makes its own batch: use --architecture",
+        ),
         (("verify", "{models}"), 64, "a build function is given as file.py:function"),
         (("verify", "nowhere.py:build"), 64, "there is no file nowhere.py"),
         (("verify", "{models}:bild"), 64, "has no function 'bild'; it has Block, make, build"),
         (("verify", "{models}:NUMBER"), 64, "has no function 'NUMBER'"),
         (("verify", "{models}:broken"), 2, "build() raised OSError: no such shard"),
         (("verify", "{models}:build", "--policy", "most"), 64, "'most' is not a policy"),
-        (("verify", "--architecture", "gpt2-smal"), 64, "unknown architecture 'gpt2-smal'; known are char, GPT2-Small"),
+        (
+            ("verify", "--architecture", "gpt2-smal"),
+            64,
+            "unknown architecture 'gpt2-smal'; known are char, GPT2-Small",
+        ),
         (("plan", "{models}:build", "--budget", "much"), 64, "'much' is not a size of memory"),
         (("predict", "--memory", "0GB"), 64, "must be above zero"),
     ],
 )
 def test_wrong_usage(
-    run: Callable[..., tuple[int, str, str]], models: str, tokens: tuple[str, ...], code: int, message: str
+    run: Callable[..., tuple[int, str, str]],
+    models: str,
+    tokens: tuple[str, ...],
+    code: int,
+    message: str,
 ) -> None:
     found, _, err = run(*(token.format(models=models) for token in tokens))
     assert (found, message in err) == (code, True), err
 
 
-def test_a_file_that_fails_to_load(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_file_that_fails_to_load(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     (tmp_path / "bad.py").write_text("import nothing_of_that_name")
     code, _, err = run("verify", f"{tmp_path}/bad.py:build")
     assert code == 2
@@ -183,7 +229,10 @@ def test_built_in_models() -> None:
     from gradsight.train.models import ARCHITECTURES, build_model, training_step
 
     with fake_tensors():
-        counts = {name: sum(p.numel() for p in build_model(name).parameters()) / 1e6 for name in ARCHITECTURES}
+        counts = {
+            name: sum(p.numel() for p in build_model(name).parameters()) / 1e6
+            for name in ARCHITECTURES
+        }
     assert counts == {
         "char": pytest.approx(10.8, abs=0.1),
         "GPT2-Small": pytest.approx(124.4, abs=0.1),

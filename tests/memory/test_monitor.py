@@ -25,7 +25,11 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tracker = Scalars()
     found = MemoryMonitor().sample(tracker, 7)
-    assert [name for name, _, _ in tracker] == ["memory/rss_gb", "memory/peak_rss_gb", "memory/tensor_gb"]
+    assert [name for name, _, _ in tracker] == [
+        "memory/rss_gb",
+        "memory/peak_rss_gb",
+        "memory/tensor_gb",
+    ]
     assert {name: value for name, value, _ in tracker} == found
     assert {step for _, _, step in tracker} == {7}
     assert 0.05 < found["memory/rss_gb"] <= found["memory/peak_rss_gb"] < 100
@@ -44,7 +48,15 @@ def test_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_when_due() -> None:
     monitor, tracker = MemoryMonitor(log_every=3), Scalars()
-    assert [bool(monitor.sample(tracker, step)) for step in range(7)] == [True, False, False, True, False, False, True]
+    assert [bool(monitor.sample(tracker, step)) for step in range(7)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert {step for _, _, step in tracker} == {0, 3, 6}
     with pytest.raises(UsageError, match="log_every must be 1 or more, got 0"):
         MemoryMonitor(log_every=0)

@@ -37,7 +37,9 @@ def step_of(built: tuple[Any, ...], policy: str | None = None) -> Callable[[], N
 def test_the_count_is_the_allocators(
     build: Callable[[], tuple[Any, ...]], policy: str | None, request: pytest.FixtureRequest
 ) -> None:
-    """To the byte, but for numbers that torch wraps into tensors of 8 bytes; oneDNN's convolution has scratch."""
+    """To the byte, but for numbers that torch wraps into tensors of 8 bytes; oneDNN's convolution
+    has scratch.
+    """
     step = step_of(build(), policy)
     gc.collect()
     use = measure_peak_memory(step, operators=True)
@@ -169,9 +171,16 @@ def test_cuda_figures_are_the_allocators() -> None:
     for entry in counter.log:
         entry.device = "cuda"
     use = cuda_memory_use(counter, 1024)
-    assert (use.peak_bytes, use.device, use.by_kind["temporaries"], use.operator_bytes) == (1024, "cuda", 1024, 624)
+    assert (use.peak_bytes, use.device, use.by_kind["temporaries"], use.operator_bytes) == (
+        1024,
+        "cuda",
+        1024,
+        624,
+    )
 
 
 def test_only_functions_are_measured() -> None:
-    with pytest.raises(UsageError, match=r"runs a function without arguments, got Linear$|got Tensor"):
+    with pytest.raises(
+        UsageError, match=r"runs a function without arguments, got Linear$|got Tensor"
+    ):
         measure_peak_memory(torch.zeros(3))

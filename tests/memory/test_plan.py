@@ -21,7 +21,10 @@ Build = Callable[[], tuple[Any, ...]]
 
 def some_problem(seed: int) -> Problem:
     draw = random.Random(seed).randrange
-    blocks = [[Option(draw(100), draw(150), draw(-20, 150), draw(50)) for _ in range(draw(2, 4))] for _ in range(draw(1, 6))]
+    blocks = [
+        [Option(draw(100), draw(150), draw(-20, 150), draw(50)) for _ in range(draw(2, 4))]
+        for _ in range(draw(1, 6))
+    ]
     return Problem(draw(50), draw(200), draw(50), blocks)
 
 
@@ -36,11 +39,18 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
         chosen = cheapest(problem, limit, buckets=10**6)
         assert chosen is not None
         assert peak_of(problem, chosen) <= limit
-        assert cost_of(problem, chosen) == min(cost_of(problem, c) for c in every if peak_of(problem, c) <= limit)
+        assert cost_of(problem, chosen) == min(
+            cost_of(problem, c) for c in every if peak_of(problem, c) <= limit
+        )
 
 
 def test_many_blocks_take_no_time() -> None:
-    options = [Option(100, 110, 30, 0), Option(60, 110, 80, 2), Option(40, 110, 90, 5), Option(7, 110, 120, 9)]
+    options = [
+        Option(100, 110, 30, 0),
+        Option(60, 110, 80, 2),
+        Option(40, 110, 90, 5),
+        Option(7, 110, 120, 9),
+    ]
     problem = Problem(1000, 0, 50, [options] * 200)
     start = time.process_time()
     chosen = cheapest(problem, 9000)
@@ -94,7 +104,8 @@ def test_a_budget_that_needs_nothing(make_gpt: Callable[..., Any]) -> None:
 
 def test_an_impossible_budget_names_the_smallest_peak(make_gpt: Callable[..., Any]) -> None:
     with pytest.raises(
-        OverBudget, match=r"no checkpointing fits 1\.00 kB: the smallest reachable peak is 739 kB, with policy"
+        OverBudget,
+        match=r"no checkpointing fits 1\.00 kB: the smallest reachable peak is 739 kB, with policy",
     ) as caught:
         plan_checkpointing(make_gpt, "1kB", optimizer=None)
     smallest = caught.value.smallest
@@ -108,7 +119,10 @@ def test_other_models(table: dict[str, Build], name: str) -> None:
     budget = (known[0][0] + known[1][0]) // 2
     plan = plan_checkpointing(table[name], budget, optimizer=None)
     assert plan.predicted_bytes <= budget
-    assert plan.extra_flops <= min(flops for peak, flops in known if peak <= budget) / known[0][1] - 1 + 1e-9
+    assert (
+        plan.extra_flops
+        <= min(flops for peak, flops in known if peak <= budget) / known[0][1] - 1 + 1e-9
+    )
 
 
 class Recurrent(nn.Module):
@@ -116,7 +130,9 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in (*self.blocks, *self.blocks):
@@ -128,11 +144,19 @@ def test_blocks_that_run_twice() -> None:
     def build() -> tuple[Any, ...]:
         return Recurrent(), torch.randn(400, 32), lambda m, b: m(b)
 
-    plain, full = (predict_peak_memory(build, policy=policy).peak_bytes for policy in ("none", "full"))
+    plain, full = (
+        predict_peak_memory(build, policy=policy).peak_bytes for policy in ("none", "full")
+    )
     budget = (plain + full) // 2
     plan = plan_checkpointing(build, budget)
     assert plan.predicted_bytes <= budget
-    assert 0 <= plan.extra_flops < predict_peak_memory(build, policy="full").flops / predict_peak_memory(build).flops - 1 + 1e-9
+    assert (
+        0
+        <= plan.extra_flops
+        < predict_peak_memory(build, policy="full").flops / predict_peak_memory(build).flops
+        - 1
+        + 1e-9
+    )
 
 
 def test_for_cuda(make_gpt: Callable[..., Any]) -> None:
@@ -142,7 +166,11 @@ def test_for_cuda(make_gpt: Callable[..., Any]) -> None:
     budget = int(0.8 * predict_peak_memory(build, device="cuda").peak_bytes)
     plan = plan_checkpointing(build, budget, device="cuda")
     assert plan.device == "cuda"
-    assert plan.predicted_bytes == predict_peak_memory(build, policy=plan, device="cuda").peak_bytes <= budget
+    assert (
+        plan.predicted_bytes
+        == predict_peak_memory(build, policy=plan, device="cuda").peak_bytes
+        <= budget
+    )
 
 
 def test_bad_input(make_gpt: Callable[..., Any]) -> None:
@@ -151,7 +179,9 @@ def test_bad_input(make_gpt: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match="device must be one of cpu, cuda"):
         plan_checkpointing(make_gpt, "1GB", device="mps")
     with pytest.raises(UsageError, match="no repeated blocks found in Linear"):
-        plan_checkpointing(lambda: (nn.Linear(2, 2), torch.ones(1, 2), lambda m, b: m(b).sum()), "1GB")
+        plan_checkpointing(
+            lambda: (nn.Linear(2, 2), torch.ones(1, 2), lambda m, b: m(b).sum()), "1GB"
+        )
 
     def values() -> tuple[Any, ...]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))

@@ -7,9 +7,17 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradsight.errors import UsageError
-from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, parse_policy, policy_text
+from gradsight.memory.policy import (
+    ALTERNATE,
+    FULL,
+    NONE,
+    SELECTIVE,
+    Mode,
+    parse_policy,
+    policy_text,
+)
 from gradsight.memory.selective import Keeper, is_expensive
-from gradsight.values.records import CheckpointingPlan
+from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
 
 
@@ -52,14 +60,17 @@ def test_bad_policies(policy: object, message: str) -> None:
         parse_policy(policy, 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", ["six", "6 parsecs", "", "GB", "1.2.3GB", "-3GB", "1e999GB", None, True, [1]])
+@pytest.mark.parametrize(
+    "size", ["six", "6 parsecs", "", "GB", "1.2.3GB", "-3GB", "1e999GB", None, True, [1]]
+)
 def test_what_is_not_a_size(size: object) -> None:
     with pytest.raises(UsageError, match="size of memory"):
         parse_size(size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("size", "count"), [("6GB", 6 * 10**9), ("1.5GiB", 3 * 2**29), ("12", 12), (7, 7), ("2 kb", 2000), ("3B", 3)]
+    ("size", "count"),
+    [("6GB", 6 * 10**9), ("1.5GiB", 3 * 2**29), ("12", 12), (7, 7), ("2 kb", 2000), ("3B", 3)],
 )
 def test_sizes(size: str | int, count: int) -> None:
     assert parse_size(size) == count
@@ -78,7 +89,9 @@ def test_sizes_read_well() -> None:
 
 
 def test_random_operators_are_never_kept() -> None:
-    """Were attention with dropout left out of the recomputation, every later random draw would be another one."""
+    """Were attention with dropout left out of the recomputation, every later random draw would be
+    another one.
+    """
     x = torch.zeros(1, 1, 2, 2)
     for op in (
         torch.ops.aten._scaled_dot_product_flash_attention,
@@ -87,7 +100,11 @@ def test_random_operators_are_never_kept() -> None:
         assert is_expensive(op.default, (x, x, x), {})
         assert is_expensive(op.default, (x, x, x, 0.0), {})
         assert not is_expensive(op.default, (x, x, x, 0.1), {})
-    assert not is_expensive(torch.ops.aten._scaled_dot_product_efficient_attention.default, (x, x, x, None, True, 0.2), {})
+    assert not is_expensive(
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        (x, x, x, None, True, 0.2),
+        {},
+    )
     assert not is_expensive(torch.ops.aten.native_dropout.default, (x, 0.5, True), {})
 
 
@@ -104,4 +121,7 @@ def test_what_is_kept() -> None:
     assert kept(Mode("selective", cost)) == [True]
     assert kept(Mode("selective", cost + 1)) == [False]
     assert kept(ALTERNATE, 4) == [True, False, True, False]
-    assert Keeper(SELECTIVE)(context, torch.ops.aten.gelu.default, x) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert (
+        Keeper(SELECTIVE)(context, torch.ops.aten.gelu.default, x)
+        is CheckpointPolicy.PREFER_RECOMPUTE
+    )

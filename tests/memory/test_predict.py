@@ -62,7 +62,9 @@ def test_recurrent_layers(layer: type[nn.Module]) -> None:
         return layer(64, 64, 2), (torch.randn(20, 8, 64),), lambda m, b: m(*b)[0].square().mean()
 
     for _ in range(2):
-        assert predict_peak_memory(build).peak_bytes == pytest.approx(measured(build, None), rel=0.01)
+        assert predict_peak_memory(build).peak_bytes == pytest.approx(
+            measured(build, None), rel=0.01
+        )
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adam", "rmsprop"])
@@ -74,14 +76,21 @@ def test_every_optimizer(make_gpt: Callable[..., Any], optimizer: str | None) ->
 
 def test_nothing_is_computed_and_no_randomness_used(make_gpt: Callable[..., Any]) -> None:
     before = torch.get_rng_state()
-    predict_peak_memory(lambda: make_gpt(batch=4000, length=1025, width=512, dropout=0.1), policy="full")
+    predict_peak_memory(
+        lambda: make_gpt(batch=4000, length=1025, width=512, dropout=0.1), policy="full"
+    )
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_initialisers_that_look_at_their_draws_do_nothing() -> None:
     def build() -> tuple[Any, ...]:
         model = nn.Linear(4, 4)
-        for fill in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.kaiming_uniform_, nn.init.xavier_normal_):
+        for fill in (
+            nn.init.trunc_normal_,
+            nn.init.orthogonal_,
+            nn.init.kaiming_uniform_,
+            nn.init.xavier_normal_,
+        ):
             fill(model.weight)
         return model, (torch.randn(2, 4),), lambda m, b: m(*b).sum()
 
@@ -92,10 +101,18 @@ def test_initialisers_that_look_at_their_draws_do_nothing() -> None:
 
 def test_cuda_keeps_a_byte_where_the_cpu_keeps_a_float(make_gpt: Callable[..., Any]) -> None:
     def build() -> tuple[Any, ...]:
-        return nn.Dropout(0.5), (torch.randn(1000, 100, requires_grad=True),), lambda m, b: m(*b).exp().sum()
+        return (
+            nn.Dropout(0.5),
+            (torch.randn(1000, 100, requires_grad=True),),
+            lambda m, b: m(*b).exp().sum(),
+        )
 
-    cpu, cuda = (predict_peak_memory(build, optimizer=None, device=device) for device in ("cpu", "cuda"))
-    assert cpu.by_kind["activations"] - cuda.by_kind["activations"] == pytest.approx(100_000 * (4 - 1), rel=0.01)
+    cpu, cuda = (
+        predict_peak_memory(build, optimizer=None, device=device) for device in ("cpu", "cuda")
+    )
+    assert cpu.by_kind["activations"] - cuda.by_kind["activations"] == pytest.approx(
+        100_000 * (4 - 1), rel=0.01
+    )
     assert any("CUDA context" in note for note in cuda.notes)
 
 
@@ -104,7 +121,9 @@ def test_cuda_attention_keeps_no_weights(make_gpt: Callable[..., Any]) -> None:
         return make_gpt(length=129, dropout=0.1)
 
     cpu, cuda = (predict_peak_memory(build, device=device).peak_bytes for device in ("cpu", "cuda"))
-    assert cuda < 0.6 * cpu, "the CPU's attention with dropout keeps a matrix of length x length, CUDA's does not"
+    assert cuda < 0.6 * cpu, (
+        "the CPU's attention with dropout keeps a matrix of length x length, CUDA's does not"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +138,11 @@ def test_cuda_attention_kernel(dtype: torch.dtype, mask: bool, expected: str) ->
     with fake_tensors(), cuda_operators():
         x = torch.randn(2, 4, 16, 8, dtype=dtype, requires_grad=True)
         out = F.scaled_dot_product_attention(
-            x, x[:, :2], x[:, :2], torch.ones(16, 16, dtype=torch.bool) if mask else None, enable_gqa=True
+            x,
+            x[:, :2],
+            x[:, :2],
+            torch.ones(16, 16, dtype=torch.bool) if mask else None,
+            enable_gqa=True,
         )
         assert out.shape == x.shape
         assert out.grad_fn is not None
@@ -143,14 +166,22 @@ def test_cuda_autocast_and_optimizer(make_gpt: Callable[..., Any]) -> None:
 
 
 def put(model: nn.Module, how: str) -> nn.Module:
-    return {"cuda": model.cuda, "to": lambda: model.to("cuda:0"), "device": lambda: model.to(torch.device("cuda"))}[how]()
+    return {
+        "cuda": model.cuda,
+        "to": lambda: model.to("cuda:0"),
+        "device": lambda: model.to(torch.device("cuda")),
+    }[how]()
 
 
 @pytest.mark.parametrize("how", ["cuda", "to", "device"])
 def test_models_built_on_cuda_need_no_gpu(how: str) -> None:
     def build() -> tuple[Any, ...]:
         model = put(nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.Linear(4, 4)), how)
-        return model, (torch.randn(2, 4).to("cuda") + torch.ones(4, device="cuda"),), lambda m, b: m(*b).sum()
+        return (
+            model,
+            (torch.randn(2, 4).to("cuda") + torch.ones(4, device="cuda"),),
+            lambda m, b: m(*b).sum(),
+        )
 
     assert predict_peak_memory(build, device="cuda").peak_bytes > 0
 
@@ -177,7 +208,10 @@ def test_a_model_that_needs_data_is_refused() -> None:
     def build() -> tuple[Any, ...]:
         return Routed(), (torch.randn(8, 4),), lambda m, b: m(*b).sum()
 
-    with pytest.raises(GradsightError, match=r"needs real data: .*in forward, .*test_predict\.py:\d+.*measure_peak_memory"):
+    with pytest.raises(
+        GradsightError,
+        match=r"needs real data: .*in forward, .*test_predict\.py:\d+.*measure_peak_memory",
+    ):
         predict_peak_memory(build)
 
 
@@ -198,15 +232,24 @@ def failing() -> Any:
     ("build", "message"),
     [
         (failing, r"build\(\) raised FileNotFoundError: tokens.bin. Call it by itself first"),
-        (lambda: nn.Linear(1, 1), r"must return \(model, batch\) or \(model, batch, loss_fn\), got Linear"),
+        (
+            lambda: nn.Linear(1, 1),
+            r"must return \(model, batch\) or \(model, batch, loss_fn\), got Linear",
+        ),
         (lambda: (1, 2), r"the first must be a torch.nn.Module, got int"),
-        (lambda: (nn.Linear(1, 1), 2), r"without loss_fn the batch is a dict or tuple of arguments, got int"),
+        (
+            lambda: (nn.Linear(1, 1), 2),
+            r"without loss_fn the batch is a dict or tuple of arguments, got int",
+        ),
         (lambda: (nn.Linear(1, 1), (), 3), r"loss_fn must be a function .* got int"),
         (
             lambda: (nn.Linear(1, 1), torch.ones(2, 1)),
             r"one element, got a tensor of shape \(2, 1\): return \(model, batch, loss_fn\)",
         ),
-        (lambda: (nn.ReLU(), torch.ones(2, 1), lambda m, b: m(b).sum()), r"no trainable parameters"),
+        (
+            lambda: (nn.ReLU(), torch.ones(2, 1), lambda m, b: m(b).sum()),
+            r"no trainable parameters",
+        ),
         (lambda: (nn.LSTM(1, 1), (torch.ones(1, 1, 1),), lambda m, b: None), r"got NoneType"),
         (3, r"build must be a function without arguments, got int"),
     ],

@@ -13,7 +13,7 @@ from torch import nn
 from gradsight import verify_checkpointing
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.snapshot import compare, take
-from gradsight.values.records import CheckpointingPlan, CheckpointingReport, MemoryUse
+from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
 
 Build = Callable[[], tuple[Any, ...]]
 
@@ -28,7 +28,10 @@ def test_honest_models_pass(build: Build) -> None:
 
 
 def test_work_and_memory_add_up(make_gpt: Callable[..., Any]) -> None:
-    full, selective, none = (verify_checkpointing(make_gpt, policy=p, optimizer=None) for p in ("full", "selective", "none"))
+    full, selective, none = (
+        verify_checkpointing(make_gpt, policy=p, optimizer=None)
+        for p in ("full", "selective", "none")
+    )
     assert 0.2 < full.extra_flops < 0.34
     assert selective.extra_flops == 0
     assert none.extra_flops == none.reduction == 0
@@ -120,7 +123,11 @@ class Growing(Counting):
 @pytest.mark.parametrize(
     ("make", "cause", "where"),
     [
-        (OwnGenerator, r"^own generator: 0\.fault\.source is a torch\.Generator, and only torch's own", "fault"),
+        (
+            OwnGenerator,
+            r"^own generator: 0\.fault\.source is a torch\.Generator, and only torch's own",
+            "fault",
+        ),
         (NumpyMask, r"^numpy randomness in [012]\.fault", "fault"),
         (NumpyGenerator, r"^own generator: 0\.fault\.rng is a numpy\.Generator", "fault"),
         (PythonDraw, r"^Python's random randomness in [012]\.fault", "fault"),
@@ -134,7 +141,11 @@ class Growing(Counting):
             r"^spectral norm: 0\.fault\.param",
             "fault",
         ),
-        (Counting, r"^something in [012]\.fault gives another result when it is run again", "fault"),
+        (
+            Counting,
+            r"^something in [012]\.fault gives another result when it is run again",
+            "fault",
+        ),
     ],
 )
 def test_faults_are_caught(make: Callable[[], nn.Module], cause: str, where: str) -> None:
@@ -145,7 +156,9 @@ def test_faults_are_caught(make: Callable[[], nn.Module], cause: str, where: str
     assert report.first_difference is not None
     assert report.cause is not None
     assert re.search(cause, report.cause), report.cause
-    assert any(part in report.first_difference for part in where.split("|")), report.first_difference
+    assert any(part in report.first_difference for part in where.split("|")), (
+        report.first_difference
+    )
 
 
 def test_old_style_spectral_norm_is_caught() -> None:
@@ -209,7 +222,9 @@ def test_keyword_tensors_changed_in_place_are_caught(model: type[nn.Module]) -> 
     assert report.cause is not None
     assert report.cause.startswith("a tensor that a block was given is changed in place")
     assert report.first_difference is not None
-    assert "the checkpointed step raised RuntimeError: one of the variables" in report.first_difference
+    assert (
+        "the checkpointed step raised RuntimeError: one of the variables" in report.first_difference
+    )
 
 
 def test_another_path_is_caught() -> None:
@@ -275,14 +290,22 @@ def test_every_bit_counts() -> None:
     assert found.gradients == ("weight",)
     assert found.first() == "the gradient of weight differs"
     model.bias.grad = None
-    assert compare(before, take(model, torch.zeros(1))).first() == "the gradient of weight differs, with 1 more"
+    assert (
+        compare(before, take(model, torch.zeros(1))).first()
+        == "the gradient of weight differs, with 1 more"
+    )
     assert compare(before, take(model, -torch.zeros(1))).loss, "minus zero is not zero"
 
 
-def test_what_does_not_fit_is_not_run(make_gpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsight.memory.available.available_memory", lambda device="cpu": 1_000_000)
+def test_what_does_not_fit_is_not_run(
+    make_gpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "gradsight.memory.available.available_memory", lambda device="cpu": 1_000_000
+    )
     with pytest.raises(
-        GradsightError, match=r"the plain step needs .* 1\.00 MB is available here\. Verify with a smaller batch"
+        GradsightError,
+        match=r"the plain step needs .* 1\.00 MB is available here\. Verify with a smaller batch",
     ):
         verify_checkpointing(make_gpt)
 

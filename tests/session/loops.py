@@ -1,7 +1,9 @@
-"""The table of training loops. Each trains a small model on given batches, and says what it expects before every step.
+"""The table of training loops. Each trains a small model on given batches, and says what it expects
+before every step.
 
-A loop gets `watched`, which opens a watch (or nothing) on model and optimizers, and `expect`, which computes the gradient of
-the step to come with plain autograd in float64 from the weights as they are.
+A loop gets `watched`, which opens a watch (or nothing) on model and optimizers, and `expect`, which
+computes the gradient of the step to come with plain autograd in float64 from the weights as they
+are.
 """
 
 import copy
@@ -36,7 +38,10 @@ class Case:
         generator = torch.Generator().manual_seed(7)
         for _ in range(STEPS):
             yield [
-                (torch.randn(16, 8, generator=generator) * 3, torch.randn(16, 4, generator=generator))
+                (
+                    torch.randn(16, 8, generator=generator) * 3,
+                    torch.randn(16, 4, generator=generator),
+                )
                 for _ in range(self.micro_batches)
             ]
 
@@ -50,7 +55,9 @@ class Case:
             ((loss_of or mse)(twin, batch) / len(batches)).backward()
         self.expected.append(
             {
-                named.name: named.tensor.grad.to_dense() if named.tensor.grad.is_sparse else named.tensor.grad
+                named.name: named.tensor.grad.to_dense()
+                if named.tensor.grad.is_sparse
+                else named.tensor.grad
                 for named in named_parameters(twin)
                 if named.tensor.grad is not None
             }
@@ -67,7 +74,9 @@ def mse(model: nn.Module, batch: Batch) -> Tensor:
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
 
 
 class Odd(nn.Module):
@@ -144,7 +153,11 @@ def plain(case: Case) -> None:
 
 
 def clip_norm(case: Case) -> None:
-    train(case, mlp(), after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    train(
+        case,
+        mlp(),
+        after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05),
+    )
 
 
 def clip_by_name(case: Case) -> None:
@@ -152,7 +165,11 @@ def clip_by_name(case: Case) -> None:
 
 
 def clip_value(case: Case) -> None:
-    train(case, mlp(), after_backward=lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01))
+    train(
+        case,
+        mlp(),
+        after_backward=lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    )
 
 
 def clip_in_two_parts(case: Case) -> None:
@@ -181,7 +198,11 @@ def clip_into_new_tensors(case: Case) -> None:
 
 def accumulation(case: Case) -> None:
     case.micro_batches = 4
-    train(case, mlp(), after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    train(
+        case,
+        mlp(),
+        after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05),
+    )
 
 
 def zero_grad_to_zero(case: Case) -> None:
@@ -190,7 +211,9 @@ def zero_grad_to_zero(case: Case) -> None:
 
 def odd_parameters(case: Case) -> None:
     model = Odd()
-    train(case, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3))
+    train(
+        case, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    )
 
 
 def sparse(case: Case) -> None:
@@ -282,7 +305,11 @@ def two_optimizers_in_turn(case: Case) -> None:
             torch.nn.utils.clip_grad_norm_(model.critic.parameters(), 0.05)
             critic.step()
             case.expect(model, batches)
-            expected |= {name: value for name, value in case.expected.pop().items() if name.startswith("maker")}
+            expected |= {
+                name: value
+                for name, value in case.expected.pop().items()
+                if name.startswith("maker")
+            }
             case.expected.append(expected)
             maker.zero_grad()
             mse(model, batches[0]).backward()
@@ -299,7 +326,12 @@ def scaler_with_clipping(case: Case) -> None:
 
 
 def scaler_fused(case: Case) -> None:
-    _scaled(case, mlp(), lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True), clip=False)
+    _scaled(
+        case,
+        mlp(),
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
+        clip=False,
+    )
 
 
 def scaler_skipping(case: Case) -> None:
@@ -307,10 +339,22 @@ def scaler_skipping(case: Case) -> None:
 
 
 def scaler_fused_skipping(case: Case) -> None:
-    _scaled(case, mlp(), lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, fused=True), clip=False, overflow_at=(3, 11))
+    _scaled(
+        case,
+        mlp(),
+        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, fused=True),
+        clip=False,
+        overflow_at=(3, 11),
+    )
 
 
-def _scaled(case: Case, model: nn.Module, make: Callable[..., Any], clip: bool, overflow_at: tuple[int, ...] = ()) -> None:
+def _scaled(
+    case: Case,
+    model: nn.Module,
+    make: Callable[..., Any],
+    clip: bool,
+    overflow_at: tuple[int, ...] = (),
+) -> None:
     optimizer = make(model.parameters(), lr=1e-3)
     amp = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=5)
     with case.watched(model, optimizer):
@@ -342,7 +386,11 @@ def autocast(case: Case) -> None:
 
 def compiled(case: Case) -> None:
     model = torch.compile(mlp(), backend="aot_eager")
-    train(case, model, after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    train(
+        case,
+        model,
+        after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05),
+    )
 
 
 def checkpointed(case: Case) -> None:
@@ -355,7 +403,9 @@ def checkpointed_reentrant(case: Case) -> None:
 
 def optimizer_in_backward(case: Case) -> None:
     model = mlp()
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=1e-2) for parameter in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.SGD([parameter], lr=1e-2) for parameter in model.parameters()
+    }
 
     def update(parameter: Tensor) -> None:
         optimizers[parameter].step()

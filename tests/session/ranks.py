@@ -1,4 +1,5 @@
-"""Trains a model on several ranks, with and without a watch; rank 0 compares with one process in float64.
+"""Trains a model on several ranks, with and without a watch; rank 0 compares with one process in
+float64.
 
 Called by torchrun as: ranks.py ddp|fsdp|hsdp RUN_DIR
 """
@@ -22,7 +23,9 @@ STEPS, MICRO_BATCHES, ROWS = 20, 3, 4
 
 
 class Net(nn.Module):
-    """Sizes that do not divide by the number of ranks, a scalar, and a layer with fewer rows than ranks."""
+    """Sizes that do not divide by the number of ranks, a scalar, and a layer with fewer rows than
+    ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +71,9 @@ def train(kind: str, run_dir: str | None) -> list[torch.Tensor]:
     model = parallel(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     every = gradsight.Schedule(step_interval=2)
-    watched = gradsight.watch(model, optimizer, run_dir=run_dir, histograms=every) if run_dir else None
+    watched = (
+        gradsight.watch(model, optimizer, run_dir=run_dir, histograms=every) if run_dir else None
+    )
     for micro_batches in data():
         for number, by_rank in enumerate(micro_batches):
             last = number == MICRO_BATCHES - 1
@@ -82,21 +87,33 @@ def train(kind: str, run_dir: str | None) -> list[torch.Tensor]:
         optimizer.zero_grad()
     if watched is not None:
         watched.close()
-    return [getattr(parameter, "_local_tensor", parameter).detach().clone() for parameter in model.parameters()]
+    return [
+        getattr(parameter, "_local_tensor", parameter).detach().clone()
+        for parameter in model.parameters()
+    ]
 
 
 def expected() -> list[dict[str, list[float]]]:
-    """Norm and largest entry of every gradient, by one process in float64 that clips as the ranks do."""
+    """Norm and largest entry of every gradient, by one process in float64 that clips as the ranks
+    do.
+    """
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
     for micro_batches in data():
         for by_rank in micro_batches:
             for x, y in by_rank:
-                (loss_of(model, (x.double(), y.double())) / (MICRO_BATCHES * dist.get_world_size())).backward()
+                (
+                    loss_of(model, (x.double(), y.double()))
+                    / (MICRO_BATCHES * dist.get_world_size())
+                ).backward()
         steps.append(
             {
-                named.name: [float(named.tensor.grad.norm()), float(named.tensor.grad.abs().max()), named.tensor.numel()]
+                named.name: [
+                    float(named.tensor.grad.norm()),
+                    float(named.tensor.grad.abs().max()),
+                    named.tensor.numel(),
+                ]
                 for named in named_parameters(model)
             }
         )
@@ -135,7 +152,9 @@ if __name__ == "__main__":
             print("RESULT", json.dumps(norms))
     else:
         watched, alone = train(kind, run_dir), train(kind, None)
-        assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True)), "training was changed"
+        assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True)), (
+            "training was changed"
+        )
         twin = copy.deepcopy(expected())
         if dist.get_rank() == 0:
             Path(run_dir, "expected.json").write_text(json.dumps(twin))

@@ -1,4 +1,6 @@
-"""Loops that are not the user's own: Hugging Face Trainer and Lightning, both clipping by themselves."""
+"""Loops that are not the user's own: Hugging Face Trainer and Lightning, both clipping by
+themselves.
+"""
 
 import logging
 import warnings
@@ -53,7 +55,9 @@ def test_hugging_face_trainer(accumulated: int, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     rows = [{"x": X[i], "labels": Y[i]} for i in range(16)]
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule))
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule)
+    )
     with gradsight.watch(model, optimizer, run_dir=tmp_path / "run"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
@@ -104,4 +108,6 @@ def test_lightning(algorithm: str, tmp_path: Path) -> None:
     for step in steps:
         assert step.gradient == "true"
         assert step.total_norm == pytest.approx(true_norm(), rel=1e-4)
-        assert step.clip_coef == (pytest.approx(0.5 / true_norm(), rel=1e-3) if algorithm == "norm" else None)
+        assert step.clip_coef == (
+            pytest.approx(0.5 / true_norm(), rel=1e-3) if algorithm == "norm" else None
+        )

@@ -51,5 +51,9 @@ def test_gradients_that_were_not_reduced_say_so(tmp_path: Path) -> None:
 def test_one_look_under_fsdp_gives_whole_norms(tmp_path: Path) -> None:
     printed = torchrun(SCRIPT, "one_look", tmp_path)
     sharded, replicated = json.loads(printed.split("RESULT ")[1].splitlines()[0])
-    assert sharded.keys() == replicated.keys() == {"first.weight", "first.bias", "second.weight", "second.bias", "scale"}
+    assert (
+        sharded.keys()
+        == replicated.keys()
+        == {"first.weight", "first.bias", "second.weight", "second.bias", "scale"}
+    )
     assert sharded == pytest.approx(replicated, rel=1e-5)

@@ -25,11 +25,15 @@ def unwatched(model: nn.Module, optimizers: Any) -> Iterator[None]:
 
 def into(run_dir: Path) -> Callable[..., Any]:
     every = gradsight.Schedule(step_interval=3)
-    return lambda model, optimizers: gradsight.watch(model, optimizers, run_dir=run_dir, histograms=every)
+    return lambda model, optimizers: gradsight.watch(
+        model, optimizers, run_dir=run_dir, histograms=every
+    )
 
 
 @pytest.mark.parametrize("loop", loops.TRUTHFUL, ids=lambda loop: loop.__name__)
-def test_every_loop_is_seen_truly_and_left_alone(loop: Callable[[Case], None], tmp_path: Path) -> None:
+def test_every_loop_is_seen_truly_and_left_alone(
+    loop: Callable[[Case], None], tmp_path: Path
+) -> None:
     case = Case(into(tmp_path))
     loop(case)
     run = gradsight.open_run(tmp_path)
@@ -41,7 +45,9 @@ def test_every_loop_is_seen_truly_and_left_alone(loop: Callable[[Case], None], t
 
     alone = Case(unwatched)
     loop(alone)
-    assert all(torch.equal(a, b) for a, b in zip(case.weights, alone.weights, strict=True)), "training was changed"
+    assert all(torch.equal(a, b) for a, b in zip(case.weights, alone.weights, strict=True)), (
+        "training was changed"
+    )
 
 
 def compare(run: Any, case: Case, tolerance: float) -> None:
@@ -61,7 +67,9 @@ def compare(run: Any, case: Case, tolerance: float) -> None:
             stat = recorded[step, name]
             norm, peak = float(gradient.norm()), float(gradient.abs().max())
             if max(abs(stat.l2 - norm), abs(stat.max_abs - peak)) > tolerance * peak + rounding:
-                wrong.append(f"step {step} {name}: {stat.l2} against {norm}, {stat.max_abs} against {peak}")
+                wrong.append(
+                    f"step {step} {name}: {stat.l2} against {norm}, {stat.max_abs} against {peak}"
+                )
     assert not wrong, wrong[:5]
 
 
@@ -81,7 +89,9 @@ def compare(run: Any, case: Case, tolerance: float) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_clip_coefficient_is_found(loop: Callable[[Case], None], clipped: float | None, tmp_path: Path) -> None:
+def test_clip_coefficient_is_found(
+    loop: Callable[[Case], None], clipped: float | None, tmp_path: Path
+) -> None:
     loop(Case(into(tmp_path)))
     for step in gradsight.open_run(tmp_path).steps():
         assert step.total_norm is not None
@@ -89,7 +99,9 @@ def test_clip_coefficient_is_found(loop: Callable[[Case], None], clipped: float 
         assert step.clip_coef == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("loop", [loops.clip_value, loops.clip_by_hand], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [loops.clip_value, loops.clip_by_hand], ids=lambda loop: loop.__name__
+)
 def test_clipping_by_value_is_no_coefficient(loop: Callable[[Case], None], tmp_path: Path) -> None:
     loop(Case(into(tmp_path)))
     assert all(step.clip_coef is None for step in gradsight.open_run(tmp_path).steps())
@@ -111,7 +123,9 @@ def test_update_ratio_is_the_step_over_the_weight(tmp_path: Path) -> None:
         loops.mse(model, (torch.randn(4, 8), torch.randn(4, 4))).backward()
         optimizer.step()
     after = [parameter.detach().double() for parameter in model.parameters()]
-    for stat, old, new in zip(gradsight.open_run(tmp_path).parameter_stats(), before, after, strict=True):
+    for stat, old, new in zip(
+        gradsight.open_run(tmp_path).parameter_stats(), before, after, strict=True
+    ):
         assert stat.update_ratio == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-5)
         assert stat.update_ratio_error == 0
 

@@ -46,7 +46,9 @@ def train(run_dir: Path | None, steps: int, **options: Any) -> nn.Module:
 # Steps and logs.
 
 
-@pytest.mark.parametrize("when", ["before backward", "after backward", "after step", "after zero_grad"])
+@pytest.mark.parametrize(
+    "when", ["before backward", "after backward", "after step", "after zero_grad"]
+)
 def test_a_log_belongs_to_its_own_step_wherever_it_stands(when: str, tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -68,8 +70,12 @@ def test_a_log_belongs_to_its_own_step_wherever_it_stands(when: str, tmp_path: P
             optimizer.zero_grad()
             log("after zero_grad")
     steps = list(open_run(tmp_path).steps())
-    assert {step.step: step.loss for step in steps if step.loss is not None} == pytest.approx(losses)
-    assert all(step.scalars.get("extra") == (step.step if step.step in losses else None) for step in steps)
+    assert {step.step: step.loss for step in steps if step.loss is not None} == pytest.approx(
+        losses
+    )
+    assert all(
+        step.scalars.get("extra") == (step.step if step.step in losses else None) for step in steps
+    )
 
 
 def test_evaluation_between_steps_begins_no_step(tmp_path: Path) -> None:
@@ -86,7 +92,12 @@ def test_evaluation_between_steps_begins_no_step(tmp_path: Path) -> None:
 
 
 def test_schedules_decide_what_is_recorded(tmp_path: Path) -> None:
-    train(tmp_path, 10, stats=Schedule(start_step=2, end_step=8, step_interval=3), histograms=Schedule(step_interval=4))
+    train(
+        tmp_path,
+        10,
+        stats=Schedule(start_step=2, end_step=8, step_interval=3),
+        histograms=Schedule(step_interval=4),
+    )
     run = open_run(tmp_path)
     assert [step.step for step in run.steps()] == list(range(10))
     assert {stat.step for stat in run.parameter_stats()} == {2, 5, 8}
@@ -98,7 +109,10 @@ def test_schedules_decide_what_is_recorded(tmp_path: Path) -> None:
 def test_the_config_says_what_ran(tmp_path: Path) -> None:
     train(tmp_path, 1)
     config = open_run(tmp_path).config
-    assert config["gradient"] == "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
+    assert (
+        config["gradient"]
+        == "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
+    )
     assert config["versions"]["torch"] == torch.__version__
     assert [(parameter["name"], parameter["shape"]) for parameter in config["parameters"]] == [
         ("0.weight", [4, 4]),
@@ -182,7 +196,9 @@ def test_own_step_numbers_only_go_forward(tmp_path: Path) -> None:
         backward(model)
         watched.step(step=7, loss=1.0)
         backward(model)
-        with pytest.raises(UsageError, match=r"steps only go forward: step 3 after step 7\. .* start_step=3"):
+        with pytest.raises(
+            UsageError, match=r"steps only go forward: step 3 after step 7\. .* start_step=3"
+        ):
             watched.step(step=3)
         watched.step()
     assert [step.step for step in open_run(tmp_path).steps()] == [7, 8]
@@ -265,7 +281,11 @@ for step in range(5):
     ],
 )
 def test_however_a_process_ends_its_steps_are_there(ending: str, code: int, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(ending=ending), str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(ending=ending), str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code, done.stderr
     assert [step.step for step in open_run(tmp_path).steps()] == list(range(5))
 
@@ -278,7 +298,9 @@ def test_sigterm_in_the_middle_of_anything(attempt: int, tmp_path: Path) -> None
         .replace("range(5)", "range(10**9)")
         .replace("optimizer.step()", "optimizer.step(); print(step, flush=True)")
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         printed = [process.stdout.readline() for _ in range(20 + 7 * attempt)]
         process.send_signal(signal.SIGTERM)
@@ -293,7 +315,9 @@ def test_a_sigterm_handler_of_the_users_is_called(tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGTERM, lambda *_: (print('mine'), sys.exit(5)))\n"
     ending = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
     text = SCRIPT.format(ending=ending).replace("model = nn", script + "model = nn")
-    done = subprocess.run([sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.strip()) == (5, "mine"), done.stderr
     assert len(list(open_run(tmp_path).steps())) == 5
 
@@ -310,7 +334,11 @@ for batch in loader:
     model(batch).square().mean().backward()
     optimizer.step()
 """
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(ending=ending), str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(ending=ending), str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert [step.step for step in open_run(tmp_path).steps()] == list(range(13))
 
@@ -318,7 +346,9 @@ for batch in loader:
 # Faults of ours never stop training.
 
 
-def test_a_fault_of_ours_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_is_said_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [parameter.detach().clone() for parameter in _seeded(train, None, 6).parameters()]
     look = norms.NormsLook.read
 
@@ -330,7 +360,10 @@ def test_a_fault_of_ours_is_said_once_and_training_goes_on(tmp_path: Path, monke
 
     fails_at_the_third.count = 0  # type: ignore[attr-defined]
     monkeypatch.setattr(norms.NormsLook, "read", fails_at_the_third)
-    with pytest.warns(GradsightWarning, match="Gradsight stopped looking at gradients: RuntimeError: a bug of ours") as warned:
+    with pytest.warns(
+        GradsightWarning,
+        match="Gradsight stopped looking at gradients: RuntimeError: a bug of ours",
+    ) as warned:
         model = _seeded(train, tmp_path, 6)
     assert len(warned) == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
@@ -345,7 +378,9 @@ def _seeded(train: Any, run_dir: Path | None, steps: int) -> nn.Module:
     return train(run_dir, steps)
 
 
-def test_warnings_turned_into_errors_do_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_turned_into_errors_do_not_stop_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
@@ -373,12 +408,17 @@ def test_run_dir_is_not_writable(tmp_path: Path) -> None:
 
 def test_a_run_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "run.sqlite").write_text("something else entirely" * 100)
-    with pytest.raises(RunError, match=r"run.sqlite cannot be opened: .*Move it away to start this run anew"):
+    with pytest.raises(
+        RunError, match=r"run.sqlite cannot be opened: .*Move it away to start this run anew"
+    ):
         watch(net(), run_dir=tmp_path)
 
 
 def test_one_run_dir_for_two_watches(tmp_path: Path) -> None:
-    with watch(net(), run_dir=tmp_path), pytest.raises(UsageError, match=r"already recording steps into .* own run_dir"):
+    with (
+        watch(net(), run_dir=tmp_path),
+        pytest.raises(UsageError, match=r"already recording steps into .* own run_dir"),
+    ):
         watch(net(), run_dir=tmp_path)
 
 
@@ -386,7 +426,10 @@ def test_one_run_dir_for_two_watches(tmp_path: Path) -> None:
     ("model", "message"),
     [
         (nn.ReLU(), "ReLU has nothing to watch: no parameters"),
-        (nn.Linear(2, 2).requires_grad_(False), "Linear has nothing to watch: 2 parameters, all of them frozen"),
+        (
+            nn.Linear(2, 2).requires_grad_(False),
+            "Linear has nothing to watch: 2 parameters, all of them frozen",
+        ),
         ("model", "model must be a torch.nn.Module, got str"),
     ],
 )
@@ -397,7 +440,9 @@ def test_nothing_to_watch(model: Any, message: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adam", 3, [nn.Linear(2, 2)]])
 def test_an_optimizer_that_is_none(optimizer: Any) -> None:
-    with pytest.raises(UsageError, match="optimizer must be a torch optimizer or a sequence of them, got"):
+    with pytest.raises(
+        UsageError, match="optimizer must be a torch optimizer or a sequence of them, got"
+    ):
         watch(net(), optimizer)
 
 
@@ -442,7 +487,9 @@ def test_a_negative_start_and_a_log_that_is_no_number() -> None:
     with pytest.raises(UsageError, match="start_step must be 0 or more, got -1"):
         watch(net(), start_step=-1)
     with watch(net()) as watched:
-        with pytest.raises(UsageError, match=r"loss must be a single number, got a tensor of shape \(3,\)"):
+        with pytest.raises(
+            UsageError, match=r"loss must be a single number, got a tensor of shape \(3,\)"
+        ):
             watched.log(loss=torch.ones(3))
         with pytest.raises(UsageError, match="loss must be a single number, got str"):
             watched.log(loss="low")
@@ -450,7 +497,16 @@ def test_a_negative_start_and_a_log_that_is_no_number() -> None:
 
 def test_names_with_any_character(tmp_path: Path) -> None:
     model = nn.Module()
-    names = ["weiß", "a b", "x/y", "..", "\u2603" * 50, "new\nline", "q'uote\"", "lone\ud800surrogate"]
+    names = [
+        "weiß",
+        "a b",
+        "x/y",
+        "..",
+        "\u2603" * 50,
+        "new\nline",
+        "q'uote\"",
+        "lone\ud800surrogate",
+    ]
     for name in names:
         model._parameters[name] = nn.Parameter(torch.ones(2))
     with watch(model, run_dir=tmp_path) as watched:
@@ -501,13 +557,17 @@ def test_the_shortest_program(tmp_path: Path) -> None:
         print(next(gradsight.open_run(sys.argv[1]).steps()).total_norm)
         """
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(math.sqrt(3))
 
 
 def test_a_forked_child_leaves_its_parents_record_alone(tmp_path: Path) -> None:
-    """With an optimizer, by hand, and through the store itself; what the child opens anew is its own."""
+    """With an optimizer, by hand, and through the store itself; what the child opens anew is its
+    own.
+    """
     script = textwrap.dedent(
         """
         import os, sys, torch, gradsight
@@ -539,15 +599,24 @@ def test_a_forked_child_leaves_its_parents_record_alone(tmp_path: Path) -> None:
             each.close()
         """
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert [len(list(open_run(tmp_path / name).steps())) for name in "abd"] == [4, 2, 4]
     assert [scalar.name for scalar in open_run(tmp_path / "c").scalars()] == ["of the parent"]
-    assert done.stderr.count("this process was forked from one that is being recorded; what it trains is not") == 2
+    assert (
+        done.stderr.count(
+            "this process was forked from one that is being recorded; what it trains is not"
+        )
+        == 2
+    )
 
 
 def test_output_that_nobody_reads_any_more_ends_quietly(tmp_path: Path) -> None:
-    """As with `gradsight report RUN | head -1`; 141 is what a shell says of a process that SIGPIPE ended."""
+    """As with `gradsight report RUN | head -1`; 141 is what a shell says of a process that SIGPIPE
+    ended.
+    """
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with watch(model, optimizer, run_dir=tmp_path):

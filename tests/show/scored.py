@@ -9,7 +9,9 @@ import pyarrow.parquet
 Row = dict[str, Any]
 
 
-def row(step: int, sample_id: int | str, score: float, domain: str | None = "code", target: str = "val") -> Row:
+def row(
+    step: int, sample_id: int | str, score: float, domain: str | None = "code", target: str = "val"
+) -> Row:
     return {
         "step": step,
         "sample_id": sample_id,
@@ -30,10 +32,18 @@ def write(run_dir: Path, iteration: int, rows: list[Row]) -> Path:
 
 
 def ordinary(run_dir: Path, steps: int = 20, targets: tuple[str, ...] = ("val",)) -> Path:
-    """Ten samples in every step, raw scores that shrink: sample 0 of domain "noise" hurts, 9 of domain "prose" helps most."""
+    """Ten samples in every step, raw scores that shrink: sample 0 of domain "noise" hurts, 9 of
+    domain "prose" helps most.
+    """
     for start in range(0, steps, 10):
         rows = [
-            row(step, sample, (sample - 1.5) / (step + 1), "noise" if sample < 2 else "code" if sample < 6 else "prose", target)
+            row(
+                step,
+                sample,
+                (sample - 1.5) / (step + 1),
+                "noise" if sample < 2 else "code" if sample < 6 else "prose",
+                target,
+            )
             for step in range(start, start + 10)
             for target in targets
             for sample in range(10)

@@ -14,7 +14,9 @@ from show.scored import Row, ordinary, row, write
 
 
 def random_rows(seed: int, steps: int = 40) -> list[Row]:
-    """Uneven batches of samples with and without domains, two targets, raw scores that shrink, some of them not finite."""
+    """Uneven batches of samples with and without domains, two targets, raw scores that shrink, some
+    of them not finite.
+    """
     generator = np.random.default_rng(seed)
     rows = []
     for step in range(5, 5 + steps):
@@ -31,7 +33,9 @@ def plain(rows: list[Row], target: str, raw: bool) -> dict[str, tuple[float, int
     kept = [each for each in rows if each["target"] == target and math.isfinite(each["score"])]
     first, last = min(each["step"] for each in kept), max(each["step"] for each in kept)
     if not raw:
-        kept = [each for each in kept if each["step"] >= first + int(UNSETTLED * (last - first + 1))]
+        kept = [
+            each for each in kept if each["step"] >= first + int(UNSETTLED * (last - first + 1))
+        ]
     found: dict[str, list[float]] = {}
     for each in kept:
         scores = [other["score"] for other in kept if other["step"] == each["step"]]
@@ -48,25 +52,39 @@ def test_the_columns_agree_with_plain_loops(target: str, raw: bool) -> None:
     twin = plain(rows, target, raw)
     ours = {
         sample: (score, seen)
-        for sample, score, seen in zip(found.sample_ids.tolist(), found.scores.tolist(), found.seen.tolist(), strict=True)
+        for sample, score, seen in zip(
+            found.sample_ids.tolist(), found.scores.tolist(), found.seen.tolist(), strict=True
+        )
     }
     assert ours.keys() == twin.keys()
     assert all(ours[sample] == pytest.approx(twin[sample], rel=1e-12) for sample in twin)
     assert found.scores.tolist() == sorted(found.scores.tolist())
-    assert found.not_finite == sum(math.isnan(each["score"]) for each in rows if each["target"] == target) > 0
+    assert (
+        found.not_finite
+        == sum(math.isnan(each["score"]) for each in rows if each["target"] == target)
+        > 0
+    )
 
 
 def test_domains_agree_with_plain_loops() -> None:
     rows = [each for each in random_rows(seed=4) if math.isfinite(each["score"])]
     found = influence(pyarrow.Table.from_pylist(rows), "a", raw=True)
-    assert {each.name for each in found.domains} == {"x", "y"}, "samples without a domain belong to none"
+    assert {each.name for each in found.domains} == {"x", "y"}, (
+        "samples without a domain belong to none"
+    )
     for domain in found.domains:
         theirs = [each for each in rows if each["domain"] == domain.name and each["target"] == "a"]
         by_sample = plain(theirs, "a", raw=True)
         assert domain.score == pytest.approx(np.mean([each["score"] for each in theirs]))
         assert domain.samples == len(by_sample)
-        assert domain.below_zero == pytest.approx(np.mean([score < 0 for score, _ in by_sample.values()]))
-        first = [each["score"] for each in theirs if (each["step"] - 5) * len(domain.over_time) // 40 == 0]
+        assert domain.below_zero == pytest.approx(
+            np.mean([score < 0 for score, _ in by_sample.values()])
+        )
+        first = [
+            each["score"]
+            for each in theirs
+            if (each["step"] - 5) * len(domain.over_time) // 40 == 0
+        ]
         assert domain.over_time[0] == (pytest.approx(np.mean(first)) if first else None)
     assert found.domains[0].score >= found.domains[1].score
 
@@ -89,8 +107,13 @@ def open_run_table(run_dir: Path) -> pyarrow.Table:
 def test_the_histogram_holds_every_sample_and_parts_at_zero() -> None:
     generator = np.random.default_rng(0)
     for scale in (1e-9, 1.0, 1e6):
-        rows = [row(0, number, float(score)) for number, score in enumerate(generator.standard_t(2, 500) * scale)]
-        counts, edges = influence(pyarrow.Table.from_pylist(with_text_ids(rows)), raw=True).histogram()
+        rows = [
+            row(0, number, float(score))
+            for number, score in enumerate(generator.standard_t(2, 500) * scale)
+        ]
+        counts, edges = influence(
+            pyarrow.Table.from_pylist(with_text_ids(rows)), raw=True
+        ).histogram()
         assert counts.sum() == 500
         assert 0.0 in edges.tolist()
         assert 5 <= len(counts) <= 16
@@ -114,19 +137,28 @@ def test_a_step_that_was_written_twice_counts_once(tmp_path: Path) -> None:
     write(tmp_path, 10, [row(0, 1, 1.0), row(1, 1, 1.0)])
     write(tmp_path, 12, [row(1, 1, 5.0), row(2, 1, 5.0)])
     table = open_run_table(tmp_path)
-    assert sorted(zip(table["step"].to_pylist(), table["score"].to_pylist(), strict=True)) == [(0, 1.0), (1, 5.0), (2, 5.0)]
+    assert sorted(zip(table["step"].to_pylist(), table["score"].to_pylist(), strict=True)) == [
+        (0, 1.0),
+        (1, 5.0),
+        (2, 5.0),
+    ]
 
 
 def test_numbers_and_names_as_ids_go_together(tmp_path: Path) -> None:
     write(tmp_path, 10, [row(0, 1, 1.0)])
     write(tmp_path, 20, [row(10, "1", 3.0), row(10, "b", 1.0)])
     found = influence(open_run_table(tmp_path), raw=True)
-    assert dict(zip(found.sample_ids.tolist(), found.scores.tolist(), strict=True)) == {"b": 1.0, "1": 2.0}
+    assert dict(zip(found.sample_ids.tolist(), found.scores.tolist(), strict=True)) == {
+        "b": 1.0,
+        "1": 2.0,
+    }
 
 
 def test_an_unknown_target_lists_the_known_ones(tmp_path: Path) -> None:
     table = open_run_table(ordinary(tmp_path, targets=("all", "mail")))
-    with pytest.raises(UsageError, match=r"there is no target 'male' in this run; it has all, mail"):
+    with pytest.raises(
+        UsageError, match=r"there is no target 'male' in this run; it has all, mail"
+    ):
         influence(table, "male")
     assert influence(table, "mail").targets == ("all", "mail")
 

@@ -1,4 +1,6 @@
-"""gradsight influence, and the samples in the report: what is shown, what is exported, what is refused."""
+"""gradsight influence, and the samples in the report: what is shown, what is exported, what is
+refused.
+"""
 
 import json
 import math
@@ -22,7 +24,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return code, *capsys.readouterr()
 
 
-def test_shows_best_and_worst_samples_and_domains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shows_best_and_worst_samples_and_domains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = said(capsys, ordinary(tmp_path), "--top", 2)
     assert code == 0
     lines = out.splitlines()
@@ -30,20 +34,37 @@ def test_shows_best_and_worst_samples_and_domains(tmp_path: Path, capsys: pytest
     assert "\033" not in out
     assert "Influence on 'val': 180 scores of 10 samples, steps 2 to 19" in lines
     best = lines.index("Best samples")
-    assert [line.split()[2:] for line in lines[best + 2 : best + 4]] == [["9", "prose"], ["8", "prose"]]
+    assert [line.split()[2:] for line in lines[best + 2 : best + 4]] == [
+        ["9", "prose"],
+        ["8", "prose"],
+    ]
     worst = lines.index("Worst samples")
     assert [line.split()[:4] for line in lines[worst + 2 : worst + 4]] == [
         ["-0.36", "18x", "0", "noise"],
         ["-0.12", "18x", "1", "noise"],
     ]
     domains = lines.index("Domains, the best first")
-    assert [line.split()[3] for line in lines[domains + 2 : domains + 5]] == ["prose", "code", "noise"]
+    assert [line.split()[3] for line in lines[domains + 2 : domains + 5]] == [
+        "prose",
+        "code",
+        "noise",
+    ]
     assert "mean +0.72; 20.0% of the samples are below 0" in out
     assert "No text of samples here: only runs of `gradsight train` say what they read." in out
 
 
-def test_by_domain_shows_every_domain_and_no_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, 10, [row(step, f"{step}-{k}", k - 5.0, f"domain {k:02}") for step in range(9) for k in range(40)])
+def test_by_domain_shows_every_domain_and_no_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path,
+        10,
+        [
+            row(step, f"{step}-{k}", k - 5.0, f"domain {k:02}")
+            for step in range(9)
+            for k in range(40)
+        ],
+    )
     _, short, _ = said(capsys, tmp_path)
     assert "… 32 more: --by domain" in short
     _, full, _ = said(capsys, tmp_path, "--by", "domain")
@@ -60,8 +81,18 @@ def test_raw_scores_are_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "+1.00e-05" in out
 
 
-def test_several_targets_are_named_and_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, 10, [row(0, k, sign * (k + 1), target=name) for k in range(3) for name, sign in (("all", 1), ("mail", -1))])
+def test_several_targets_are_named_and_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path,
+        10,
+        [
+            row(0, k, sign * (k + 1), target=name)
+            for k in range(3)
+            for name, sign in (("all", 1), ("mail", -1))
+        ],
+    )
     _, out, _ = said(capsys, tmp_path, "--target", "mail")
     assert "Influence on 'mail'" in out
     assert "Further targets: all (see --target)." in out
@@ -76,7 +107,12 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, tmp_path / "more", "--json", "--top", 1)
     told = json.loads(out)
     assert code == 0
-    assert (told["target"], told["samples"], told["scores"], told["below_zero"]) == ("val", 10, 180, 0.2)
+    assert (told["target"], told["samples"], told["scores"], told["below_zero"]) == (
+        "val",
+        10,
+        180,
+        0.2,
+    )
     assert [each["sample_id"] for each in told["best"] + told["worst"]] == ["9", "0"]
     assert told["worst"][0]["text"] is None
     assert told["worst"][0]["seen"] == 18
@@ -84,22 +120,32 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(told["histogram"]["counts"]) == 10
 
 
-def test_what_could_move_the_cursor_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, 10, [row(0, "a\x1b[2J", 1.0, "b\x1b]0;title\x07\n"), row(0, "b", 0.5, "漢字" * 20)])
+def test_what_could_move_the_cursor_is_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path,
+        10,
+        [row(0, "a\x1b[2J", 1.0, "b\x1b]0;title\x07\n"), row(0, "b", 0.5, "漢字" * 20)],
+    )
     _, out, _ = said(capsys, tmp_path)
     assert "\x1b" not in out
     assert "\x07" not in out
     assert "a·[2J" in out
 
 
-def test_scores_that_are_not_finite_are_counted_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_that_are_not_finite_are_counted_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(ordinary(tmp_path), 30, [row(20, 0, math.nan), row(20, 1, math.inf)])
     _, out, _ = said(capsys, tmp_path)
     assert "2 scores are NaN or infinite; they count nowhere." in out
     assert "-0.36" in out, "the mean of sample 0 is as without the NaN"
 
 
-def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_named_and_the_rest_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ordinary(tmp_path)
     damaged = tmp_path / "grad_dotprods" / "iter_000010.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-20])
@@ -113,7 +159,9 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: p
     assert f"holds no scores that can be read: {damaged} cannot be read:" in error
 
 
-def test_a_file_with_other_columns_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_other_columns_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     strange = write(ordinary(tmp_path), 30, [])
     import pyarrow
     import pyarrow.parquet
@@ -123,7 +171,9 @@ def test_a_file_with_other_columns_is_named(tmp_path: Path, capsys: pytest.Captu
     assert f"left out: {strange} cannot be read: " in out
 
 
-def test_a_run_without_scores_says_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_scores_says_how_to_get_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, error = said(capsys, tmp_path)
     assert code == 2
     assert "has no scores: there is no grad_dotprods/iter_*.parquet in it" in error
@@ -137,12 +187,23 @@ def test_a_run_without_scores_says_how_to_get_them(tmp_path: Path, capsys: pytes
     ("options", "message"),
     [
         (["--top", "0"], "--top must be 1 or more, got 0"),
-        (["--export", "keep.json"], "--export takes NAME.txt (ids to keep) or NAME.csv (weights), got keep.json"),
-        (["--drop", "0.1"], "--drop says what --export leaves out: give --export NAME.txt or NAME.csv too"),
-        (["--export", "k.txt", "--drop", "10"], "--drop is a share of the samples, at least 0 and below 1"),
+        (
+            ["--export", "keep.json"],
+            "--export takes NAME.txt (ids to keep) or NAME.csv (weights), got keep.json",
+        ),
+        (
+            ["--drop", "0.1"],
+            "--drop says what --export leaves out: give --export NAME.txt or NAME.csv too",
+        ),
+        (
+            ["--export", "k.txt", "--drop", "10"],
+            "--drop is a share of the samples, at least 0 and below 1",
+        ),
     ],
 )
-def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+def test_wrong_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
     code, _, error = said(capsys, ordinary(tmp_path), *options)
     assert code == WRONG_USAGE
     assert message in error
@@ -150,12 +211,17 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], optio
 
 def test_an_empty_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 10, [row(0, 1, -1.0), row(0, 2, -2.0)])
-    for name, message in (("keep.txt", "nothing would be left to keep"), ("weights.csv", "every weight would be 0")):
+    for name, message in (
+        ("keep.txt", "nothing would be left to keep"),
+        ("weights.csv", "every weight would be 0"),
+    ):
         code, _, error = said(capsys, tmp_path, "--export", tmp_path / name)
         assert code == WRONG_USAGE
         assert message in error
         assert not (tmp_path / name).exists()
-    code, _, error = said(capsys, tmp_path, "--export", tmp_path / "nowhere" / "keep.txt", "--drop", 0.5)
+    code, _, error = said(
+        capsys, tmp_path, "--export", tmp_path / "nowhere" / "keep.txt", "--drop", 0.5
+    )
     assert code == 2
     assert "cannot be written" in error
 
@@ -197,12 +263,19 @@ def test_weights_by_domain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said(capsys, ordinary(tmp_path), "--export", file, "--by", "domain")
     weights = dict(line.split(",") for line in file.read_text().splitlines()[2:])
     assert weights["0"] == weights["1"] == "0"
-    assert len({weights[str(number)] for number in range(2, 6)}) == len({weights[str(number)] for number in range(6, 10)}) == 1
+    assert (
+        len({weights[str(number)] for number in range(2, 6)})
+        == len({weights[str(number)] for number in range(6, 10)})
+        == 1
+    )
     write(tmp_path / "bare", 10, [row(0, 1, 1.0, None)])
     code, _, error = said(capsys, tmp_path / "bare", "--export", file, "--by", "domain")
     assert code == WRONG_USAGE
     assert "--by domain: the samples of this run have no domains" in error
-    assert "The samples of this run have no domains." in said(capsys, tmp_path / "bare", "--by", "domain")[1]
+    assert (
+        "The samples of this run have no domains."
+        in said(capsys, tmp_path / "bare", "--by", "domain")[1]
+    )
 
 
 def train_a_little(run_dir: Path) -> None:
@@ -222,7 +295,9 @@ def train_a_little(run_dir: Path) -> None:
     engine.close()
 
 
-def test_the_report_shows_samples_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_samples_of_a_real_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train_a_little(tmp_path)
     assert main(["report", str(tmp_path)]) in (0, 1)
     report = (tmp_path / "report.md").read_text()
@@ -230,7 +305,9 @@ def test_the_report_shows_samples_of_a_real_run(tmp_path: Path, capsys: pytest.C
     assert "| a¦b | " in report
     assert "12 scores of 3 samples, steps 0 to 3" in report
     table, _ = gradsight.open_run(tmp_path).score_table()
-    assert table.to_pylist() == [{**vars_of(score)} for score in gradsight.open_run(tmp_path).scores()]
+    assert table.to_pylist() == [
+        {**vars_of(score)} for score in gradsight.open_run(tmp_path).scores()
+    ]
     (tmp_path / "grad_dotprods" / "iter_000004.parquet").write_bytes(b"nonsense")
     assert main(["report", str(tmp_path)]) in (0, 1)
     report = (tmp_path / "report.md").read_text()
@@ -247,9 +324,7 @@ def vars_of(score: object) -> dict[str, object]:
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     ordinary(tmp_path)
-    code = (
-        f"from gradsight.cli import main; main(['influence', {str(tmp_path)!r}])\nimport sys; assert 'torch' not in sys.modules"
-    )
+    code = f"from gradsight.cli import main; main(['influence', {str(tmp_path)!r}])\nimport sys; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Best samples" in done.stdout

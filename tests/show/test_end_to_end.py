@@ -1,4 +1,6 @@
-"""Train, score, leave out the worst, train again: a better validation loss at the same step. All by command."""
+"""Train, score, leave out the worst, train again: a better validation loss at the same step. All by
+command.
+"""
 
 import json
 import sysconfig
@@ -14,14 +16,18 @@ STEPS, PAGE = 120, 4096
 
 
 def write_data(folder: Path, share: float) -> None:
-    """Two packages of the standard library; of the pages that are trained on, a share with its bytes shuffled."""
+    """Two packages of the standard library; of the pages that are trained on, a share with its
+    bytes shuffled.
+    """
     generator = np.random.default_rng(0)
     for domain in ("email", "asyncio"):
         sources = sorted((Path(sysconfig.get_paths()["stdlib"]) / domain).glob("*.py"))
         text = b"\n".join(source.read_bytes() for source in sources)[: 20 * PAGE]
         pages = np.frombuffer(text, dtype=np.uint8).reshape(20, PAGE).copy()
         for number in range(20):
-            if number % 10 < 8 and generator.random() < share:  # of ten pages, the last two validate and test
+            if (
+                number % 10 < 8 and generator.random() < share
+            ):  # of ten pages, the last two validate and test
                 pages[number] = generator.permutation(pages[number])
         (folder / domain).mkdir(parents=True)
         (folder / domain / "text.txt").write_bytes(pages.tobytes())
@@ -37,7 +43,9 @@ def train(place: Path, name: str, *options: str) -> float:
     return loss
 
 
-def test_training_without_the_worst_samples_is_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_without_the_worst_samples_is_better(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_data(tmp_path / "data", share=0.4)
     ghost = ["--val_batch_size", "32", "--trainer.callbacks.ghost.refresh_every", "4"]
     before = train(tmp_path, "all", *ghost)

@@ -16,7 +16,7 @@ from torch import nn
 
 import gradsight
 from gradsight.errors import GradsightWarning, MissingPackage, UsageError
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 from store.wandb_file import history
 
 STEPS = 6
@@ -33,18 +33,24 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         wandb.finish()
 
 
-def train(run_dir: Path | None, sinks: Any, layers: int = 2, steps: int = STEPS, **options: Any) -> list[dict[str, float]]:
+def train(
+    run_dir: Path | None, sinks: Any, layers: int = 2, steps: int = STEPS, **options: Any
+) -> list[dict[str, float]]:
     """Returns the norms as the plainest loop sees them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     every = gradsight.Schedule(step_interval=3)
     norms = []
-    with gradsight.watch(model, optimizer, run_dir=run_dir, sinks=sinks, histograms=every, **options) as watched:
+    with gradsight.watch(
+        model, optimizer, run_dir=run_dir, sinks=sinks, histograms=every, **options
+    ) as watched:
         for _ in range(steps):
             loss = model(torch.randn(8, 4)).square().mean()
             loss.backward()
-            norms.append({name: float(parameter.grad.norm()) for name, parameter in model.named_parameters()})
+            norms.append(
+                {name: float(parameter.grad.norm()) for name, parameter in model.named_parameters()}
+            )
             optimizer.step()
             optimizer.zero_grad()
             watched.log(loss=loss, accuracy=0.5)
@@ -56,12 +62,16 @@ def test_wandb_offline(tmp_path: Path) -> None:
     rows = history(tmp_path / "run")
     assert sorted(rows) == list(range(STEPS))
     for step, row in rows.items():
-        assert {name: row[f"gradients/{name}/norm"] for name in norms[step]} == pytest.approx(norms[step], rel=1e-5)
+        assert {name: row[f"gradients/{name}/norm"] for name in norms[step]} == pytest.approx(
+            norms[step], rel=1e-5
+        )
         assert {"loss", "accuracy", "lr", "gradients/total_norm"} <= set(row)
     picture = rows[3]["gradients/histogram"]
     assert picture["_type"] == "histogram"
     assert sum(picture["values"]) == pytest.approx(40)
-    middle = [(low + high) / 2 for low, high in zip(picture["bins"], picture["bins"][1:], strict=False)]
+    middle = [
+        (low + high) / 2 for low, high in zip(picture["bins"], picture["bins"][1:], strict=False)
+    ]
     assert middle[len(middle) // 2] == pytest.approx(0, abs=1e-9)
     assert 0 < rows[3]["gradients/share_within_0.1"] <= 1
     assert "gradients/0.weight/histogram" in rows[0]
@@ -82,11 +92,15 @@ def test_wandb_uses_a_run_of_the_users_and_leaves_it_open(tmp_path: Path) -> Non
 
 def test_tensorboard(tmp_path: Path) -> None:
     norms = train(tmp_path, ["tensorboard"])
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0})
+    events = EventAccumulator(
+        str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}
+    )
     events.Reload()
     for name in norms[0]:
         points = {event.step: event.value for event in events.Scalars(f"gradients/{name}/norm")}
-        assert points == pytest.approx({step: row[name] for step, row in enumerate(norms)}, rel=1e-5)
+        assert points == pytest.approx(
+            {step: row[name] for step, row in enumerate(norms)}, rel=1e-5
+        )
     pictures = events.Histograms("gradients/histogram")
     assert [picture.step for picture in pictures] == [0, 3]
     value = pictures[0].histogram_value
@@ -101,11 +115,15 @@ def test_trackio(tmp_path: Path) -> None:
     script += "from pathlib import Path\nfrom record.test_sinks import train\nimport json\n"
     script += f"print('RESULT', json.dumps(train(Path({str(tmp_path / 'run')!r}), ['trackio'])))"
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     norms = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
     rows = (
-        sqlite3.connect(tmp_path / "trackio" / "gradsight.db").execute("SELECT step, run_name, metrics FROM metrics").fetchall()
+        sqlite3.connect(tmp_path / "trackio" / "gradsight.db")
+        .execute("SELECT step, run_name, metrics FROM metrics")
+        .fetchall()
     )
     seen: dict[int, dict[str, Any]] = {}
     for step, name, metrics in rows:
@@ -113,7 +131,9 @@ def test_trackio(tmp_path: Path) -> None:
         seen.setdefault(step, {}).update(json.loads(metrics))
     assert sorted(seen) == list(range(STEPS))
     for step, row in seen.items():
-        assert {name: row[f"gradients/{name}/norm"] for name in norms[step]} == pytest.approx(norms[step], rel=1e-5)
+        assert {name: row[f"gradients/{name}/norm"] for name in norms[step]} == pytest.approx(
+            norms[step], rel=1e-5
+        )
     assert seen[3]["gradients/histogram"]["_type"] == "trackio.histogram"
 
 
@@ -156,7 +176,10 @@ def test_a_sink_of_the_users_own() -> None:
 
 def test_a_failing_sink_is_switched_off_and_the_others_go_on(tmp_path: Path) -> None:
     broken, whole = Own(fails_at=2), Own()
-    with pytest.warns(GradsightWarning, match="the sink Own failed and is switched off: OSError: the tracker is gone"):
+    with pytest.warns(
+        GradsightWarning,
+        match="the sink Own failed and is switched off: OSError: the tracker is gone",
+    ):
         train(tmp_path, [broken, whole])
     assert max(step for _, step in broken.seen) == 1
     assert max(step for _, step in whole.seen) == STEPS - 1
@@ -175,19 +198,28 @@ def test_many_parameters_become_blocks() -> None:
     assert total == pytest.approx(sink.seen["gradients/total_norm", 1], rel=1e-5)
 
 
-@pytest.mark.parametrize(("detail", "expected"), [("blocks", {"gradients/0/norm", "gradients/1/norm"}), ("parameters", None)])
+@pytest.mark.parametrize(
+    ("detail", "expected"),
+    [("blocks", {"gradients/0/norm", "gradients/1/norm"}), ("parameters", None)],
+)
 def test_detail_can_be_chosen(detail: str, expected: set[str] | None) -> None:
     sink = Own()
     train(None, [sink], sink_detail=detail)
     names = {name for name, _ in sink.seen if name.endswith("/norm")}
-    assert names == (expected or {f"gradients/{i}.{part}/norm" for i in (0, 1) for part in ("weight", "bias")})
+    assert names == (
+        expected or {f"gradients/{i}.{part}/norm" for i in (0, 1) for part in ("weight", "bias")}
+    )
 
 
 def test_wrong_sinks_are_refused_before_training(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="there is no sink 'wnadb'; there are console, tensorboard, trackio, wandb"):
+    with pytest.raises(
+        UsageError, match="there is no sink 'wnadb'; there are console, tensorboard, trackio, wandb"
+    ):
         gradsight.watch(model, sinks=["wnadb"])
-    with pytest.raises(UsageError, match=r"a sink needs a method log_scalar\(name, value, step\); object has none"):
+    with pytest.raises(
+        UsageError, match=r"a sink needs a method log_scalar\(name, value, step\); object has none"
+    ):
         gradsight.watch(model, sinks=[object()])
     with pytest.raises(UsageError, match="sink 'tensorboard' writes files: give a run_dir"):
         gradsight.watch(model, sinks=["tensorboard"])
@@ -196,12 +228,17 @@ def test_wrong_sinks_are_refused_before_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard", "trackio"])
-def test_a_missing_package_comes_with_its_install_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+def test_a_missing_package_comes_with_its_install_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [
+        module for module in sys.modules if module == name or module.startswith(f"{name}.")
+    ]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        MissingPackage, match=rf"The sink '{name}' needs the package '{name}'.*pip install 'gradsight\[{name}\]'"
+        MissingPackage,
+        match=rf"The sink '{name}' needs the package '{name}'.*pip install 'gradsight\[{name}\]'",
     ):
         gradsight.watch(nn.Linear(2, 2), run_dir=tmp_path, sinks=[name])
     assert len(list(gradsight.open_run(tmp_path).steps())) == 0

@@ -18,7 +18,8 @@ from gradsight.errors import GradsightWarning, RunError, UsageError
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.store.store import TAIL, open_store
-from gradsight.values.records import Histogram, Step
+from gradsight.values.histograms import Histogram
+from gradsight.values.steps import Step
 
 NAMES = ["a.weight", "a.bias"]
 
@@ -47,12 +48,19 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     read = list(open_run(tmp_path).steps())
     assert read[0] == written[0]
     assert np.isnan(read[1].loss or 0.0)
-    assert (read[1].total_norm, read[1].skipped, read[1].gradient, read[1].lr) == (float("inf"), True, "at the optimizer", None)
+    assert (read[1].total_norm, read[1].skipped, read[1].gradient, read[1].lr) == (
+        float("inf"),
+        True,
+        "at the optimizer",
+        None,
+    )
     assert read[2].loss == 7.0
     assert read[2].scalars["accuracy"] == 0.5
     assert np.isnan(read[2].scalars["ärger/☃"])
     stats = list(open_run(tmp_path).parameter_stats())
-    assert [(stat.step, stat.parameter, stat.l2, stat.max_abs, stat.nan, stat.inf) for stat in stats[:2]] == [
+    assert [
+        (stat.step, stat.parameter, stat.l2, stat.max_abs, stat.nan, stat.inf) for stat in stats[:2]
+    ] == [
         (0, "a.weight", 3.0, 1.5, 0, 0),
         (0, "a.bias", 4.0, 2.0, 0, 0),
     ]
@@ -61,7 +69,10 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
 
 def test_unknown_counts_and_some_rows_only(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    columns = {name: np.array([value]) for name, value in {"l2": 1.0, "max_abs": 2.0, "nan": -1.0, "inf": 3.0}.items()}
+    columns = {
+        name: np.array([value])
+        for name, value in {"l2": 1.0, "max_abs": 2.0, "nan": -1.0, "inf": 3.0}.items()
+    }
     store.add_step(step(0), NAMES, frames.pack_statistics([1], columns))
     store.close()
     (stat,) = open_run(tmp_path).parameter_stats()
@@ -74,14 +85,20 @@ def test_unknown_counts_and_some_rows_only(tmp_path: Path) -> None:
 def test_tables_have_the_columns_of_the_records(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.add_step(step(0, loss=1.0, scalars={"x": 2.0}), NAMES, packed(1.0, 2.0))
-    histogram = Histogram(0, None, -3, (1.0,), (2.0,), zero=1, nan=0, inf=0, underflow=0, size=4, sampled=4)
+    histogram = Histogram(
+        0, None, -3, (1.0,), (2.0,), zero=1, nan=0, inf=0, underflow=0, size=4, sampled=4
+    )
     store.add_histograms(0, [histogram])
     store.add_scalars(0, {"memory/rss_gb": 1.5})
     store.close()
     run = open_run(tmp_path)
     assert list(run.histograms()) == [histogram]
     assert [scalar.name for scalar in run.memory()] == ["memory/rss_gb"]
-    for name, rows in [("steps", run.steps()), ("histograms", run.histograms()), ("parameter_stats", run.parameter_stats())]:
+    for name, rows in [
+        ("steps", run.steps()),
+        ("histograms", run.histograms()),
+        ("parameter_stats", run.parameter_stats()),
+    ]:
         records = list(rows)
         table = run.to_arrow(name)
         assert table.num_rows == len(records)
@@ -97,7 +114,7 @@ import sys, time
 import numpy as np
 from gradsight.store import tail_format as frames
 from gradsight.store.store import open_store
-from gradsight.values.records import Step
+from gradsight.values.steps import Step
 store = open_store(sys.argv[1])
 values = np.ones(150)
 names = [f"layer.{i}" for i in range(150)]
@@ -112,7 +129,9 @@ for number in range(10**9):
 def test_kill_9_loses_at_most_the_last_two_steps(attempt: int, tmp_path: Path) -> None:
     """Killed at moments spread over the drain's period, at full speed and slowly."""
     pause = ("0", "0.002")[attempt % 2]
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), pause], stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path), pause], stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
         time.sleep(0.1 + 0.11 * attempt)
@@ -125,7 +144,9 @@ def test_kill_9_loses_at_most_the_last_two_steps(attempt: int, tmp_path: Path) -
 
 
 def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), "0.001"], stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path), "0.001"], stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         for _ in range(50):
             writer.stdout.readline()
@@ -139,7 +160,9 @@ def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), "0.01"], stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path), "0.01"], stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
         with pytest.raises(RunError, match="another process is recording into"):
@@ -150,10 +173,17 @@ def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
 def test_a_torn_tail_ends_the_reading(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.close()
-    whole = [frames.pack(number, frames.STEP, frames.pack_step(step(number), 0, b"")) for number in (1, 2, 3)]
+    whole = [
+        frames.pack(number, frames.STEP, frames.pack_step(step(number), 0, b""))
+        for number in (1, 2, 3)
+    ]
     flipped = bytearray(whole[1])
     flipped[-1] ^= 1
-    for tail, expected in ((b"".join(whole)[:-3], 2), (whole[0] + bytes(flipped) + whole[2], 1), (b"\0" * 100, 0)):
+    for tail, expected in (
+        (b"".join(whole)[:-3], 2),
+        (whole[0] + bytes(flipped) + whole[2], 1),
+        (b"\0" * 100, 0),
+    ):
         folder = tmp_path / str(expected)
         folder.mkdir()
         (folder / schema.FILE).write_bytes((tmp_path / schema.FILE).read_bytes())
@@ -175,7 +205,9 @@ def test_a_read_only_run_with_a_tail_is_read_whole(tmp_path: Path) -> None:
         os.access = lambda path, mode, **_: False if mode & os.W_OK else real(path, mode)
         print(len(list(open_run({str(tmp_path)!r}).steps())))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(reader)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(reader)], capture_output=True, text=True
+    )
     assert done.stdout.strip() == "2", done.stderr
     assert (tmp_path / TAIL).stat().st_size > 0
 
@@ -186,7 +218,10 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
     connection.commit()
     connection.close()
-    with pytest.raises(RunError, match="has schema 99, this Gradsight reads up to 1: it was written by a newer version"):
+    with pytest.raises(
+        RunError,
+        match="has schema 99, this Gradsight reads up to 1: it was written by a newer version",
+    ):
         open_run(tmp_path)
     with pytest.raises(RunError, match="written by a newer version"):
         open_store(tmp_path)
@@ -215,14 +250,18 @@ def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(GradsightError, match=r"damaged|is not the record|not the record of a run"):
         list(open_run(tmp_path).steps()) + list(open_run(tmp_path).parameter_stats())
-    done = subprocess.run([sys.executable, "-m", "gradsight", "report", str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsight", "report", str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "gradsight: " in done.stderr
 
 
 def test_a_full_disk_loses_nothing_that_fits_memory(tmp_path: Path) -> None:
-    """Files may not grow beyond a limit for a while; what was handed over meanwhile is written afterwards."""
+    """Files may not grow beyond a limit for a while; what was handed over meanwhile is written
+    afterwards.
+    """
     store = open_store(tmp_path)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -248,7 +287,11 @@ def test_a_long_run_is_small_and_opens_at_once(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(4000):
         columns = {name: generator.random(150) for name in frames.COLUMNS[:4]}
-        store.add_step(step(number, loss=1.0, lr=0.1, total_norm=1.0), names, frames.pack_statistics(None, columns))
+        store.add_step(
+            step(number, loss=1.0, lr=0.1, total_norm=1.0),
+            names,
+            frames.pack_statistics(None, columns),
+        )
     store.close()
     assert (tmp_path / schema.FILE).stat().st_size / 4000 * 100_000 < 300e6
     assert sum(1 for _ in open_run(tmp_path).steps()) == 4000
@@ -266,7 +309,10 @@ def test_forgetting_steps(tmp_path: Path) -> None:
     assert max(scalar.step for scalar in run.scalars()) == 5
 
 
-@pytest.mark.parametrize(("path", "message"), [("missing", "there is no run directory at"), (".", "it has no run.sqlite")])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("missing", "there is no run directory at"), (".", "it has no run.sqlite")],
+)
 def test_opening_what_is_no_run(path: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=message):
         open_run(tmp_path / path)
@@ -274,7 +320,10 @@ def test_opening_what_is_no_run(path: str, message: str, tmp_path: Path) -> None
 
 def test_a_broken_config_is_reported(tmp_path: Path) -> None:
     open_store(tmp_path).close()
-    for text, message in (("{", "cannot be read"), ("[1]", "should hold a JSON object, but holds a list")):
+    for text, message in (
+        ("{", "cannot be read"),
+        ("[1]", "should hold a JSON object, but holds a list"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(RunError, match=message):
             _ = open_run(tmp_path).config

@@ -1,4 +1,6 @@
-"""Reads an offline W&B run from its file: a LevelDB log of protobuf records behind a header of seven bytes."""
+"""Reads an offline W&B run from its file: a LevelDB log of protobuf records behind a header of
+seven bytes.
+"""
 
 import json
 import time
@@ -12,7 +14,9 @@ _BLOCK = 32768
 
 
 def history(folder: Path) -> dict[int, dict[str, Any]]:
-    """What was logged, by W&B step, of the only run below a folder; W&B may still be writing when `finish` returns."""
+    """What was logged, by W&B step, of the only run below a folder; W&B may still be writing when
+    `finish` returns.
+    """
     (file,) = folder.rglob("*.wandb")
     deadline = time.monotonic() + 50
     while True:
@@ -44,7 +48,10 @@ def _records(data: bytes) -> Iterator[bytes]:
         if left < 7:
             position += left
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
         if position + 7 + length > len(data):  # being written
             return
         parts += data[position + 7 : position + 7 + length]

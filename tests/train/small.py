@@ -30,7 +30,11 @@ GHOST = "trainer.callbacks.ghost"
 
 def write_text(folder: Path) -> Path:
     """Three domains of text, each with its own words."""
-    words = {"birds": "crow heron swift ", "metals": "iron copper zinc ", "rivers": "Rhine Elbe Oder "}
+    words = {
+        "birds": "crow heron swift ",
+        "metals": "iron copper zinc ",
+        "rivers": "Rhine Elbe Oder ",
+    }
     for domain, text in words.items():
         (folder / domain).mkdir(parents=True)
         for number in range(2):
@@ -42,14 +46,21 @@ def write_text(folder: Path) -> Path:
 def options(**changes: Any) -> list[str]:
     """Command-line options of a tiny run; dots in names are written as double underscores."""
     values = TINY | {name.replace("__", "."): value for name, value in changes.items()}
-    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items()]
+    return [
+        f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in values.items()
+    ]
 
 
 def run(folder: Path, *flags: str, expect: int = 0, **changes: Any) -> Path:
     """Train in this process on the text in folder/text; the run's directory."""
     if not (folder / "text").exists():
         write_text(folder / "text")
-    changes = {"data": folder / "text", "results_dir": folder / "Results", "experiment": "a"} | changes
+    changes = {
+        "data": folder / "text",
+        "results_dir": folder / "Results",
+        "experiment": "a",
+    } | changes
     assert main(["train", *options(**changes), *flags]) == expect
     return folder / "Results" / str(changes["experiment"])
 
@@ -64,9 +75,15 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def log(run_dir: Path) -> list[dict[str, Any]]:
     """training_log.json without the time."""
     entries = json.loads((run_dir / "training_log.json").read_text())
-    return [{name: value for name, value in entry.items() if name != "seconds"} for entry in entries]
+    return [
+        {name: value for name, value in entry.items() if name != "seconds"} for entry in entries
+    ]
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """The names of tensors that are not bit for bit the same."""
-    return [name for name in sorted(a.keys() | b.keys()) if name not in a or name not in b or not torch.equal(a[name], b[name])]
+    return [
+        name
+        for name in sorted(a.keys() | b.keys())
+        if name not in a or name not in b or not torch.equal(a[name], b[name])
+    ]

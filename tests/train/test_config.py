@@ -1,4 +1,6 @@
-"""Settings: from the command line, from YAML, from a run's own config.json; and what is said of wrong ones."""
+"""Settings: from the command line, from YAML, from a run's own config.json; and what is said of
+wrong ones.
+"""
 
 import json
 from pathlib import Path
@@ -75,7 +77,9 @@ def test_options_and_their_defaults_are_frozen() -> None:
     assert dict(flat(Settings())) == OPTIONS
 
 
-def test_every_option_is_in_the_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_in_the_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--help"]) == 0
     text = "".join(capsys.readouterr().out.replace("│", " ").split())
@@ -86,21 +90,42 @@ def test_every_option_is_in_the_help(capsys: pytest.CaptureFixture[str], monkeyp
 def settings_of(tokens: list[str], monkeypatch: pytest.MonkeyPatch) -> Settings:
     """What a command line comes to; nothing is trained."""
     found: list[Settings] = []
-    monkeypatch.setattr("gradsight.train.run.run_training", lambda settings, **_: found.append(settings) or 0)
+    monkeypatch.setattr(
+        "gradsight.train.run.run_training", lambda settings, **_: found.append(settings) or 0
+    )
     assert main(["train", "--device", "cpu", *tokens]) == 0
     return found[0]
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = ["--max_iters", "7", "--gradient_checkpointing", "true", "--startup_report", "false", "--learning_rate", "1e-4"]
-    tokens += ["--trainer.callbacks.grad_dump.enabled=true", "--trainer.callbacks.grad_dump.save_first_n=100"]
+    tokens = [
+        "--max_iters",
+        "7",
+        "--gradient_checkpointing",
+        "true",
+        "--startup_report",
+        "false",
+        "--learning_rate",
+        "1e-4",
+    ]
+    tokens += [
+        "--trainer.callbacks.grad_dump.enabled=true",
+        "--trainer.callbacks.grad_dump.save_first_n=100",
+    ]
     found = settings_of(tokens, monkeypatch)
     dump = found.trainer.callbacks.grad_dump
-    assert (found.max_steps, found.gradient_checkpointing, found.startup_report, found.learning_rate) == (7, True, False, 1e-4)
+    assert (
+        found.max_steps,
+        found.gradient_checkpointing,
+        found.startup_report,
+        found.learning_rate,
+    ) == (7, True, False, 1e-4)
     assert (dump.enabled, dump.save_first_n, dump.step_interval) == (True, 100, 1)
 
 
-def test_yaml_gives_settings_and_options_come_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_gives_settings_and_options_come_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(
         "max_iters: 9\nbatch_size: 2\nlearning_rate: 1e-3\ngradient_checkpointing: true\n"
@@ -108,14 +133,22 @@ def test_yaml_gives_settings_and_options_come_before_it(tmp_path: Path, monkeypa
     )
     found = settings_of(["--config", str(file), "--batch_size", "3"], monkeypatch)
     callbacks = found.trainer.callbacks
-    assert (found.max_steps, found.batch_size, found.learning_rate, found.gradient_checkpointing) == (9, 3, 1e-3, True)
+    assert (
+        found.max_steps,
+        found.batch_size,
+        found.learning_rate,
+        found.gradient_checkpointing,
+    ) == (9, 3, 1e-3, True)
     assert (callbacks.grad_dump.enabled, callbacks.grad_dump.step_interval) == (True, 5)
     assert (callbacks.watch.recorder, callbacks.watch.sinks) == ("false", ("console",))
     assert settings_of([f"--config={file}", "--max_iters=1"], monkeypatch).max_steps == 1
 
 
 def test_json_round_trip_of_settings_that_are_all_changed() -> None:
-    changed = {"optimizer": {"eps": 1.1e-9}, "trainer": {"callbacks": {"watch": {"sinks": ["console", "wandb"]}}}}
+    changed = {
+        "optimizer": {"eps": 1.1e-9},
+        "trainer": {"callbacks": {"watch": {"sinks": ["console", "wandb"]}}},
+    }
     one = from_dict({"seed": 3, "learning_rate": 0.1 + 0.2, "data": "x y", **changed}, "here")
     assert from_dict(json.loads(json.dumps(to_dict(one))), "there") == one
     assert one.trainer.callbacks.watch.sinks == ("console", "wandb")
@@ -173,7 +206,10 @@ def test_config_files_that_cannot_be_used(tmp_path: Path) -> None:
         (["--grad_clip", "-1"], "--grad_clip must be 0 or more, got -1"),
         (["--learning_rate", "nan"], "--learning_rate must be 0 or more, got nan"),
         (["--model.dropout", "1"], "--model.dropout must be at least 0 and below 1"),
-        (["--experiment", "a/b"], "--experiment is the name of a folder inside --results_dir, got 'a/b'"),
+        (
+            ["--experiment", "a/b"],
+            "--experiment is the name of a folder inside --results_dir, got 'a/b'",
+        ),
         (["--experiment", ".."], "--experiment is the name of a folder"),
         (["--architecture", "GPT2-Smal"], "Did you mean GPT2-Small?"),
         (["--num_processes", "0"], "--num_processes must be 1 or more, got 0"),
@@ -182,7 +218,11 @@ def test_config_files_that_cannot_be_used(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_exit_64(
-    tokens: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tokens: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

@@ -13,7 +13,10 @@ from train.small import write_text
 
 
 def lengths(corpus: object) -> dict[str, dict[str, int]]:
-    return {split: {domain: len(tokens) for domain, tokens in parts.items()} for split, parts in corpus.parts.items()}
+    return {
+        split: {domain: len(tokens) for domain, tokens in parts.items()}
+        for split, parts in corpus.parts.items()
+    }
 
 
 def write_tokens(file: Path, first: int, count: int) -> Path:
@@ -62,7 +65,11 @@ def test_a_bin_is_split_by_tenths(tmp_path: Path) -> None:
 def test_nanogpt_folders_and_folders_by_domain(tmp_path: Path) -> None:
     write_tokens(tmp_path / "nano" / "train.bin", 0, 90)
     write_tokens(tmp_path / "nano" / "val.bin", 90, 10)
-    assert lengths(open_corpus(tmp_path / "nano")) == {"train": {"nano": 90}, "val": {"nano": 10}, "test": {}}
+    assert lengths(open_corpus(tmp_path / "nano")) == {
+        "train": {"nano": 90},
+        "val": {"nano": 10},
+        "test": {},
+    }
     for domain, first in (("law", 0), ("web", 1000)):
         write_tokens(tmp_path / "pile" / f"{domain}_train.bin", first, 80)
         write_tokens(tmp_path / "pile" / f"{domain}_validation.bin", first + 80, 10)
@@ -93,39 +100,57 @@ def test_data_that_is_none(content: bytes | None, message: str, tmp_path: Path) 
 
 def test_odd_bins_are_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
-    with pytest.raises(UsageError, match="expected uint16 tokens, two bytes each, but the file has 3 bytes"):
+    with pytest.raises(
+        UsageError, match="expected uint16 tokens, two bytes each, but the file has 3 bytes"
+    ):
         open_corpus(tmp_path / "odd.bin")
 
 
 def test_samples_are_numbered_blocks_that_do_not_overlap(tmp_path: Path) -> None:
-    samples = open_samples({"train": {"data": str(write_text(tmp_path / "text")), "block_size": 16}, "watch": {}})
+    samples = open_samples(
+        {"train": {"data": str(write_text(tmp_path / "text")), "block_size": 16}, "watch": {}}
+    )
     parts = samples.corpus.parts["train"]
     counts = {domain: len(tokens) // 17 for domain, tokens in parts.items()}
     assert len(samples) == sum(counts.values())
     together = [samples.domain(number) for number in range(len(samples))]
     assert together == [domain for domain, count in counts.items() for _ in range(count)]
-    of_birds = b"".join(samples.tokens(number).astype(np.uint8).tobytes() for number in range(counts["birds"]))
+    of_birds = b"".join(
+        samples.tokens(number).astype(np.uint8).tobytes() for number in range(counts["birds"])
+    )
     assert of_birds == bytes(parts["birds"])[: 17 * counts["birds"]]
     assert samples.text(0) == of_birds[:17].decode()
-    with pytest.raises(UsageError, match=rf"no sample {len(samples)}: the train split has samples 0 to {len(samples) - 1}"):
+    with pytest.raises(
+        UsageError,
+        match=rf"no sample {len(samples)}: the train split has samples 0 to {len(samples) - 1}",
+    ):
         samples.text(len(samples))
 
 
 def test_text_that_is_cut_inside_a_character_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "umlauts.txt").write_text("äöü" * 100, encoding="utf-8")
-    assert "\N{REPLACEMENT CHARACTER}" in open_samples({"data": str(tmp_path / "umlauts.txt"), "block_size": 4}).text(0)
+    assert "\N{REPLACEMENT CHARACTER}" in open_samples(
+        {"data": str(tmp_path / "umlauts.txt"), "block_size": 4}
+    ).text(0)
 
 
 def test_tokens_read_as_numbers(tmp_path: Path) -> None:
-    samples = open_samples({"data": str(write_tokens(tmp_path / "web.bin", 300, 100)), "block_size": 3})
+    samples = open_samples(
+        {"data": str(write_tokens(tmp_path / "web.bin", 300, 100)), "block_size": 3}
+    )
     assert samples.text(1) == "304 305 306 307"
 
 
 def test_tokens_read_as_text_where_a_tokenizer_is_known(tmp_path: Path) -> None:
     words = {word: number for number, word in enumerate(("crow", "heron", "swift", "rook"))}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="rook")).save(str(tmp_path / "tokenizer.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="rook")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     settings = {"data": str(write_tokens(tmp_path / "web.bin", 0, 10)), "block_size": 3}
-    assert open_samples(settings | {"tokenizer": str(tmp_path / "tokenizer.json")}).text(0) == "crow heron swift rook"
+    assert (
+        open_samples(settings | {"tokenizer": str(tmp_path / "tokenizer.json")}).text(0)
+        == "crow heron swift rook"
+    )
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(UsageError, match=r"--tokenizer .*broken.json cannot be read"):
         open_samples(settings | {"tokenizer": str(tmp_path / "broken.json")}).text(0)
@@ -133,7 +158,9 @@ def test_tokens_read_as_text_where_a_tokenizer_is_known(tmp_path: Path) -> None:
 
 def test_data_that_is_too_short(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words")
-    with pytest.raises(UsageError, match=r"no domain has 17 tokens to train on \(the longest has 9\)"):
+    with pytest.raises(
+        UsageError, match=r"no domain has 17 tokens to train on \(the longest has 9\)"
+    ):
         open_samples({"data": str(tmp_path / "short.txt"), "block_size": 16})
 
 
@@ -160,7 +187,9 @@ def test_ids_to_keep(samples: Samples, tmp_path: Path) -> None:
     assert sorted(order.take(0, 3)) == sorted(order.take(3, 3)) == [5, 7, 9]
 
 
-def test_weights_are_drawn_with_replacement_and_zero_is_dropped(samples: Samples, tmp_path: Path) -> None:
+def test_weights_are_drawn_with_replacement_and_zero_is_dropped(
+    samples: Samples, tmp_path: Path
+) -> None:
     (tmp_path / "weights.csv").write_text(f"{samples.stamp}\nsample_id,weight\n0,50\n1,0\n2,2.5\n")
     found = read_weights(tmp_path / "weights.csv", samples)
     assert found[:4].tolist() == [50, 0, 2.5, 1]
@@ -174,13 +203,19 @@ def test_weights_are_drawn_with_replacement_and_zero_is_dropped(samples: Samples
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("five\n", r"keep, line 1: expected a sample id \(a CSV starts with the line sample_id,weight\), got 'five'"),
+        (
+            "five\n",
+            r"keep, line 1: expected a sample id \(a CSV starts with the line sample_id,weight\), got 'five'",
+        ),
         ("sample_id,weight\n3\n", "line 2: expected a sample id and a weight, got '3'"),
         ("sample_id,weight\n3,-1\n", "line 2: a weight is 0 or more, got -1"),
         ("sample_id,weight\n3,nan\n", "line 2: a weight is 0 or more, got nan"),
         ("99999\n", "there is no sample 99999; this data has samples 0 to"),
         ("\n", "leaves no sample to train on"),
-        ("# gradsight data=0123 block_size=16 samples=9\n1\n", "numbers the samples of other data or another block size"),
+        (
+            "# gradsight data=0123 block_size=16 samples=9\n1\n",
+            "numbers the samples of other data or another block size",
+        ),
     ],
 )
 def test_wrong_weights(text: str, message: str, samples: Samples, tmp_path: Path) -> None:

@@ -24,10 +24,14 @@ def start(folder: Path, *flags: str, **changes: object) -> "subprocess.Popen[str
     """Train in a process of its own, as a user does."""
     if not (folder / "text").exists():
         write_text(folder / "text")
-    tokens = options(data=folder / "text", results_dir=folder / "Results", experiment="b", **changes)
+    tokens = options(
+        data=folder / "text", results_dir=folder / "Results", experiment="b", **changes
+    )
     command = [sys.executable, "-u", "-m", "gradsight", "train", *tokens, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
@@ -49,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ended_by_a_signal_and_resumed(number: signal.Signals, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ended_by_a_signal_and_resumed(
+    number: signal.Signals, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with start(folder, "--overwrite", **LONG) as process:
         wait_for_step(process, 6)
         process.send_signal(number)
@@ -71,9 +77,15 @@ def test_ended_by_a_signal_and_resumed(number: signal.Signals, folder: Path, cap
     whole = folder / "Results" / "whole"
     assert differing(weights(whole), weights(place)) == []
     assert log(whole) == log(place)
-    steps = [[(s.step, s.loss, s.total_norm) for s in gradsight.open_run(p).steps()] for p in (whole, place)]
+    steps = [
+        [(s.step, s.loss, s.total_norm) for s in gradsight.open_run(p).steps()]
+        for p in (whole, place)
+    ]
     assert steps[0] == steps[1]
-    scores = [sorted((s.step, s.sample_id, s.score) for s in gradsight.open_run(p).scores()) for p in (whole, place)]
+    scores = [
+        sorted((s.step, s.sample_id, s.score) for s in gradsight.open_run(p).scores())
+        for p in (whole, place)
+    ]
     assert scores[0] == scores[1]
 
 
@@ -88,11 +100,18 @@ def test_two_processes_started_by_the_command_end_together_and_one_goes_on(folde
     assert gradsight.open_run(place).config["world_size"] == 2
     made = len(list(gradsight.open_run(place).steps()))
     run(folder, "--resume", experiment="b", **LONG | {"max_steps": made + 1, "batch_size": 4})
-    used = [{(s.step, s.sample_id) for s in gradsight.open_run(p).scores()} for p in (folder / "Results" / "whole", place)]
-    assert used[1] == {(step, sample) for step, sample in used[0] if step <= made}, "the order of samples is one"
+    used = [
+        {(s.step, s.sample_id) for s in gradsight.open_run(p).scores()}
+        for p in (folder / "Results" / "whole", place)
+    ]
+    assert used[1] == {(step, sample) for step, sample in used[0] if step <= made}, (
+        "the order of samples is one"
+    )
 
 
-def test_asked_twice_it_ends_at_once_but_a_launcher_may_pass_a_signal_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asked_twice_it_ends_at_once_but_a_launcher_may_pass_a_signal_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = signal.getsignal(signal.SIGINT)
     with Stopping() as stopping:
         for _ in range(2):
@@ -110,7 +129,9 @@ def test_a_thread_may_train(tmp_path: Path) -> None:
     assert len(list(gradsight.open_run(place).steps())) == 1
 
 
-def test_settings_are_refused_before_processes_are_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_refused_before_processes_are_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "--num_processes", "2", "--data", str(tmp_path / "none")]) == 64
     assert "there is no such file" in capsys.readouterr().err
     assert main(["train", "--num_processes", "2", "--architecture", "GTP2-Small"]) == 64
@@ -124,20 +145,34 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     write_text(tmp_path / "text")
-    large = {"block_size": 512, "batch_size": 8000, "model.n_embd": 64, "eval_samples": 1, "method": "Regular"}
-    tokens = options(data=tmp_path / "text", results_dir=tmp_path / "Results", experiment="b", **large)
+    large = {
+        "block_size": 512,
+        "batch_size": 8000,
+        "model.n_embd": 64,
+        "eval_samples": 1,
+        "method": "Regular",
+    }
+    tokens = options(
+        data=tmp_path / "text", results_dir=tmp_path / "Results", experiment="b", **large
+    )
     command = [sys.executable, "-m", "gradsight", "train", *tokens]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, preexec_fn=limited)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, preexec_fn=limited
+    )
     assert done.returncode == 2, done.stderr
     assert "out of memory on cpu with --batch_size 8000 and --block_size 512" in done.stderr
     assert "Traceback" not in done.stderr
     config = re.escape(str(tmp_path / "Results" / "b" / "config.json"))
     base = rf"  gradsight train --config {config} --overwrite"
-    batch = re.search(rf"{base} --batch_size (\d+) --gradient_accumulation_steps (\d+)", done.stderr)
+    batch = re.search(
+        rf"{base} --batch_size (\d+) --gradient_accumulation_steps (\d+)", done.stderr
+    )
     assert batch is not None
     assert 1 <= int(batch[1]) < 8000 <= int(batch[1]) * int(batch[2])
     assert re.search(rf"{base} --block_size \d+$", done.stderr, re.MULTILINE)
     assert re.search(rf"{base} --gradient_checkpointing true", done.stderr)
     start_from = batch[0].split()[1:5]
-    assert main([*start_from, "--max_steps=1", "--batch_size=2"]) == 0, "config.json is there to start from"
+    assert main([*start_from, "--max_steps=1", "--batch_size=2"]) == 0, (
+        "config.json is there to start from"
+    )

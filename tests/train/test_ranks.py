@@ -1,4 +1,6 @@
-"""Two processes train as one does: the same samples, losses, scores and weights, within float tolerance."""
+"""Two processes train as one does: the same samples, losses, scores and weights, within float
+tolerance.
+"""
 
 import json
 from pathlib import Path
@@ -13,10 +15,22 @@ from train.small import DUMP, log, options, run, weights, write_text
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"parallel": "ddp"},
     "fsdp": {"parallel": "fsdp"},
-    "ddp-regular-accumulated": {"parallel": "ddp", "method": "Regular", "gradient_accumulation_steps": 2},
-    "ddp-accumulated-checkpointed": {"parallel": "ddp", "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    "ddp-regular-accumulated": {
+        "parallel": "ddp",
+        "method": "Regular",
+        "gradient_accumulation_steps": 2,
+    },
+    "ddp-accumulated-checkpointed": {
+        "parallel": "ddp",
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+    },
     "fsdp-accumulated": {"parallel": "fsdp", "gradient_accumulation_steps": 2},
-    "fsdp-regular-checkpointed": {"parallel": "fsdp", "method": "Regular", "gradient_checkpointing": True},
+    "fsdp-regular-checkpointed": {
+        "parallel": "fsdp",
+        "method": "Regular",
+        "gradient_checkpointing": True,
+    },
     "ddp-autocast": {"parallel": "ddp", "train_dtype": "bfloat16"},
     "fsdp-autocast": {"parallel": "fsdp", "train_dtype": "bfloat16"},
 }
@@ -30,12 +44,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text(folder / "text")
     runs = []
     for name, case in CASES.items():
-        place = {"data": folder / "text", "results_dir": folder / "Results", "experiment": name, "batch_size": 2}
-        dump = {f"{DUMP}.enabled": True, f"{DUMP}.step_interval": 3} if name in ("ddp", "fsdp") else {}
+        place = {
+            "data": folder / "text",
+            "results_dir": folder / "Results",
+            "experiment": name,
+            "batch_size": 2,
+        }
+        dump = (
+            {f"{DUMP}.enabled": True, f"{DUMP}.step_interval": 3} if name in ("ddp", "fsdp") else {}
+        )
         runs.append(options(**COMMON, **place, **case, **dump, checkpoint_interval=2))
-    half = [[*tokens, "--max_steps=2"] for tokens in ([t for t in run if not t.startswith("--max_steps")] for run in runs[2:4])]
+    half = [
+        [*tokens, "--max_steps=2"]
+        for tokens in ([t for t in run if not t.startswith("--max_steps")] for run in runs[2:4])
+    ]
     rest = [[*tokens, "--resume"] for tokens in runs[2:4]]
-    torchrun(Path(__file__).with_name("ranks.py"), json.dumps([*runs[:2], *half, *rest, *runs[4:]]), timeout=150)
+    torchrun(
+        Path(__file__).with_name("ranks.py"),
+        json.dumps([*runs[:2], *half, *rest, *runs[4:]]),
+        timeout=150,
+    )
     return folder
 
 
@@ -57,7 +85,9 @@ def test_two_ranks_are_as_one(name: str, folder: Path) -> None:
 
 
 def assert_same_scores(one: Any, two: Any, exact: bool) -> None:
-    ours, theirs = ({(s.step, s.sample_id): s for s in recorded.scores()} for recorded in (two, one))
+    ours, theirs = (
+        {(s.step, s.sample_id): s for s in recorded.scores()} for recorded in (two, one)
+    )
     assert ours.keys() == theirs.keys()
     assert [ours[key].domain for key in ours] == [theirs[key].domain for key in ours]
     if exact and ours:
@@ -66,18 +96,24 @@ def assert_same_scores(one: Any, two: Any, exact: bool) -> None:
 
 
 def assert_same_weights(one: Path, two: Path) -> None:
-    """Adam makes a large step of a tiny difference where a gradient is next to zero: compare as vectors."""
+    """Adam makes a large step of a tiny difference where a gradient is next to zero: compare as
+    vectors.
+    """
     expected, found = weights(one), weights(two)
     for name, value in expected.items():
         if name.startswith("model/"):
-            assert float((found[name] - value).norm()) < 1e-3 * float(value.norm().clamp(min=0.1)), name
+            assert float((found[name] - value).norm()) < 1e-3 * float(
+                value.norm().clamp(min=0.1)
+            ), name
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_dumps_of_two_ranks(name: str, folder: Path) -> None:
     dumps = folder / "Results" / name / "gradient_dumper"
     assert sorted(path.name for path in dumps.iterdir()) == ["step0", "step3"]
-    stats = {(s.step, s.parameter): s.l2 for s in gradsight.open_run(dumps.parent).parameter_stats()}
+    stats = {
+        (s.step, s.parameter): s.l2 for s in gradsight.open_run(dumps.parent).parameter_stats()
+    }
     for step in (0, 3):
         place = dumps / f"step{step}" / "full_gradients"
         names = list(gradsight.get_checkpoint_metadata(place).tensors)

@@ -22,7 +22,12 @@ from train.small import DUMP, TINY, differing, log, run, weights
 KINDS: list[dict[str, Any]] = [
     {"model__dropout": 0.1},
     {"method": "Regular", "model_dtype": "bfloat16", "model__dropout": 0.1},
-    {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "train_dtype": "bfloat16", "model__dropout": 0.1},
+    {
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": 2,
+        "train_dtype": "bfloat16",
+        "model__dropout": 0.1,
+    },
 ]
 EIGHT = {"max_steps": 8, "checkpoint_interval": 3, "eval_interval": 4, "dot_prod_save_interval": 2}
 
@@ -33,7 +38,9 @@ class Crash(Exception):
 
 def crash_at(place: Path, step: int) -> None:
     """Begin the run anew, and let it crash in a step."""
-    settings = replace(from_dict(gradsight.open_run(place).config["settings"]["train"], "here"), experiment="b")
+    settings = replace(
+        from_dict(gradsight.open_run(place).config["settings"]["train"], "here"), experiment="b"
+    )
 
     def crash(now: int, batch: Batch) -> Batch:
         if now == step:
@@ -47,13 +54,31 @@ def crash_at(place: Path, step: int) -> None:
 def record(place: Path) -> tuple[Any, ...]:
     """Everything that a run has recorded, without times."""
     recorded = gradsight.open_run(place)
-    steps = [(step.step, step.loss, step.lr, step.total_norm, step.clip_coef) for step in recorded.steps()]
-    scores = sorted((score.step, score.sample_id, score.score, score.lr) for score in recorded.scores())
+    steps = [
+        (step.step, step.loss, step.lr, step.total_norm, step.clip_coef)
+        for step in recorded.steps()
+    ]
+    scores = sorted(
+        (score.step, score.sample_id, score.score, score.lr) for score in recorded.scores()
+    )
     return steps, scores, list(recorded.parameter_stats()), log(place)
 
 
 def resume(folder: Path, *more: str) -> Path:
-    assert main(["train", "--resume", "--results_dir", str(folder / "Results"), "--experiment", "b", *more]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--resume",
+                "--results_dir",
+                str(folder / "Results"),
+                "--experiment",
+                "b",
+                *more,
+            ]
+        )
+        == 0
+    )
     return folder / "Results" / "b"
 
 
@@ -105,12 +130,26 @@ def test_nothing_left_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     place = run(tmp_path, **EIGHT, keep_checkpoints=2)
-    assert sorted(path.name for path in (place / "checkpoints").iterdir()) == ["step_000006", "step_000008"]
+    assert sorted(path.name for path in (place / "checkpoints").iterdir()) == [
+        "step_000006",
+        "step_000008",
+    ]
 
 
-def test_other_data_and_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_and_other_models_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = run(tmp_path, experiment="b")
-    common = ["train", "--resume", "--results_dir", str(place.parent), "--experiment", "b", "--max_steps", "6"]
+    common = [
+        "train",
+        "--resume",
+        "--results_dir",
+        str(place.parent),
+        "--experiment",
+        "b",
+        "--max_steps",
+        "6",
+    ]
     assert main([*common, "--model.n_embd", "8"]) == 64
     assert "is of another model: transformer.wte.weight is (256, 8)" in capsys.readouterr().err
     file = tmp_path / "text" / "birds" / "0.txt"
@@ -119,12 +158,28 @@ def test_other_data_and_other_models_are_refused(tmp_path: Path, capsys: pytest.
     assert "was trained on other data" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = run(tmp_path, experiment="b")
     folder = checkpoint.newest(place)
     assert folder is not None
     (folder / "tensors.safetensors").write_bytes(b"garbage")
-    assert main(["train", "--resume", "--results_dir", str(place.parent), "--experiment", "b", "--max_steps", "6"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "--resume",
+                "--results_dir",
+                str(place.parent),
+                "--experiment",
+                "b",
+                "--max_steps",
+                "6",
+            ]
+        )
+        == 2
+    )
     assert "cannot be read" in capsys.readouterr().err
 
 
@@ -137,7 +192,9 @@ def test_an_unfinished_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert json.loads((folder / "checkpoint.json").read_text())["step"] == TINY["max_steps"]
 
 
-def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_TENSORS", "no/such/folder")
     with pytest.warns(GradsightWarning, match=r"the checkpoint .*step_00000[24] cannot be written"):
         place = run(tmp_path, checkpoint_interval=2)
@@ -155,14 +212,27 @@ def test_dumps_are_made_again(tmp_path: Path) -> None:
         assert torch.equal(*(load_file(file)["gradient"] for file in files))
 
 
-def test_a_training_log_that_cannot_be_read_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_log_that_cannot_be_read_or_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = run(tmp_path, experiment="b", method="Regular")
     (place / "training_log.json").write_text("[{")
-    common = ["train", "--resume", "--results_dir", str(place.parent), "--experiment", "b", "--max_steps", "6"]
+    common = [
+        "train",
+        "--resume",
+        "--results_dir",
+        str(place.parent),
+        "--experiment",
+        "b",
+        "--max_steps",
+        "6",
+    ]
     assert main(common) == 2
     assert "training_log.json cannot be read" in capsys.readouterr().err
     (place / "training_log.json").unlink()
     (place / "training_log.json.partial").mkdir()
-    with pytest.warns(GradsightWarning, match=r"training_log.json cannot be written: Is a directory"):
+    with pytest.warns(
+        GradsightWarning, match=r"training_log.json cannot be written: Is a directory"
+    ):
         assert main(common) == 0
     assert len(list(gradsight.open_run(place).steps())) == 6

@@ -17,7 +17,11 @@ from gradsight.train.run import run_training
 from gradsight.train.samples import open_samples
 from train.small import DUMP, GHOST, differing, log, run, weights
 
-DTYPES = {"float32": ("float32", "float32"), "autocast": ("float32", "bfloat16"), "bfloat16": ("bfloat16", "bfloat16")}
+DTYPES = {
+    "float32": ("float32", "float32"),
+    "autocast": ("float32", "bfloat16"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+}
 THREE = {"max_steps": 3, "eval_interval": 100, "eval_samples": 1}
 COMBINATIONS = list(itertools.product(("GradDotProd", "Regular"), (False, True), (1, 2), DTYPES))
 
@@ -27,14 +31,21 @@ def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A plain run of each type."""
     folder = tmp_path_factory.mktemp("plain")
     return {
-        name: run(folder, method="Regular", experiment=name, model_dtype=model, train_dtype=train, **THREE)
+        name: run(
+            folder, method="Regular", experiment=name, model_dtype=model, train_dtype=train, **THREE
+        )
         for name, (model, train) in DTYPES.items()
     }
 
 
 @pytest.mark.parametrize(("method", "checkpointing", "accumulation", "dtype"), COMBINATIONS)
 def test_every_combination_trains_alike(
-    method: str, checkpointing: bool, accumulation: int, dtype: str, plain_runs: dict[str, Path], tmp_path: Path
+    method: str,
+    checkpointing: bool,
+    accumulation: int,
+    dtype: str,
+    plain_runs: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     model_dtype, train_dtype = DTYPES[dtype]
     place = run(
@@ -51,7 +62,9 @@ def test_every_combination_trains_alike(
     assert len(list(recorded.scores())) == (12 if method == "GradDotProd" else 0)
     if method == "Regular" and accumulation == 1:
         assert differing(weights(place), weights(plain.path)) == [], "checkpointing changes nothing"
-    exact = dtype == "float32"  # elsewhere sums of other parts are rounded otherwise, and Adam makes much of little
+    exact = (
+        dtype == "float32"
+    )  # elsewhere sums of other parts are rounded otherwise, and Adam makes much of little
     pairs = list(zip(recorded.steps(), plain.steps(), strict=True))
     assert len(pairs) == 3
     for ours, theirs in pairs:
@@ -84,8 +97,14 @@ def test_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     recorded = gradsight.open_run(place)
     assert recorded.config["settings"]["train"]["batch_size"] == 4
     assert recorded.config["data"]["domains"] == ["birds", "metals", "rivers"]
-    assert {scalar.name for scalar in recorded.memory()} >= {"memory/rss_gb", "memory/peak_rss_gb", "memory/tensor_gb"}
-    assert [s.value for s in recorded.scalars("eval/val_loss")] == pytest.approx([entry["val_loss"] for entry in log(place)])
+    assert {scalar.name for scalar in recorded.memory()} >= {
+        "memory/rss_gb",
+        "memory/peak_rss_gb",
+        "memory/tensor_gb",
+    }
+    assert [s.value for s in recorded.scalars("eval/val_loss")] == pytest.approx(
+        [entry["val_loss"] for entry in log(place)]
+    )
     text = capsys.readouterr().out
     assert "step 4/4  losses: train" in text
     assert "tokens/s" in text
@@ -103,7 +122,9 @@ def test_scores_belong_to_the_samples_of_the_order(tmp_path: Path) -> None:
 
 
 def test_loss_and_scores_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """The first step by hand: the loss of its samples, and the dot products of their gradients with the target's."""
+    """The first step by hand: the loss of its samples, and the dot products of their gradients with
+    the target's.
+    """
     place = run(tmp_path, max_steps=1, model__n_layer=1, train_dtype="float32")
     recorded = gradsight.open_run(place)
     settings = recorded.config["settings"]
@@ -142,15 +163,22 @@ def test_config_json_fed_back_repeats_the_run(tmp_path: Path) -> None:
     assert main(["train", "--config", str(one / "config.json"), "--experiment", "again"]) == 0
     again = one.with_name("again")
     assert differing(weights(one), weights(again)) == []
-    before, after = (gradsight.open_run(place).config["settings"]["train"] for place in (one, again))
+    before, after = (
+        gradsight.open_run(place).config["settings"]["train"] for place in (one, again)
+    )
     assert after == before | {"experiment": "again"}
 
 
-def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_not_overwritten_unless_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = run(tmp_path)
     (place / "mine.txt").write_text("old")
     run(tmp_path, expect=64)
-    assert "holds a run already. Continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
+    assert (
+        "holds a run already. Continue it with --resume, replace it with --overwrite"
+        in capsys.readouterr().err
+    )
     assert (place / "mine.txt").exists()
     (tmp_path / "keep.txt").write_text("no number")
     run(tmp_path, "--overwrite", data_weights=tmp_path / "keep.txt", expect=64)
@@ -160,7 +188,9 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path, capsys: pytest.Ca
     assert len(list(gradsight.open_run(place).steps())) == 2
 
 
-def test_eval_only_says_what_it_evaluates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_only_says_what_it_evaluates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = tmp_path / "Results" / "a"
     run(tmp_path, "--eval_only")
     assert "Evaluating the initial weights" in capsys.readouterr().out
@@ -168,7 +198,9 @@ def test_eval_only_says_what_it_evaluates(tmp_path: Path, capsys: pytest.Capture
     run(tmp_path)
     capsys.readouterr()
     before = sorted(path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file())
-    assert main(["train", "--eval_only", "--results_dir", str(place.parent), "--experiment", "a"]) == 0
+    assert (
+        main(["train", "--eval_only", "--results_dir", str(place.parent), "--experiment", "a"]) == 0
+    )
     text = capsys.readouterr().out
     assert "the weights after 4 steps" in text
     assert f"{log(place)[-1]['test_loss']:.4f}" in text
@@ -181,14 +213,22 @@ def test_data_weights_decide_what_is_trained_on(tmp_path: Path) -> None:
     (tmp_path / "keep.txt").write_text("\n".join([samples.stamp, *map(str, range(20, 28))]))
     place = run(tmp_path, experiment="kept", data_weights=tmp_path / "keep.txt", max_steps=4)
     ids = [int(score.sample_id) for score in gradsight.open_run(place).scores()]
-    assert sorted(ids[:8]) == sorted(ids[8:]) == list(range(20, 28)), "two epochs of the kept samples"
+    assert sorted(ids[:8]) == sorted(ids[8:]) == list(range(20, 28)), (
+        "two epochs of the kept samples"
+    )
 
 
 @pytest.mark.parametrize(("every", "expected"), [(5, [0, 5, 10]), (3, [0, 3, 6, 9, 10]), (0, [])])
 def test_gradient_distributions_by_epoch(every: int, expected: list[int], tmp_path: Path) -> None:
     (tmp_path / "keep.txt").write_text("\n".join(map(str, range(8))))
     quick = {"method": "Regular", "eval_interval": 100, "eval_samples": 1}
-    place = run(tmp_path, data_weights=tmp_path / "keep.txt", max_steps=20, log_grad_dist_every=every, **quick)
+    place = run(
+        tmp_path,
+        data_weights=tmp_path / "keep.txt",
+        max_steps=20,
+        log_grad_dist_every=every,
+        **quick,
+    )
     recorded = gradsight.open_run(place)
     name = "gradients/transformer.wte.weight/norm"
     assert [scalar.step for scalar in recorded.scalars(name)] == expected
@@ -196,21 +236,30 @@ def test_gradient_distributions_by_epoch(every: int, expected: list[int], tmp_pa
     assert len(logged) >= len(expected)
     if expected:
         first = next(iter(recorded.scalars(name)))
-        stats = {(stat.step, stat.parameter): stat.l2 for stat in recorded.parameter_stats("transformer.wte.weight")}
-        assert first.value == pytest.approx(stats[0, "transformer.wte.weight"], rel=1e-5), "before clipping"
+        stats = {
+            (stat.step, stat.parameter): stat.l2
+            for stat in recorded.parameter_stats("transformer.wte.weight")
+        }
+        assert first.value == pytest.approx(stats[0, "transformer.wte.weight"], rel=1e-5), (
+            "before clipping"
+        )
 
 
 def test_learning_rates_and_clipping(tmp_path: Path) -> None:
     place = run(tmp_path, max_steps=6, grad_clip=0.1, method="Regular")
     steps = list(gradsight.open_run(place).steps())
-    assert [step.lr for step in steps] == pytest.approx([0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001])
+    assert [step.lr for step in steps] == pytest.approx(
+        [0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001]
+    )
     assert all(step.clip_coef == pytest.approx(0.1 / step.total_norm, rel=1e-3) for step in steps)
     free = run(tmp_path, experiment="free", grad_clip=0, method="Regular")
     assert all(step.clip_coef == pytest.approx(1.0) for step in gradsight.open_run(free).steps())
 
 
 def test_weights_that_blow_up_do_not_stop_training(tmp_path: Path) -> None:
-    with pytest.warns(GradsightWarning, match=r"step 1 is not scored: the gradient of target .* NaN or Inf"):
+    with pytest.warns(
+        GradsightWarning, match=r"step 1 is not scored: the gradient of target .* NaN or Inf"
+    ):
         place = run(tmp_path, learning_rate=1e30, warmup_steps=0)
     recorded = gradsight.open_run(place)
     assert [step.step for step in recorded.steps()] == [0, 1, 2, 3]
@@ -230,11 +279,18 @@ def test_a_program_may_change_batches(tmp_path: Path) -> None:
 
     assert run_training(replace(settings, experiment="changed"), on_batch=shuffled) == 0
     assert seen == [(step, 4) for step in range(4)]
-    pairs = list(zip(*(gradsight.open_run(plain.with_name(name)).steps() for name in ("plain", "changed")), strict=True))
+    pairs = list(
+        zip(
+            *(gradsight.open_run(plain.with_name(name)).steps() for name in ("plain", "changed")),
+            strict=True,
+        )
+    )
     assert [a.loss == b.loss for a, b in pairs] == [True, True, False, False]
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_beyond_the_vocabulary_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.arange(5000, dtype=torch.int16).numpy().astype("<u2").tofile(tmp_path / "web.bin")
     run(tmp_path, data=tmp_path / "web.bin", expect=64)
     assert "but the model knows tokens 0 to 255" in capsys.readouterr().err
@@ -250,7 +306,9 @@ def test_no_validation_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert log(place)[0]["val_loss"] is None
 
 
-def test_heads_that_do_not_divide_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_that_do_not_divide_the_width(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path, model__n_head=3, expect=64)
     assert "the width 16 cannot be shared among 3 heads" in capsys.readouterr().err
 
@@ -261,10 +319,17 @@ def test_the_flight_recorder_is_as_told(tmp_path: Path, given: str, meant: bool 
     assert gradsight.open_run(place).config["settings"]["watch"]["recorder"] == meant
 
 
-def test_an_incident_is_run_again_without_a_build_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incident_is_run_again_without_a_build_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The model is known from the run's own settings."""
     place = run(
-        tmp_path, method="Regular", learning_rate=1e25, grad_clip=0.0, trainer__callbacks__watch__recorder="batch", max_steps=3
+        tmp_path,
+        method="Regular",
+        learning_rate=1e25,
+        grad_clip=0.0,
+        trainer__callbacks__watch__recorder="batch",
+        max_steps=3,
     )
     incident = next((place / "incidents").iterdir())
     assert main(["replay", str(incident)]) == 2
@@ -278,12 +343,18 @@ def test_the_report_shows_the_samples_with_their_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_startup_report(checkpointing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_startup_report(
+    checkpointing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path, startup_report=True, gradient_checkpointing=checkpointing, max_steps=1)
     text = capsys.readouterr().out
     assert "Device: cpu, memory available:" in text
     assert "Parameters: 10,944\n" in text
     assert "Expected peak memory: " in text
-    assert ("✓ Gradient checkpointing: ENABLED (full)" if checkpointing else "✗ Gradient checkpointing: DISABLED") in text
+    assert (
+        "✓ Gradient checkpointing: ENABLED (full)"
+        if checkpointing
+        else "✗ Gradient checkpointing: DISABLED"
+    ) in text
     assert "Recommended batch size: at most " in text
     assert "memory/peak_rss_gb: " in text

@@ -1,4 +1,6 @@
-"""One watched process below `gradsight check`: opens a watch when backward first runs for a new optimizer."""
+"""One watched process below `gradsight check`: opens a watch when backward first runs for a new
+optimizer.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
 from gradsight.errors import RunError, UsageError
 from gradsight.session.watch_session import Watch, watch
-from gradsight.values.records import Schedule
+from gradsight.values.steps import Schedule
 
 
 class Enough(SystemExit):
@@ -26,7 +28,9 @@ class Enough(SystemExit):
 
 
 class Session:
-    """Notices optimizers, watches what they train, and stops the script when it has made enough steps."""
+    """Notices optimizers, watches what they train, and stops the script when it has made enough
+    steps.
+    """
 
     def __init__(self, run_dir: Path, steps: int | None, health: str | None) -> None:
         self._run_dir, self._steps, self._health = run_dir, steps, health
@@ -44,10 +48,14 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has just been made."""
         self._new.append(optimizer)
-        self._known.append({"optimizer": type(optimizer).__name__, "made": place_of_call(), "id": id(optimizer)})
+        self._known.append(
+            {"optimizer": type(optimizer).__name__, "made": place_of_call(), "id": id(optimizer)}
+        )
 
     def _let_go(self) -> None:
-        """In a forked child: what the parent trains is the parent's; what is new here gets a directory of its own."""
+        """In a forked child: what the parent trains is the parent's; what is new here gets a
+        directory of its own.
+        """
         self._forked = True
         self._watches, self._made = [], {}
 
@@ -74,7 +82,10 @@ class Session:
             try:
                 self._open(new)
             except Exception as error:
-                print(f"gradsight: cannot watch this script: {type(error).__name__}: {error}", file=sys.stderr)
+                print(
+                    f"gradsight: cannot watch this script: {type(error).__name__}: {error}",
+                    file=sys.stderr,
+                )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
@@ -88,15 +99,24 @@ class Session:
     # Opening.
 
     def _open(self, optimizers: list[Optimizer]) -> None:
-        """One watch for all optimizers that share a model; several models of one optimizer are watched together."""
+        """One watch for all optimizers that share a model; several models of one optimizer are
+        watched together.
+        """
         candidates = roots()
         groups: list[tuple[list[Any], list[Any], list[Optimizer]]] = []
         for optimizer in optimizers:
             models, tensors = models_of(optimizer, candidates)
-            shared = [group for group in groups if any(model is other for model in models for other in group[0])]
+            shared = [
+                group
+                for group in groups
+                if any(model is other for model in models for other in group[0])
+            ]
             for group in shared:
                 groups.remove(group)
-                models = [*group[0], *(model for model in models if all(model is not other for other in group[0]))]
+                models = [
+                    *group[0],
+                    *(model for model in models if all(model is not other for other in group[0])),
+                ]
                 tensors = [*group[1], *tensors]
                 optimizer_list = [*group[2], optimizer]
             groups.append((models, tensors, optimizer_list if shared else [optimizer]))
@@ -107,16 +127,23 @@ class Session:
                 each.know(optimizer)
 
     def _open_one(self, model: Any, optimizers: list[Optimizer]) -> None:
-        name = distinct([*self._names, name_of(model, "model" if type(model) is torch.nn.Module else None)])[-1]
+        name = distinct(
+            [*self._names, name_of(model, "model" if type(model) is torch.nn.Module else None)]
+        )[-1]
         folder = self._run_dir if not self._names else self._run_dir / name
         if self._forked:
             folder = self._run_dir / f"{name}-{os.getpid()}"
         self._names.append(name)
-        options: dict[str, Any] = {"histograms": Schedule(step_interval=25), "health": self._health or True}
+        options: dict[str, Any] = {
+            "histograms": Schedule(step_interval=25),
+            "health": self._health or True,
+        }
         try:
             watched = watch(model, optimizers, run_dir=folder, **options)
         except RunError:
-            watched = watch(model, optimizers, run_dir=self._run_dir / f"{name}-{os.getpid()}", **options)
+            watched = watch(
+                model, optimizers, run_dir=self._run_dir / f"{name}-{os.getpid()}", **options
+            )
         except UsageError as error:
             print(f"gradsight: {name} is not watched: {error}", file=sys.stderr)
             return
@@ -130,15 +157,22 @@ class Session:
         for known in self._known:
             if known["id"] == id(optimizer):
                 known["steps"] = place_of_call()
-                known["lr"] = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+                known["lr"] = (
+                    optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+                )
                 known["scheduler"] = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if dist.rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
-            plain = [{key: value for key, value in known.items() if key != "id"} for known in self._known]
+            plain = [
+                {key: value for key, value in known.items() if key != "id"} for known in self._known
+            ]
             try:
                 self._run_dir.mkdir(parents=True, exist_ok=True)
                 (self._run_dir / "script.json").write_text(json.dumps(plain, indent=1, default=str))
             except OSError as error:
-                print(f"gradsight: {self._run_dir} cannot be written: {error.strerror}", file=sys.stderr)
+                print(
+                    f"gradsight: {self._run_dir} cannot be written: {error.strerror}",
+                    file=sys.stderr,
+                )
 
 
 _sessions: list[Session] = []

@@ -1,4 +1,6 @@
-"""The gradsight command. One command per file; a command's file is loaded when it is called, so help answers without torch."""
+"""The gradsight command. One command per file; a command's file is loaded when it is called, so
+help answers without torch.
+"""
 
 import os
 import sys
@@ -15,25 +17,42 @@ NOBODY_READS = 128 + 13
 _HELP = "What the gradients of a PyTorch training run are doing, which samples push the model where, and what backward costs."
 _COMMANDS = {
     "check": ("check:check", "Run an unmodified training script and judge its gradients."),
-    "demo": ("demo:demo", "One minute, no arguments: train a small GPT under Gradsight and write a report."),
+    "demo": (
+        "demo:demo",
+        "One minute, no arguments: train a small GPT under Gradsight and write a report.",
+    ),
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
-    "influence": ("influence:influence", "Which samples and domains helped or hurt; --export a list or weights."),
+    "influence": (
+        "influence:influence",
+        "Which samples and domains helped or hurt; --export a list or weights.",
+    ),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
-    "replay": ("replay:replay", "Run a recorded incident again: first bad operation, guilty samples."),
+    "replay": (
+        "replay:replay",
+        "Run a recorded incident again: first bad operation, guilty samples.",
+    ),
     "report": ("report:report", "Write the report of a run and print its verdict."),
     "train": ("train:app", "Train a GPT-2 with every instrument at work."),
 }
-"""Where each command lives, and its line in the list of commands: to show that list, no command is loaded."""
+"""Where each command lives, and its line in the list of commands: to show that list, no command is
+loaded.
+"""
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; whatever goes wrong is one clear message, never a traceback of ours."""
+    """Run one command and return its exit code; whatever goes wrong is one clear message, never a
+    traceback of ours.
+    """
     tokens = list(sys.argv[1:] if tokens is None else tokens)
     try:
-        code = _app(listing=not tokens or tokens[0].startswith("-"))(_prepared(tokens), exit_on_error=False)
+        code = _app(listing=not tokens or tokens[0].startswith("-"))(
+            _prepared(tokens), exit_on_error=False
+        )
         sys.stdout.flush()
     except (CycloptsError, UsageError) as error:
-        if isinstance(error, UsageError) and os.environ.get("RANK", "0") == "0":  # all ranks find the same
+        if (
+            isinstance(error, UsageError) and os.environ.get("RANK", "0") == "0"
+        ):  # all ranks find the same
             print(f"gradsight: {error}", file=sys.stderr)
         return WRONG_USAGE
     except GradsightError as error:
@@ -46,15 +65,21 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _app(listing: bool) -> App:
-    """The commands; a command that is called speaks for itself, so its line stands only in the list of all."""
-    app = App(name="gradsight", help=_HELP, result_action="return_value", name_transform=lambda name: name)
+    """The commands; a command that is called speaks for itself, so its line stands only in the list
+    of all.
+    """
+    app = App(
+        name="gradsight", help=_HELP, result_action="return_value", name_transform=lambda name: name
+    )
     for name, (place, line) in _COMMANDS.items():
         app.command(f"gradsight.cli.{place}", name=name, **({"help": line} if listing else {}))
     return app
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:
-    """The command line, with the arguments of a checked script set apart from ours, or with a trainer's config file read."""
+    """The command line, with the arguments of a checked script set apart from ours, or with a
+    trainer's config file read.
+    """
     if tokens and tokens[0] == "check":
         from gradsight.cli.check import split_tokens
 

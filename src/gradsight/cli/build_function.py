@@ -10,7 +10,9 @@ from gradsight.errors import GradsightError, UsageError
 
 
 def load_build(place: str) -> Callable[[], Any]:
-    """The function that `file.py:name` names; the file's folder can be imported from, as when a script is run."""
+    """The function that `file.py:name` names; the file's folder can be imported from, as when a
+    script is run.
+    """
     file, _, name = place.rpartition(":")
     path = Path(file)
     if not file or not name or path.suffix != ".py":
@@ -25,11 +27,19 @@ def load_build(place: str) -> Callable[[], Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise GradsightError(f"{path} raised {type(error).__name__} when it was read: {error}") from error
+        raise GradsightError(
+            f"{path} raised {type(error).__name__} when it was read: {error}"
+        ) from error
     finally:
         sys.path.pop(0)
     build = getattr(module, name, None)
     if not callable(build):
-        functions = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
-        raise UsageError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}")
+        functions = [
+            known
+            for known, value in vars(module).items()
+            if callable(value) and not known.startswith("_")
+        ]
+        raise UsageError(
+            f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}"
+        )
     return build  # type: ignore[no-any-return]

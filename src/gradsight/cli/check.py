@@ -28,20 +28,27 @@ def check(
     steps: int | None = None,
     json: bool = False,
     run_dir: Annotated[Path | None, Parameter(name=("--run_dir", "--run-dir"))] = None,
-    fail_on: Annotated[Literal["warning", "critical", "never"], Parameter(name=("--fail-on", "--fail_on"))] = "warning",
-    nproc_per_node: Annotated[int | None, Parameter(name=("--nproc_per_node", "--nproc-per-node"))] = None,
+    fail_on: Annotated[
+        Literal["warning", "critical", "never"], Parameter(name=("--fail-on", "--fail_on"))
+    ] = "warning",
+    nproc_per_node: Annotated[
+        int | None, Parameter(name=("--nproc_per_node", "--nproc-per-node"))
+    ] = None,
     health: Path | None = None,
     patch: Path | None = None,
 ) -> int:
-    """Run an unmodified training script and judge its gradients. Options come before SCRIPT; what follows it is the script's.
+    """Run an unmodified training script and judge its gradients. Options come before SCRIPT; what
+    follows it is the script's.
 
-    SCRIPT may also be a launcher with its own arguments: gradsight check torchrun --nproc_per_node 2 train.py
+    SCRIPT may also be a launcher with its own arguments: gradsight check torchrun --nproc_per_node
+    2 train.py
 
-    When to check. Before there are problems: a new architecture, a new loss, a switch to mixed precision, Transformers, RNNs,
-    and very deep networks. When there are: the loss is NaN, stuck on a plateau, or unstable.
+    When to check. Before there are problems: a new architecture, a new loss, a switch to mixed
+    precision, Transformers, RNNs, and very deep networks. When there are: the loss is NaN, stuck on
+    a plateau, or unstable.
 
-    Exits with 0 if all is fine, 1 with a warning (or if no optimizer step was seen), 2 if something is critical, 3 if the
-    script itself failed without a critical finding, 64 for wrong usage.
+    Exits with 0 if all is fine, 1 with a warning (or if no optimizer step was seen), 2 if something
+    is critical, 3 if the script itself failed without a critical finding, 64 for wrong usage.
 
     Parameters
     ----------
@@ -74,7 +81,12 @@ def check(
             raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
         code = _run(command, folder, steps, health, json)
         outcome = gather(
-            folder, command, code, ours=[token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
+            folder,
+            command,
+            code,
+            ours=[
+                token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE
+            ],
         )
         if run_dir is None:
             outcome.forget_incidents()
@@ -94,7 +106,9 @@ def split_tokens(tokens: Sequence[str]) -> list[str]:
     """
     position = 1
     while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "--":
-        position += 2 if _option(tokens[position]) in _WITH_VALUE and "=" not in tokens[position] else 1
+        position += (
+            2 if _option(tokens[position]) in _WITH_VALUE and "=" not in tokens[position] else 1
+        )
     if position >= len(tokens) or tokens[position] == "--":
         return list(tokens)
     return [*tokens[:position], "--", *tokens[position:]]
@@ -106,13 +120,19 @@ def _option(token: str) -> str:
 
 
 def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
-    """What to run: a Python file with this interpreter, perhaps on several ranks, or a launcher as it is."""
+    """What to run: a Python file with this interpreter, perhaps on several ranks, or a launcher as
+    it is.
+    """
     file = Path(script)
     if file.is_dir():
         raise UsageError(f"{script} is a directory; give a training script")
     if file.is_file():
         _check_python(file)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks is not None else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            if ranks is not None
+            else []
+        )
         if ranks is not None and ranks < 1:
             raise UsageError(f"--nproc_per_node must be 1 or more, got {ranks}")
         return [sys.executable, *launcher, script, *args]
@@ -122,7 +142,9 @@ def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
         raise UsageError(
             f"--nproc_per_node is for a Python file; {script} is none. Give the number of ranks to {script} itself"
         )
-    found = shutil.which(script, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    found = shutil.which(
+        script, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
     if found is None:
         raise UsageError(f"there is no script {script}, and no launcher of that name")
     return [found, *args]
@@ -133,7 +155,9 @@ def _check_python(file: Path) -> None:
         ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(f"{file} is not Python{where}: {error.msg if isinstance(error, SyntaxError) else error}") from error
+        raise UsageError(
+            f"{file} is not Python{where}: {error.msg if isinstance(error, SyntaxError) else error}"
+        ) from error
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
 
@@ -146,10 +170,16 @@ def _check_health(health: Path | None) -> None:
         chosen(health)
 
 
-def _run(command: list[str], folder: Path, steps: int | None, health: Path | None, quiet: bool) -> int:
+def _run(
+    command: list[str], folder: Path, steps: int | None, health: Path | None, quiet: bool
+) -> int:
     """Run the script to its end and give its exit code, negative for a signal."""
     site = Path(_attach).resolve().parent / "site"
-    told = {"run_dir": str(folder), "steps": steps, "health": str(health.resolve()) if health else None}
+    told = {
+        "run_dir": str(folder),
+        "steps": steps,
+        "health": str(health.resolve()) if health else None,
+    }
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")])),
@@ -158,7 +188,9 @@ def _run(command: list[str], folder: Path, steps: int | None, health: Path | Non
     }
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the script by itself; the report still comes
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the script by itself; the report still comes
     asked = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     try:
         return child.wait()

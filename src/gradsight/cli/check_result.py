@@ -43,9 +43,16 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
-        models = {name: summary.health.to_dict() for name, summary in self.runs.items() if summary.steps}
+        models = {
+            name: summary.health.to_dict() for name, summary in self.runs.items() if summary.steps
+        }
         script = {"command": self.command, "exit_code": self.code}
-        return {"status": self.status, "script": script, "models": models, "optimizers": self.optimizers}
+        return {
+            "status": self.status,
+            "script": script,
+            "models": models,
+            "optimizers": self.optimizers,
+        }
 
     def lines(self, stream: TextIO) -> list[str]:
         """For the terminal."""
@@ -53,7 +60,9 @@ class Outcome:
         lines = ["", "─" * 79]
         shown = {name: summary for name, summary in self.runs.items() if summary.steps}
         if not shown:
-            lines.append("⚠️ no optimizer step was seen: nothing to judge. Does the script make a torch optimizer and step it?")
+            lines.append(
+                "⚠️ no optimizer step was seen: nothing to judge. Does the script make a torch optimizer and step it?"
+            )
         for name, summary in shown.items():
             lines += [f"{name}:"] if len(shown) > 1 else []
             lines += terminal_lines(summary.health, colour)
@@ -64,10 +73,16 @@ class Outcome:
         lines = [_described(each) for each in self.optimizers]
         lines += self._ways()
         if self.code:
-            how = f"was killed by signal {-self.code}" if self.code < 0 else f"failed with exit code {self.code}"
+            how = (
+                f"was killed by signal {-self.code}"
+                if self.code < 0
+                else f"failed with exit code {self.code}"
+            )
             lines.append(f"The script {how}; the report covers what was seen before.")
             if self.ours:
-                lines.append(f"{', '.join(self.ours)} went to the script: options of gradsight check come before SCRIPT.")
+                lines.append(
+                    f"{', '.join(self.ours)} went to the script: options of gradsight check come before SCRIPT."
+                )
         return lines
 
     def _ways(self) -> list[str]:
@@ -77,7 +92,9 @@ class Outcome:
             return []
         clipped = sum(step.clip_coef is not None and step.clip_coef < 1 for step in steps)
         scaled = any(step.scale is not None for step in steps)
-        return [f"Clipping: {clipped} of {len(steps)} steps. Loss scaling: {'yes' if scaled else 'no'}."]
+        return [
+            f"Clipping: {clipped} of {len(steps)} steps. Loss scaling: {'yes' if scaled else 'no'}."
+        ]
 
     def forget_incidents(self) -> None:
         """The folder of this check is about to go: nothing may point there."""
@@ -94,14 +111,18 @@ class Outcome:
             write_report(place / "report.md", report(summary) + script_section(self.notes()))
         if not self.runs:
             write_report(
-                folder / "report.md", "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n" + script_section(self.notes())
+                folder / "report.md",
+                "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
+                + script_section(self.notes()),
             )
 
     def write_patch(self, script: Path, file: Path) -> None:
         """A unified diff that mends the script, where that is known."""
         from gradsight.cli.patch import proposed_patch
 
-        findings = [finding for summary in self.runs.values() for finding in summary.health.findings]
+        findings = [
+            finding for summary in self.runs.values() for finding in summary.health.findings
+        ]
         file.write_text(proposed_patch(script, findings, self.optimizers), encoding="utf-8")
 
 
@@ -110,8 +131,12 @@ def script_section(notes: Sequence[str]) -> str:
     return "\n## The script\n\n" + "\n".join(f"- {note}" for note in notes) + "\n" if notes else ""
 
 
-def gather(folder: Path, command: Sequence[str] = (), code: int = 0, ours: Sequence[str] = ()) -> Outcome:
-    """Read what a script has left in a directory; without a command, that of the check which wrote there, if one did."""
+def gather(
+    folder: Path, command: Sequence[str] = (), code: int = 0, ours: Sequence[str] = ()
+) -> Outcome:
+    """Read what a script has left in a directory; without a command, that of the check which wrote
+    there, if one did.
+    """
     kept = folder / "check.json"
     if not command and kept.is_file():
         script = json.loads(kept.read_text())["script"]
@@ -122,7 +147,10 @@ def gather(folder: Path, command: Sequence[str] = (), code: int = 0, ours: Seque
         outcome.optimizers = json.loads(described.read_text())
     first = next((each["model"] for each in outcome.optimizers if "model" in each), "model")
     places = (
-        [(first, folder), *((place.name, place) for place in sorted(folder.iterdir()) if place.is_dir())]
+        [
+            (first, folder),
+            *((place.name, place) for place in sorted(folder.iterdir()) if place.is_dir()),
+        ]
         if folder.is_dir()
         else []
     )

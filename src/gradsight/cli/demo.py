@@ -21,10 +21,11 @@ NOT_FOUND = 2
 
 
 def demo(*, run_dir: Path | None = None) -> int:
-    """Train a small GPT on the Python standard library's source with every instrument at work, and find a planted fault.
+    """Train a small GPT on the Python standard library's source with every instrument at work, and
+    find a planted fault.
 
-    About a minute, no arguments needed, nothing is downloaded. One sample of one batch is poisoned on the way; the demo exits
-    with 0 if the flight recorder names it, and with 2 if it does not.
+    About a minute, no arguments needed, nothing is downloaded. One sample of one batch is poisoned
+    on the way; the demo exits with 0 if the flight recorder names it, and with 2 if it does not.
 
     Parameters
     ----------
@@ -38,7 +39,9 @@ def demo(*, run_dir: Path | None = None) -> int:
 
     from gradsight.train.demonstration import Demonstration
 
-    torch.set_num_threads(1)  # so small a model gains little from a second one, and on a busy machine loses minutes
+    torch.set_num_threads(
+        1
+    )  # so small a model gains little from a second one, and on a busy machine loses minutes
     code = perform(Demonstration(), run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     print(f"{time.perf_counter() - started:.0f} s in all.")
     return code
@@ -57,7 +60,9 @@ def perform(planned: "Demonstration", run_dir: Path) -> int:
 
 
 def show(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
-    """Write the report, print what it comes to, and give the exit code: 0 if the planted fault was found."""
+    """Write the report, print what it comes to, and give the exit code: 0 if the planted fault was
+    found.
+    """
     from gradsight.cli.demo_summary import outline
     from gradsight.show.markdown import report, summarize
     from gradsight.store.reader import open_run
@@ -76,7 +81,12 @@ def show(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
 @contextmanager
 def _telling(steps: int) -> Iterator[Callable[[int, float], None]]:
     """A bar on a terminal, plain lines elsewhere."""
-    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
     terminal = sys.stdout.isatty()
     with Progress(*columns, console=Console(), disable=not terminal, transient=True) as progress:
         task = progress.add_task("training", total=steps, loss="")

@@ -19,7 +19,9 @@ from gradsight.dump.values import values
 from gradsight.dump.verify import verify as check
 from gradsight.errors import RunError, UsageError
 
-app = App(name="dump", help="The gradients on disk: list them, look at them, check them, compare them.")
+app = App(
+    name="dump", help="The gradients on disk: list them, look at them, check them, compare them."
+)
 
 DAMAGED = 2
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -54,19 +56,26 @@ def list_(run: Path, /) -> int:
 
 
 @app.command
-def show(run: Path, /, *, step: Annotated[int | None, STEP] = None, parameter: str | None = None) -> int:
-    """Show the gradients of one step (default: the last): shape, norm, range and a small histogram of each.
+def show(
+    run: Path, /, *, step: Annotated[int | None, STEP] = None, parameter: str | None = None
+) -> int:
+    """Show the gradients of one step (default: the last): shape, norm, range and a small histogram
+    of each.
 
     With --parameter, a name or a pattern such as '*.bias', also the quantiles of those that match.
     """
     console, folders = Console(), find_dumps(run, step)
     last = step_of(folders[-1])
-    folder = next(folder for folder in folders if step_of(folder) == last)  # the full dump, where there are both
+    folder = next(
+        folder for folder in folders if step_of(folder) == last
+    )  # the full dump, where there are both
     manifest = read(folder)
     title = f"[bold]step {manifest.step}[/], {manifest.kind}, gradient: {escape(manifest.gradient)}"
     console.print(title, soft_wrap=True, highlight=False)
     names = _matching(manifest, parameter)
-    shown = track(names, "reading", console=console, transient=True, disable=not console.is_terminal)
+    shown = track(
+        names, "reading", console=console, transient=True, disable=not console.is_terminal
+    )
     measured = {name: measure(values(folder, name, manifest.tensors[name])) for name in shown}
     if parameter is None:
         console.print(_overview(manifest, measured))
@@ -82,11 +91,18 @@ def verify(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
     """Read every byte of the dumps and compare checksums; exit code 2 if anything is damaged."""
     console, damaged = Console(), 0
     folders = find_dumps(run, step)
-    for folder in track(folders, "verifying", console=console, transient=True, disable=not console.is_terminal):
+    for folder in track(
+        folders, "verifying", console=console, transient=True, disable=not console.is_terminal
+    ):
         verdict = check(folder)
-        label = f"step {step_of(folder)} {folder.name}" if step_of(folder) is not None else str(folder)
+        label = (
+            f"step {step_of(folder)} {folder.name}" if step_of(folder) is not None else str(folder)
+        )
         if verdict.intact:
-            console.print(f"[green]ok[/]       {label}: {verdict.tensors} gradients, {_bytes(verdict.bytes)}", soft_wrap=True)
+            console.print(
+                f"[green]ok[/]       {label}: {verdict.tensors} gradients, {_bytes(verdict.bytes)}",
+                soft_wrap=True,
+            )
             continue
         damaged += 1
         console.print(f"[red]damaged[/]  {label}", soft_wrap=True)
@@ -98,9 +114,16 @@ def verify(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
 
 @app.command
 def diff(
-    run_a: Path, run_b: Path, /, *, step: Annotated[int | None, STEP] = None, tolerance: float = 0.0, limit: int = 20
+    run_a: Path,
+    run_b: Path,
+    /,
+    *,
+    step: Annotated[int | None, STEP] = None,
+    tolerance: float = 0.0,
+    limit: int = 20,
 ) -> int:
-    """Compare the gradients of two runs, the worst first; exit code 2 if any differs by more than the tolerance.
+    """Compare the gradients of two runs, the worst first; exit code 2 if any differs by more than
+    the tolerance.
 
     Parameters
     ----------
@@ -118,7 +141,9 @@ def diff(
     if len(found) > limit:
         console.print(f"[dim]and {len(found) - limit} more; --limit shows them[/]")
     if beyond:
-        console.print(f"[red]{len(beyond)} of {len(found)} gradients differ by more than {tolerance:g}[/]")
+        console.print(
+            f"[red]{len(beyond)} of {len(found)} gradients differ by more than {tolerance:g}[/]"
+        )
         return DAMAGED
     console.print(f"[green]{len(found)} gradients are the same within {tolerance:g}[/]")
     return 0
@@ -127,7 +152,11 @@ def diff(
 def _line(manifest: Manifest) -> tuple[str, ...]:
     """One dump as a row of the list."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.created))
-    text = manifest.gradient if manifest.reason == "schedule" else f"{manifest.gradient} ({manifest.reason})"
+    text = (
+        manifest.gradient
+        if manifest.reason == "schedule"
+        else f"{manifest.gradient} ({manifest.reason})"
+    )
     counts = str(len(manifest.tensors)), _bytes(size(manifest)), str(manifest.world_size)
     return str(manifest.step), manifest.kind, *counts, when, escape(text)
 
@@ -144,20 +173,41 @@ def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
         shape = "x".join(str(length) for length in manifest.tensors[name].shape) or "scalar"
         bad = f"{numbers.nan} NaN " * bool(numbers.nan) + f"{numbers.inf} Inf" * bool(numbers.inf)
         last = f"[red]{bad}[/]" if bad else bars(numbers.histogram, 12)
-        table.add_row(escape(name), shape, f"{numbers.norm:.2e}", f"{numbers.minimum:.1e}", f"{numbers.maximum:.1e}", last)
+        table.add_row(
+            escape(name),
+            shape,
+            f"{numbers.norm:.2e}",
+            f"{numbers.minimum:.1e}",
+            f"{numbers.maximum:.1e}",
+            last,
+        )
     return table
 
 
 def _detail(console: Console, name: str, entry: Entry, numbers: Statistics) -> None:
     """Everything about one gradient."""
-    console.print(f"\n[bold]{escape(name)}[/]  {list(entry.shape)} {entry.dtype}".replace("[]", "scalar"), soft_wrap=True)
-    counts = f"zeros {numbers.zeros:,}  NaN {numbers.nan:,}  Inf {numbers.inf:,}  of {numbers.count:,}"
+    console.print(
+        f"\n[bold]{escape(name)}[/]  {list(entry.shape)} {entry.dtype}".replace("[]", "scalar"),
+        soft_wrap=True,
+    )
+    counts = (
+        f"zeros {numbers.zeros:,}  NaN {numbers.nan:,}  Inf {numbers.inf:,}  of {numbers.count:,}"
+    )
     console.print(f"  norm {numbers.norm:.6g}  mean {numbers.mean:.3g}  {counts}", highlight=False)
     levels = zip(QUANTILES, numbers.quantiles, strict=True)
-    console.print("  " + "  ".join(f"{level:.0%} {value:.3g}" for level, value in levels), highlight=False)
-    console.print(f"  {numbers.minimum:.3g} |{bars(numbers.histogram)}| {numbers.maximum:.3g}", highlight=False)
+    console.print(
+        "  " + "  ".join(f"{level:.0%} {value:.3g}" for level, value in levels), highlight=False
+    )
+    console.print(
+        f"  {numbers.minimum:.3g} |{bars(numbers.histogram)}| {numbers.maximum:.3g}",
+        highlight=False,
+    )
     if entry.mesh:
-        console.print(f"  sharded over {entry.mesh}: {', '.join(entry.placements)}", markup=False, highlight=False)
+        console.print(
+            f"  sharded over {entry.mesh}: {', '.join(entry.placements)}",
+            markup=False,
+            highlight=False,
+        )
     if entry.ranks_disagree:
         console.print("  [yellow]the ranks did not have the same values[/]")
 
@@ -173,7 +223,9 @@ def _differences(found: list[Difference], tolerance: float) -> Table:
         cosine = "" if one.cosine is None else f"{max(0.0, 1 - one.cosine):.1e}"
         name = escape(one.parameter) + (f" [dim]({escape(one.note)})[/]" if one.note else "")
         style = "" if one.relative <= tolerance else "red"
-        table.add_row(str(one.step), name, f"{one.absolute:.2e}", f"{one.relative:.2e}", cosine, style=style)
+        table.add_row(
+            str(one.step), name, f"{one.absolute:.2e}", f"{one.relative:.2e}", cosine, style=style
+        )
     return table
 
 
@@ -194,9 +246,13 @@ def _matching(manifest: Manifest, pattern: str | None) -> list[str]:
     names = list(manifest.tensors)
     if pattern is None:
         return names
-    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)] or [name for name in names if pattern in name]
+    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)] or [
+        name for name in names if pattern in name
+    ]
     if not found:
-        raise UsageError(f"no gradient matches {pattern!r}; there are {', '.join(names[:5])}{', ...' * (len(names) > 5)}")
+        raise UsageError(
+            f"no gradient matches {pattern!r}; there are {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+        )
     return found
 
 

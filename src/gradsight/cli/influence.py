@@ -28,10 +28,12 @@ def influence(
     export: Path | None = None,
     drop: float | None = None,
 ) -> int:
-    """Show which training samples and domains helped a target's loss and which hurt it, from the scores in a run directory.
+    """Show which training samples and domains helped a target's loss and which hurt it, from the
+    scores in a run directory.
 
-    A sample's score is the mean over the times it was seen. Scores are divided by their typical size in the step, since raw
-    ones shrink as training goes on, and the first tenth of the run does not count.
+    A sample's score is the mean over the times it was seen. Scores are divided by their typical
+    size in the step, since raw ones shrink as training goes on, and the first tenth of the run does
+    not count.
 
     Parameters
     ----------
@@ -62,7 +64,12 @@ def influence(
     texts = Texts(run_dir)
     written = None if export is None else _export(export, found, by, drop, texts)
     if json:
-        print(json_format.dumps({**_as_dict(found, top, texts), "unreadable": unreadable, "export": written}, indent=1))
+        print(
+            json_format.dumps(
+                {**_as_dict(found, top, texts), "unreadable": unreadable, "export": written},
+                indent=1,
+            )
+        )
         return 0
     lines = terminal_lines(found, top, texts, by, wants_colour(sys.stdout))
     notes = [*(f"left out: {text}" for text in unreadable), *filter(None, (texts.why_not, written))]
@@ -74,11 +81,17 @@ def _check(top: int, export: Path | None, drop: float | None) -> None:
     if top < 1:
         raise UsageError(f"--top must be 1 or more, got {top}")
     if export is not None and export.suffix not in (".txt", ".csv"):
-        raise UsageError(f"--export takes NAME.txt (ids to keep) or NAME.csv (weights), got {export}")
+        raise UsageError(
+            f"--export takes NAME.txt (ids to keep) or NAME.csv (weights), got {export}"
+        )
     if drop is not None and export is None:
-        raise UsageError("--drop says what --export leaves out: give --export NAME.txt or NAME.csv too")
+        raise UsageError(
+            "--drop says what --export leaves out: give --export NAME.txt or NAME.csv too"
+        )
     if drop is not None and not 0 <= drop < 1:
-        raise UsageError(f"--drop is a share of the samples, at least 0 and below 1 (0.1 is a tenth), got {drop}")
+        raise UsageError(
+            f"--drop is a share of the samples, at least 0 and below 1 (0.1 is a tenth), got {drop}"
+        )
 
 
 def _folder(run_dir: Path) -> Path:
@@ -100,14 +113,18 @@ def _export(file: Path, found: Influence, by: str, drop: float | None, texts: Te
     unscored = [sample_id for sample_id in everything if sample_id not in known]
     if file.suffix == ".csv":
         lines = weight_lines(found, by, drop)
-        told = f"{file}: the weights of {len(lines) - 1:,} samples; samples that are not in it weigh 1"
+        told = (
+            f"{file}: the weights of {len(lines) - 1:,} samples; samples that are not in it weigh 1"
+        )
     else:
         lines = keep_lines(found, by, drop, unscored)
         told = f"{file}: {len(lines):,} samples to keep, {len(known) + len(unscored) - len(lines):,} left out"
         told += f"; {len(unscored):,} of those kept were never scored" if unscored else ""
     head = [] if texts.samples is None else [texts.samples.stamp]
     rule = "score below 0" if drop is None else f"worst {drop:g}"
-    head.append(f"# influence on {found.target!r}, steps {found.first_step} to {found.last_step}, left out: {rule}, by {by}")
+    head.append(
+        f"# influence on {found.target!r}, steps {found.first_step} to {found.last_step}, left out: {rule}, by {by}"
+    )
     write_report(file, "\n".join([*head, *lines]) + "\n")
     return told
 
@@ -118,7 +135,11 @@ def _as_dict(found: Influence, top: int, text: TextOf) -> dict[str, Any]:
 
     def sample(place: int) -> dict[str, Any]:
         sample_id = str(found.sample_ids[place])
-        told = {"sample_id": sample_id, "domain": found.sample_domains[place], "score": float(found.scores[place])}
+        told = {
+            "sample_id": sample_id,
+            "domain": found.sample_domains[place],
+            "score": float(found.scores[place]),
+        }
         return {**told, "seen": int(found.seen[place]), "text": text(sample_id)}
 
     return {
@@ -132,7 +153,9 @@ def _as_dict(found: Influence, top: int, text: TextOf) -> dict[str, Any]:
         "samples": len(found.scores),
         "below_zero": float((found.scores < 0).mean()),
         "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
-        "best": [sample(place) for place in range(len(found.scores) - 1, len(found.scores) - 1 - few, -1)],
+        "best": [
+            sample(place) for place in range(len(found.scores) - 1, len(found.scores) - 1 - few, -1)
+        ],
         "worst": [sample(place) for place in range(few)],
         "domains": [{**vars(each), "over_time": list(each.over_time)} for each in found.domains],
     }

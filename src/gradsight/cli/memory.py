@@ -1,4 +1,6 @@
-"""gradsight memory: what a training step takes, what checkpointing saves, and whether the gradients stay the same."""
+"""gradsight memory: what a training step takes, what checkpointing saves, and whether the gradients
+stay the same.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from gradsight.cli.build_function import load_build
 from gradsight.errors import UsageError
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train.models import architecture, training_step
-from gradsight.values.records import CheckpointingPlan, CheckpointingReport, MemoryUse
+from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
 
 app = App(
     name="memory",
@@ -32,8 +34,13 @@ SAME = "bit for bit the same (loss, gradients, buffers, RNG)"
 SHOWN = ("char", "GPT2-Small", "GPT2-Medium")
 
 Budget = Annotated[str, Parameter(help="What the step may take, for example 6GB or 512MiB.")]
-Policy = Annotated[str, Parameter(help="full, selective, first:K, or a plan such as full:0-5,selective:6-9.")]
-Device = Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: what CUDA's operators keep; no GPU is needed for that.")]
+Policy = Annotated[
+    str, Parameter(help="full, selective, first:K, or a plan such as full:0-5,selective:6-9.")
+]
+Device = Annotated[
+    Literal["cpu", "cuda"],
+    Parameter(help="cuda: what CUDA's operators keep; no GPU is needed for that."),
+]
 Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "none"]
 
 
@@ -43,7 +50,9 @@ class Step:
     """The training step in question."""
 
     architecture: str | None = None
-    """A built-in model: char, GPT2-Small, GPT2-Medium or GPT2-Large, from Hugging Face's configuration."""
+    """A built-in model: char, GPT2-Small, GPT2-Medium or GPT2-Large, from Hugging Face's
+    configuration.
+    """
     batch_size: int | None = None
     """Samples in a batch of a built-in model."""
     block_size: int | None = None
@@ -61,13 +70,19 @@ class Step:
         """The build function of a file, or of a built-in model."""
         name = architecture or self.architecture
         if (place is None) == (name is None):
-            raise UsageError("give either file.py:build or --architecture, for example --architecture GPT2-Small")
+            raise UsageError(
+                "give either file.py:build or --architecture, for example --architecture GPT2-Small"
+            )
         if place is not None:
             if self.batch_size or self.block_size:
-                raise UsageError("--batch_size and --block_size are for --architecture; file.py:build makes its own batch")
+                raise UsageError(
+                    "--batch_size and --block_size are for --architecture; file.py:build makes its own batch"
+                )
             return load_build(place)
         assert name is not None
-        return training_step(name, batch_size=self.batch_size, block_size=self.block_size, dropout=self.dropout)
+        return training_step(
+            name, batch_size=self.batch_size, block_size=self.block_size, dropout=self.dropout
+        )
 
     def title(self, place: str | None) -> str:
         """What the step is called in the output."""
@@ -80,12 +95,25 @@ class Step:
 
 
 DEFAULT = Step()
-Place = Annotated[str | None, Parameter(help="A file and its function that returns (model, batch) or (model, batch, loss_fn).")]
+Place = Annotated[
+    str | None,
+    Parameter(
+        help="A file and its function that returns (model, batch) or (model, batch, loss_fn)."
+    ),
+]
 
 
 @app.command
-def verify(build: Place = None, /, *, policy: Policy = "full", step: Step = DEFAULT, run_dir: Path | None = None) -> int:
-    """Run a step plain and checkpointed: both peaks, and whether the gradients are bit for bit the same.
+def verify(
+    build: Place = None,
+    /,
+    *,
+    policy: Policy = "full",
+    step: Step = DEFAULT,
+    run_dir: Path | None = None,
+) -> int:
+    """Run a step plain and checkpointed: both peaks, and whether the gradients are bit for bit the
+    same.
 
     Exits 0 where memory went down and nothing else changed, else 2.
 
@@ -153,18 +181,24 @@ def predict(
     *,
     policy: Policy = "full",
     device: Device = "cpu",
-    memory: Annotated[str | None, Parameter(help="Also find the largest batch that fits, for example 24GB.")] = None,
+    memory: Annotated[
+        str | None, Parameter(help="Also find the largest batch that fits, for example 24GB.")
+    ] = None,
     step: Step = DEFAULT,
 ) -> int:
-    """Predict the peak of a step with and without checkpointing: nothing is computed, no GPU is needed.
+    """Predict the peak of a step with and without checkpointing: nothing is computed, no GPU is
+    needed.
 
-    Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that fits.
+    Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that
+    fits.
     """
     from gradsight.values.sizes import parse_size
 
     limit = None if memory is None else parse_size(memory)
     if limit is not None and build is not None:
-        raise UsageError("--memory looks for a batch size, and file.py:build makes its own batch: use --architecture")
+        raise UsageError(
+            "--memory looks for a batch size, and file.py:build makes its own batch: use --architecture"
+        )
     names = [step.architecture] if build is not None or step.architecture else list(SHOWN)
     console = Console()
     rows = [predicted_row(console, build, name, policy, device, limit, step) for name in names]
@@ -185,7 +219,13 @@ class Row:
 
 
 def predicted_row(
-    console: Console, place: str | None, name: str | None, policy: str, device: Device, limit: int | None, step: Step
+    console: Console,
+    place: str | None,
+    name: str | None,
+    policy: str,
+    device: Device,
+    limit: int | None,
+    step: Step,
 ) -> Row:
     """Predict one model, plain and checkpointed."""
     from gradsight.memory.largest_batch import largest_batch
@@ -199,9 +239,14 @@ def predicted_row(
         if limit is not None and name is not None:
 
             def sized(size: int) -> Callable[[], Any]:
-                return training_step(name, batch_size=size, block_size=step.block_size, dropout=step.dropout)
+                return training_step(
+                    name, batch_size=size, block_size=step.block_size, dropout=step.dropout
+                )
 
-            sizes = [largest_batch(sized, limit, policy=p, optimizer=optimizer, device=device) for p in (None, policy)]
+            sizes = [
+                largest_batch(sized, limit, policy=p, optimizer=optimizer, device=device)
+                for p in (None, policy)
+            ]
             largest = sizes[0], sizes[1]
     batch = "" if name is None else _batch_text(name, step)
     return Row(place or str(name), count_parameters(made), batch, plain, checkpointed, largest)
@@ -239,7 +284,11 @@ def show_predictions(console: Console, rows: list[Row], limit: int | None, what:
         table.add_row(row.model, _count(row.parameters), row.batch, *peaks, *shares, *largest)
     console.print()
     console.print(table)
-    fits = "" if limit is None else f" Largest batch: that fits {format_size(limit)}, plain and checkpointed."
+    fits = (
+        ""
+        if limit is None
+        else f" Largest batch: that fits {format_size(limit)}, plain and checkpointed."
+    )
     text = f"Predicted for {what}. Ceiling: activations' share of the plain peak.{fits}"
     console.print(f"\n[dim]{text}[/]", highlight=False)
     for note in dict.fromkeys(note for row in rows for note in row.plain.notes):
@@ -251,7 +300,9 @@ def _count(number: int) -> str:
 
 
 @app.command
-def plan(build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: Step = DEFAULT) -> int:
+def plan(
+    build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: Step = DEFAULT
+) -> int:
     """Choose what every block recomputes so that the step fits the budget at the least extra work.
 
     Exits 2 with the smallest reachable peak where nothing fits.
@@ -293,7 +344,9 @@ def gigabytes(size: int) -> str:
     >>> gigabytes(6_123_400_000), gigabytes(1_234_000)
     ('6.123 GB', '0.001234 GB')
     """
-    return f"{size / 1e9:.3f} GB" if abs(size) >= 10_000_000 or size == 0 else f"{size / 1e9:.6f} GB"
+    return (
+        f"{size / 1e9:.3f} GB" if abs(size) >= 10_000_000 or size == 0 else f"{size / 1e9:.6f} GB"
+    )
 
 
 @contextmanager

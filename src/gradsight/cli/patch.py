@@ -1,4 +1,6 @@
-"""A unified diff that mends a script, for the findings that a machine can mend: clipping, and clearing gradients."""
+"""A unified diff that mends a script, for the findings that a machine can mend: clipping, and
+clearing gradients.
+"""
 
 import ast
 import difflib
@@ -7,29 +9,41 @@ from pathlib import Path
 from typing import Any
 
 from gradsight.errors import UsageError
-from gradsight.values.records import Finding
+from gradsight.values.findings import Finding
 
 _CLIP = {"GS101", "GS102", "GS201", "GS202"}
 _CLEAR = {"GS305"}
 
 
-def proposed_patch(script: Path, findings: Sequence[Finding], optimizers: Sequence[dict[str, Any]]) -> str:
-    """The diff, empty where there is nothing that a machine should mend. `optimizers` say where each of them steps."""
+def proposed_patch(
+    script: Path, findings: Sequence[Finding], optimizers: Sequence[dict[str, Any]]
+) -> str:
+    """The diff, empty where there is nothing that a machine should mend. `optimizers` say where
+    each of them steps.
+    """
     try:
         before = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{script} cannot be read, so there is nothing to patch: {error}") from error
+        raise UsageError(
+            f"{script} cannot be read, so there is nothing to patch: {error}"
+        ) from error
     codes = {finding.code for finding in findings}
     lines = before.splitlines(keepends=True)
     steps = {
-        each["steps"][1] for each in optimizers if each.get("steps") and Path(each["steps"][0]).resolve() == script.resolve()
+        each["steps"][1]
+        for each in optimizers
+        if each.get("steps") and Path(each["steps"][0]).resolve() == script.resolve()
     }
     if codes & _CLIP and not _imports_torch(before):
         codes -= _CLIP
     places = [call for call in _step_calls(before) if call.lineno in steps]
     for call in sorted(places, key=lambda call: call.lineno, reverse=True):
         _mend(lines, call, codes)
-    return "".join(difflib.unified_diff(before.splitlines(keepends=True), lines, f"a/{script.name}", f"b/{script.name}"))
+    return "".join(
+        difflib.unified_diff(
+            before.splitlines(keepends=True), lines, f"a/{script.name}", f"b/{script.name}"
+        )
+    )
 
 
 def _mend(lines: list[str], call: ast.Expr, codes: set[str]) -> None:
@@ -45,7 +59,9 @@ def _mend(lines: list[str], call: ast.Expr, codes: set[str]) -> None:
         lines.insert(end, f"{indent}{optimizer}.zero_grad()\n")
     if codes & _CLIP:
         held = f'[parameter for group in {optimizer}.param_groups for parameter in group["params"]]'
-        lines.insert(call.lineno - 1, f"{indent}torch.nn.utils.clip_grad_norm_({held}, max_norm=1.0)\n")
+        lines.insert(
+            call.lineno - 1, f"{indent}torch.nn.utils.clip_grad_norm_({held}, max_norm=1.0)\n"
+        )
 
 
 def _step_calls(source: str) -> list[ast.Expr]:

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 from gradsight.errors import GradsightError, RunError, UsageError
 from gradsight.incidents.bundle import read_document
 from gradsight.store.incidents import merged
-from gradsight.values.records import Diagnosis, plain
+from gradsight.values.diagnoses import Diagnosis
+from gradsight.values.plain import plain
 from gradsight.values.wording import describe
 
 REPRODUCED = 2
@@ -22,12 +23,15 @@ def replay(
     *,
     build: str | None = None,
     json: bool = False,
-    diagnose_seconds: Annotated[float, Parameter(name=("--diagnose_seconds", "--diagnose-seconds"))] = 60.0,
+    diagnose_seconds: Annotated[
+        float, Parameter(name=("--diagnose_seconds", "--diagnose-seconds"))
+    ] = 60.0,
 ) -> int:
     """Run a recorded incident again: the first bad operation, the guilty samples.
 
-    What was found in process, at the moment itself, is printed first, and needs nothing else. To run it again takes an incident
-    of a run watched with recorder="batch", and the model: that of `gradsight train` is known, any other comes from --build.
+    What was found in process, at the moment itself, is printed first, and needs nothing else. To
+    run it again takes an incident of a run watched with recorder="batch", and the model: that of
+    `gradsight train` is known, any other comes from --build.
 
     Exits with 2 if the fault was reproduced, 0 if not (or if nothing was run), 64 for wrong usage.
 
@@ -48,27 +52,59 @@ def replay(
     try:
         found = merged(incident_dir, body)
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{incident_dir} is damaged: its diagnosis cannot be read: {error}") from error
+        raise RunError(
+            f"{incident_dir} is damaged: its diagnosis cannot be read: {error}"
+        ) from error
     told: dict[str, Any] = {name: body.get(name) for name in ("step", "code", "reason", "versions")}
-    told |= {"incident": str(incident_dir), "in_process": plain(found) if found is not None else None}
+    told |= {
+        "incident": str(incident_dir),
+        "in_process": plain(found) if found is not None else None,
+    }
     told |= {"replayed": None, "reproduced": None, "agrees": None}
     title = f"step {body.get('step')}, {body.get('code')}: {body.get('reason')}"
-    lines = [*textwrap.wrap(title, 79, subsequent_indent="  "), "", *_block("found in process:", found)]
+    lines = [
+        *textwrap.wrap(title, 79, subsequent_indent="  "),
+        "",
+        *_block("found in process:", found),
+    ]
     code = 0
     if build is None and (model := _model_of_run(incident_dir)) is None:
-        lines += ["", f"Not run again: {body.get('replay') or 'give the model with --build file.py:build'}."]
+        lines += [
+            "",
+            f"Not run again: {body.get('replay') or 'give the model with --build file.py:build'}.",
+        ]
     else:
-        again = _again(incident_dir, body, build, None if build is not None else model, diagnose_seconds, found)
-        told |= {"replayed": plain(again.diagnosis), "reproduced": again.reproduced, "agrees": again.agrees}
-        lines += ["", *_block("run again:", again.diagnosis), "", _verdict(again.reproduced, again.agrees)]
+        again = _again(
+            incident_dir, body, build, None if build is not None else model, diagnose_seconds, found
+        )
+        told |= {
+            "replayed": plain(again.diagnosis),
+            "reproduced": again.reproduced,
+            "agrees": again.agrees,
+        }
+        lines += [
+            "",
+            *_block("run again:", again.diagnosis),
+            "",
+            _verdict(again.reproduced, again.agrees),
+        ]
         code = REPRODUCED if again.reproduced else 0
     print(json_format.dumps(told, indent=1) if json else "\n".join(lines))
     return code
 
 
-def _again(path: Path, body: dict[str, Any], build: str | None, model: Any, seconds: float, found: Diagnosis | None) -> Any:
+def _again(
+    path: Path,
+    body: dict[str, Any],
+    build: str | None,
+    model: Any,
+    seconds: float,
+    found: Diagnosis | None,
+) -> Any:
     """Run the incident with this model, or that of this build function."""
-    if body.get("passes") is None and not list(path.parent.glob(f"{path.name.partition('-')[0]}-rank*")):
+    if body.get("passes") is None and not list(
+        path.parent.glob(f"{path.name.partition('-')[0]}-rank*")
+    ):
         raise UsageError(f"{path} cannot be run again: {body.get('replay')}")
     from gradsight.incidents.replay import replay as run_again
 
@@ -85,18 +121,26 @@ def _again(path: Path, body: dict[str, Any], build: str | None, model: Any, seco
         import torch
 
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"{build} must return (model, batch), got a {type(model).__name__} as its model")
+            raise UsageError(
+                f"{build} must return (model, batch), got a {type(model).__name__} as its model"
+            )
     return run_again(path, model, seconds, found)
 
 
 def _model_of_run(path: Path) -> Any:
-    """The model of a run of `gradsight train`, from the settings in its config.json; None for any other run."""
+    """The model of a run of `gradsight train`, from the settings in its config.json; None for any
+    other run.
+    """
     file = path.resolve().parents[1] / "config.json"
     try:
         settings = json_format.loads(file.read_text())["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(settings, dict) or "train" not in settings or read_document(path).get("passes") is None:
+    if (
+        not isinstance(settings, dict)
+        or "train" not in settings
+        or read_document(path).get("passes") is None
+    ):
         return None
     from gradsight.train.models import model_from_settings
 

@@ -29,12 +29,18 @@ class Texts:
     def samples(self) -> "Samples | None":
         """What a run of `gradsight train` read; None where that cannot be had."""
         try:
-            settings = open_run(self._run_dir).config.get("settings", {}) if (self._run_dir / "run.sqlite").is_file() else {}
+            settings = (
+                open_run(self._run_dir).config.get("settings", {})
+                if (self._run_dir / "run.sqlite").is_file()
+                else {}
+            )
             if "train" in settings:
                 from gradsight.train.samples import open_samples
 
                 return open_samples(settings)
-            self.why_not = "No text of samples here: only runs of `gradsight train` say what they read."
+            self.why_not = (
+                "No text of samples here: only runs of `gradsight train` say what they read."
+            )
         except (GradsightError, OSError) as error:
             self.why_not = f"The samples' text cannot be shown: {error}"
         return None

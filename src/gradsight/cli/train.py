@@ -15,7 +15,11 @@ app = App(name="train", name_transform=lambda name: name, result_action="return_
 
 RUN = Group("Run", sort_key=0)
 DEFAULT = Settings()
-_SWITCHES = {name for name, value in flat(DEFAULT) if isinstance(value, bool)} | {"resume", "overwrite", "eval_only"}
+_SWITCHES = {name for name, value in flat(DEFAULT) if isinstance(value, bool)} | {
+    "resume",
+    "overwrite",
+    "eval_only",
+}
 
 
 @app.default
@@ -30,8 +34,8 @@ def train(
 ) -> int:
     """Train a GPT-2 with every instrument at work: norms, health, scores of samples, dumps, memory.
 
-    The run goes to a folder of its own under Results, with its report. Nothing is downloaded: without --data it trains on the
-    source of Python's standard library.
+    The run goes to a folder of its own under Results, with its report. Nothing is downloaded:
+    without --data it trains on the source of Python's standard library.
 
     Parameters
     ----------
@@ -68,7 +72,9 @@ def refuse_early(settings: Settings) -> None:
 
 
 def prepared(tokens: Sequence[str]) -> list[str]:
-    """The command line with switches as --name=true or --name=false, and with the settings of the config file added."""
+    """The command line with switches as --name=true or --name=false, and with the settings of the
+    config file added.
+    """
     tokens = _joined(tokens)
     given = {_option(token): token for token in tokens if token.startswith("--")}
     file = _config_file(tokens, given)
@@ -77,7 +83,10 @@ def prepared(tokens: Sequence[str]) -> list[str]:
     defaults = dict(flat(DEFAULT))
     for name, value in flat(from_dict(read_config(file), str(file))):
         if name not in given and value != defaults[name]:
-            tokens += [f"--{name}={_text(one)}" for one in (value if isinstance(value, tuple) else (value,))]
+            tokens += [
+                f"--{name}={_text(one)}"
+                for one in (value if isinstance(value, tuple) else (value,))
+            ]
     return tokens
 
 
@@ -85,7 +94,11 @@ def _joined(tokens: Sequence[str]) -> list[str]:
     """`--name true` is two tokens to the parser, which takes a switch for complete without a value."""
     joined: list[str] = []
     for token in tokens:
-        if token.lower() in ("true", "false") and joined and joined[-1].removeprefix("--") in _SWITCHES:
+        if (
+            token.lower() in ("true", "false")
+            and joined
+            and joined[-1].removeprefix("--") in _SWITCHES
+        ):
             joined[-1] += f"={token.lower()}"
         else:
             joined.append(token)
@@ -115,7 +128,9 @@ def _config_file(tokens: Sequence[str], given: dict[str, str]) -> Path | None:
     if not ({"resume", "eval_only"} & set(given)):
         return None
     default = f"{_value(tokens, 'method') or DEFAULT.method}-{_value(tokens, 'architecture') or DEFAULT.architecture}"
-    place = Path(_value(tokens, "results_dir") or DEFAULT.results_dir) / (_value(tokens, "experiment") or default)
+    place = Path(_value(tokens, "results_dir") or DEFAULT.results_dir) / (
+        _value(tokens, "experiment") or default
+    )
     return place / "config.json" if (place / "config.json").is_file() else None
 
 
@@ -129,17 +144,29 @@ def read_config(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {file} is not {'JSON' if file.suffix == '.json' else 'YAML'}: {error}") from error
+        raise UsageError(
+            f"--config {file} is not {'JSON' if file.suffix == '.json' else 'YAML'}: {error}"
+        ) from error
     if isinstance(found, dict) and isinstance(found.get("settings"), dict):
         found = found["settings"].get("train")
         if found is None:
-            raise UsageError(f"--config {file} is of a run that `gradsight train` did not make: it holds no settings to repeat")
+            raise UsageError(
+                f"--config {file} is of a run that `gradsight train` did not make: it holds no settings to repeat"
+            )
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise UsageError(f"--config {file} should hold settings by name, but holds {type(found).__name__}")
+        raise UsageError(
+            f"--config {file} should hold settings by name, but holds {type(found).__name__}"
+        )
     return found
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else repr(value)
+        if isinstance(value, float)
+        else str(value)
+    )

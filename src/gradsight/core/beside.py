@@ -1,5 +1,7 @@
 # mypy: allow-untyped-calls
-"""A pass run again beside the training: in the state in which it ran, and everything left as it was found."""
+"""A pass run again beside the training: in the state in which it ran, and everything left as it was
+found.
+"""
 
 import random
 import sys
@@ -19,7 +21,9 @@ from gradsight.incidents.diagnosis.modes import Eyes
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and data parallel wrappers: none of their collectives, hooks or graphs run."""
+    """The model inside torch.compile and data parallel wrappers: none of their collectives, hooks
+    or graphs run.
+    """
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
@@ -31,7 +35,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
-    """The state in which the model was called; afterwards everything is as it was found. `eyes` are to see the operations."""
+    """The state in which the model was called; afterwards everything is as it was found. `eyes` are
+    to see the operations.
+    """
     with ExitStack() as stack:
         stack.enter_context(_modules_kept(root))
         stack.enter_context(_parameters_kept(root))
@@ -42,7 +48,9 @@ def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_plain_checkpoints())
         _autocast(stack, root, one.autocast)
-        if "torch._dynamo" in sys.modules:  # compiled code runs uncompiled, so that its operations can be seen
+        if (
+            "torch._dynamo" in sys.modules
+        ):  # compiled code runs uncompiled, so that its operations can be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _put_buffers(root, one.buffers)
         if root.training != one.training:
@@ -54,7 +62,9 @@ def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
 def arguments(one: Pass) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copies of the arguments, cut off from whatever made them: a model may change them in place."""
     args, kwargs = tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (tuple(one.args), dict(one.kwargs))
+        Tensor,
+        lambda t: t.detach().clone().requires_grad_(t.requires_grad),
+        (tuple(one.args), dict(one.kwargs)),
     )
     return args, kwargs
 
@@ -62,7 +72,11 @@ def arguments(one: Pass) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @contextmanager
 def _modules_kept(root: nn.Module) -> Iterator[None]:
     """Attributes, training flags and buffers of all modules; the pass sees copies of the buffers."""
-    held = [entries for module in root.modules() for entries in (vars(module), module._buffers, module._parameters)]
+    held = [
+        entries
+        for module in root.modules()
+        for entries in (vars(module), module._buffers, module._parameters)
+    ]
     before = [dict(entries) for entries in held]
     copies: dict[int, Tensor] = {}
     try:
@@ -108,7 +122,12 @@ def _put_buffers(root: nn.Module, values: Mapping[str, Tensor]) -> None:
 @contextmanager
 def _generators_kept(root: nn.Module) -> Iterator[None]:
     """All sources of randomness: torch's, numpy's, Python's, and those that modules hold."""
-    own = [value for module in root.modules() for value in vars(module).values() if isinstance(value, torch.Generator)]
+    own = [
+        value
+        for module in root.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Generator)
+    ]
     states = [generator.get_state() for generator in own]
     saved, of_numpy, of_python = generators(), np.random.get_state(), random.getstate()
     try:
@@ -125,7 +144,9 @@ def generators() -> dict[str, Tensor]:
     """The states of torch's generators, by device."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states |= {f"cuda:{number}": state for number, state in enumerate(torch.cuda.get_rng_state_all())}
+        states |= {
+            f"cuda:{number}": state for number, state in enumerate(torch.cuda.get_rng_state_all())
+        }
     return states
 
 
@@ -153,7 +174,9 @@ def _hooks_silent(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _plain_checkpoints() -> Iterator[None]:
-    """Reentrant checkpointing keeps its activations in here: no gradient can be pulled through it without touching `.grad`."""
+    """Reentrant checkpointing keeps its activations in here: no gradient can be pulled through it
+    without touching `.grad`.
+    """
     held = vars(CheckpointFunction).get("apply")
     try:
         setattr(CheckpointFunction, "apply", staticmethod(_run))  # noqa: B010

@@ -1,4 +1,6 @@
-"""One pass of a training step as the model saw it: enough to run it again; and passes that are no part of training."""
+"""One pass of a training step as the model saw it: enough to run it again; and passes that are no
+part of training.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +12,9 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Pass:
-    """The arguments of one call of the model, and what came back to its outputs. References, not copies."""
+    """The arguments of one call of the model, and what came back to its outputs. References, not
+    copies.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -24,9 +28,13 @@ class Pass:
     caller: str | None
     """File and line of the user's call of the model."""
     output_gradients: tuple[Tensor | None, ...] | None = None
-    """The gradients at the tensors of the output, as `rows.tensors_in(output)` lists them; None where they were not kept."""
+    """The gradients at the tensors of the output, as `rows.tensors_in(output)` lists them; None
+    where they were not kept.
+    """
     output_nodes: tuple[Any, ...] | None = None
-    """The autograd nodes (`grad_fn`) of the same tensors, where the process that made them still runs."""
+    """The autograd nodes (`grad_fn`) of the same tensors, where the process that made them still
+    runs.
+    """
     backward_caller: str | None = None
     """File and line of the user's call of backward."""
     sample_ids: tuple[int | str, ...] | None = None

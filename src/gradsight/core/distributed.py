@@ -1,4 +1,6 @@
-"""The only place that knows torch.distributed and DTensor. Everything here also works in one plain process."""
+"""The only place that knows torch.distributed and DTensor. Everything here also works in one plain
+process.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,13 +40,16 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the tensor itself unless it is a DTensor.
 
-    The attribute is read, not `to_local()`: that one goes through autograd and costs more than the statistics of a bias.
+    The attribute is read, not `to_local()`: that one goes through autograd and costs more than the
+    statistics of a bias.
     """
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def counts_here(tensor: Tensor) -> bool:
-    """Whether this rank's part is to be counted when parts are summed over all ranks: of replicas, only the first is."""
+    """Whether this rank's part is to be counted when parts are summed over all ranks: of replicas,
+    only the first is.
+    """
     if not is_sharded(tensor):
         return rank() == 0
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -68,10 +73,21 @@ def reduces_gradients(model: nn.Module) -> bool:
 
 
 def replicated_parameters(model: nn.Module) -> set[int]:
-    """The ids of parameters that DistributedDataParallel keeps alike on all ranks by reducing their gradients."""
-    copied = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+    """The ids of parameters that DistributedDataParallel keeps alike on all ranks by reducing their
+    gradients.
+    """
+    copied = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    ]
     over_all = [module for module in copied if module.process_group.size() == world_size()]
-    return {id(parameter) for module in over_all for parameter in module.parameters() if not is_sharded(parameter)}
+    return {
+        id(parameter)
+        for module in over_all
+        for parameter in module.parameters()
+        if not is_sharded(parameter)
+    }
 
 
 @dataclass(slots=True)
@@ -92,7 +108,8 @@ class Gathering:
 
 
 class OwnGroup:
-    """A process group of our own on the CPU, so that nothing of ours runs on the group that training uses.
+    """A process group of our own on the CPU, so that nothing of ours runs on the group that
+    training uses.
 
     To be made on every rank at the same point.
     """
@@ -129,7 +146,9 @@ _shared: list[OwnGroup] = []
 
 
 def shared_group() -> OwnGroup | None:
-    """One group of our own for single looks, made at the first; None in one process. To be called on every rank alike."""
+    """One group of our own for single looks, made at the first; None in one process. To be called
+    on every rank alike.
+    """
     if world_size() == 1:
         return None
     if not _shared:
@@ -138,7 +157,9 @@ def shared_group() -> OwnGroup | None:
 
 
 def own_group() -> OwnGroup | None:
-    """A group of our own where several processes train together. To be called on every rank at the same point."""
+    """A group of our own where several processes train together. To be called on every rank at the
+    same point.
+    """
     return OwnGroup() if world_size() > 1 else None
 
 

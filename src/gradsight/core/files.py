@@ -10,10 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+_sync_file_range: Any = (
+    getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+)
 
 BLOCK = 1 << 23
-"""How many bytes are handed to the system in one call, and sent on to the disk while the next are prepared."""
+"""How many bytes are handed to the system in one call, and sent on to the disk while the next are
+prepared.
+"""
 
 SYNCING = 16
 """How many small files are made durable at a time."""
@@ -28,7 +32,9 @@ def make_folder(path: Path) -> None:
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview], sync: bool = True) -> None:
-    """Write the parts one after the other and return when they are on the disk, or without `sync` on their way."""
+    """Write the parts one after the other and return when they are on the disk, or without `sync`
+    on their way.
+    """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         position = 0
@@ -41,7 +47,9 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], sync: bool = Tru
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Return when files that are already written are on the disk; side by side, which the disk answers together."""
+    """Return when files that are already written are on the disk; side by side, which the disk
+    answers together.
+    """
     waiting = list(paths)
     try:
         with ThreadPoolExecutor(SYNCING) as pool:
@@ -52,7 +60,9 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 
 def write_all(handle: int, data: memoryview, position: int) -> int:
-    """Write every byte (one call may take only a part of what it is given) and return the new position."""
+    """Write every byte (one call may take only a part of what it is given) and return the new
+    position.
+    """
     done = 0
     while done < len(data):
         count = os.write(handle, data[done : done + BLOCK])
@@ -63,7 +73,9 @@ def write_all(handle: int, data: memoryview, position: int) -> int:
 
 
 def start_flushing(handle: int, position: int, count: int) -> None:
-    """Have the disk begin with bytes that fsync will wait for; where the system cannot, fsync does it all."""
+    """Have the disk begin with bytes that fsync will wait for; where the system cannot, fsync does
+    it all.
+    """
     if _sync_file_range is not None:
         _sync_file_range(handle, ctypes.c_int64(position), ctypes.c_int64(count), 2)
 

@@ -1,8 +1,10 @@
-"""The few places of torch where a gradient becomes true, watched for as long as somebody is interested.
+"""The few places of torch where a gradient becomes true, watched for as long as somebody is
+interested.
 
-Looking when `torch.autograd.backward` has returned sees the gradient before any clipping, however that is called, and after any
-reduction. GradScaler is watched because it multiplies gradients, and because a step that it leaves out calls no optimizer.
-Everything is put back when the last observer leaves.
+Looking when `torch.autograd.backward` has returned sees the gradient before any clipping, however
+that is called, and after any reduction. GradScaler is watched because it multiplies gradients, and
+because a step that it leaves out calls no optimizer. Everything is put back when the last observer
+leaves.
 """
 
 import functools
@@ -17,7 +19,9 @@ from gradsight.core.calls import is_unseen, unseen
 
 
 class Observer(Protocol):
-    """Who wants to know. Errors are the observer's to handle: `guarded` ones never reach the training loop."""
+    """Who wants to know. Errors are the observer's to handle: `guarded` ones never reach the
+    training loop.
+    """
 
     def after_backward(self) -> None:
         """A backward pass has returned (not one inside another)."""
@@ -59,8 +63,12 @@ def forget(observer: Observer) -> None:
                 _restore()
 
 
-def around_backward(before: Callable[[Any], None], after: Callable[[], None], wanted: bool = True) -> None:
-    """Call `before` with the tensors of every outermost backward pass and `after` when it has returned, or stop doing so."""
+def around_backward(
+    before: Callable[[Any], None], after: Callable[[], None], wanted: bool = True
+) -> None:
+    """Call `before` with the tensors of every outermost backward pass and `after` when it has
+    returned, or stop doing so.
+    """
     with _lock:
         if wanted:
             _around.append((before, after))
@@ -75,7 +83,9 @@ def renew_lock() -> None:
 
 
 def inside_backward() -> bool:
-    """Whether a backward pass is running now, in any thread: on accelerators, hooks run in threads of the engine's."""
+    """Whether a backward pass is running now, in any thread: on accelerators, hooks run in threads
+    of the engine's.
+    """
     return _depth > 0
 
 
@@ -98,14 +108,20 @@ def _replace(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs) if _observers and not is_unseen() else original(*args, **kwargs)
+        return (
+            wrap(original, *args, **kwargs)
+            if _observers and not is_unseen()
+            else original(*args, **kwargs)
+        )
 
     _originals.append((owner, name, original, replacement))
     setattr(owner, name, replacement)
 
 
 def _restore() -> None:
-    """Put the originals back; where somebody has wrapped ours meanwhile, ours stays inside and passes everything through."""
+    """Put the originals back; where somebody has wrapped ours meanwhile, ours stays inside and
+    passes everything through.
+    """
     for owner, name, original, replacement in _originals:
         if getattr(owner, name) is replacement:
             setattr(owner, name, original)
@@ -115,7 +131,12 @@ def _restore() -> None:
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _depth
     if _depth == 0:
-        for before, _ in _around:  # no copy: who is added by one of these, as a new watch is, hears of this pass too
+        for (
+            before,
+            _,
+        ) in (
+            _around
+        ):  # no copy: who is added by one of these, as a new watch is, hears of this pass too
             before(args[0] if args else kwargs.get("tensors"))
     with _lock:
         _depth += 1
@@ -132,7 +153,9 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _scale(original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+def _scale(
+    original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any
+) -> Any:
     result = original(scaler, *args, **kwargs)
     if scaler.is_enabled():
         for observer in tuple(_observers):
@@ -140,7 +163,9 @@ def _scale(original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: An
     return result
 
 
-def _unscale(original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
+def _unscale(
+    original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer
+) -> Any:
     result = original(scaler, optimizer)
     if scaler.is_enabled():
         for observer in tuple(_observers):
@@ -148,7 +173,13 @@ def _unscale(original: Callable[..., Any], scaler: torch.amp.GradScaler, optimiz
     return result
 
 
-def _step(original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _step(
+    original: Callable[..., Any],
+    scaler: torch.amp.GradScaler,
+    optimizer: Optimizer,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if not scaler.is_enabled():
         return original(scaler, optimizer, *args, **kwargs)
     for observer in tuple(_observers):

@@ -5,12 +5,21 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from gradsight.values.records import Parameter
+from gradsight.values.steps import Parameter
 
-_WRAPPER_COMPONENTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-"""Attributes under which torch.compile, FSDP, checkpoint wrappers and Lightning keep the module they wrap."""
+_WRAPPER_COMPONENTS = {
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",
+}
+"""Attributes under which torch.compile, FSDP, checkpoint wrappers and Lightning keep the module
+they wrap.
+"""
 _DATA_PARALLEL = {"DistributedDataParallel", "DataParallel"}
-"""Classes that keep the module they wrap as `module`. Elsewhere `module` is a name of the user's own."""
+"""Classes that keep the module they wrap as `module`. Elsewhere `module` is a name of the user's
+own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,9 @@ class Named:
         """The same without the tensor."""
         tensor = self.tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return Parameter(self.name, tuple(tensor.shape), dtype, tensor.requires_grad, self.names[1:])
+        return Parameter(
+            self.name, tuple(tensor.shape), dtype, tensor.requires_grad, self.names[1:]
+        )
 
 
 def named_parameters(model: nn.Module) -> list[Named]:
@@ -51,7 +62,9 @@ def clean_name(model: nn.Module, name: str) -> str:
         if not _is_wrapping(module, component):
             parts.append(component)
         child = getattr(module, "_modules", {}).get(component)
-        module = module if child is None else child  # not its truth: a compiled module refuses to be asked for its length
+        module = (
+            module if child is None else child
+        )  # not its truth: a compiled module refuses to be asked for its length
     return ".".join(parts)
 
 
@@ -61,7 +74,9 @@ def _is_wrapping(parent: nn.Module, component: str) -> bool:
     return component in _WRAPPER_COMPONENTS
 
 
-def _walk(module: nn.Module, prefix: str, open_modules: dict[int, None]) -> Iterator[tuple[str, Tensor]]:
+def _walk(
+    module: nn.Module, prefix: str, open_modules: dict[int, None]
+) -> Iterator[tuple[str, Tensor]]:
     """Depth first, each module as often as it is used, so that tied weights show all their names."""
     if id(module) in open_modules:
         return
@@ -71,5 +86,7 @@ def _walk(module: nn.Module, prefix: str, open_modules: dict[int, None]) -> Iter
             yield prefix + key, parameter
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, prefix if _is_wrapping(module, key) else f"{prefix}{key}.", open_modules)
+            yield from _walk(
+                child, prefix if _is_wrapping(module, key) else f"{prefix}{key}.", open_modules
+            )
     del open_modules[id(module)]

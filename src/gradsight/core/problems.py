@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from gradsight.errors import GradsightWarning
-from gradsight.values.records import Problem
+from gradsight.values.problems import Problem
 
 
 class Problems:
@@ -44,7 +44,9 @@ class Problems:
 
 
 def say(message: str) -> None:
-    """A warning, which must not become an error in somebody's training loop even where warnings are errors."""
+    """A warning, which must not become an error in somebody's training loop even where warnings are
+    errors.
+    """
     try:
         warnings.warn(message, GradsightWarning, stacklevel=3)
     except GradsightWarning:

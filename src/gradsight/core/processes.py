@@ -1,4 +1,6 @@
-"""The processes that train together, and how the model is spread over them. Everything here also works in one process."""
+"""The processes that train together, and how the model is spread over them. Everything here also
+works in one process.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -17,12 +19,16 @@ from gradsight.errors import UsageError
 def pick_device(wanted: str) -> torch.device:
     """The device of this process."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this torch sees no GPU. Use --device cpu, or install a CUDA build of torch")
+        raise UsageError(
+            "--device cuda: this torch sees no GPU. Use --device cpu, or install a CUDA build of torch"
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
-        raise UsageError(f"{local + 1} processes on this machine, but only {torch.cuda.device_count()} GPUs: start fewer")
+        raise UsageError(
+            f"{local + 1} processes on this machine, but only {torch.cuda.device_count()} GPUs: start fewer"
+        )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
@@ -101,7 +107,9 @@ class Processes:
 
 @contextmanager
 def reduced_at_last(model: nn.Module, last: bool) -> Iterator[None]:
-    """Under DDP only the last micro-batch's backward pass sends gradients; they have added up by then."""
+    """Under DDP only the last micro-batch's backward pass sends gradients; they have added up by
+    then.
+    """
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
             yield

@@ -1,4 +1,6 @@
-"""Where the samples are in a call of a model: in its arguments, in its outputs, in what its loss functions are given."""
+"""Where the samples are in a call of a model: in its arguments, in its outputs, in what its loss
+functions are given.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +36,9 @@ class ModelCall:
     flat: list[Any]
     spec: Any
     dims: Mapping[int, int]
-    """The dimension that holds the samples, by the position of the tensor among the arguments' leaves."""
+    """The dimension that holds the samples, by the position of the tensor among the arguments'
+    leaves.
+    """
     batch: int
 
     def whole(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,12 +57,16 @@ class ModelCall:
 
 
 def tell_batch(
-    args: Sequence[Any], kwargs: Mapping[str, Any], size: int | None, batch_dim: int | None, root: nn.Module
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    size: int | None,
+    batch_dim: int | None,
+    root: nn.Module,
 ) -> ModelCall:
     """Find the samples in the arguments of a call of the model.
 
-    The number of samples is `size` where given; else that of dimension `batch_dim`, by default 0, or 1 where
-    the model says batch_first=False or only dimension 1 is the same in all tensors.
+    The number of samples is `size` where given; else that of dimension `batch_dim`, by default 0,
+    or 1 where the model says batch_first=False or only dimension 1 is the same in all tensors.
     """
     flat, spec = tree_flatten((tuple(args), dict(kwargs)))
     tensors = {i: x for i, x in enumerate(flat) if isinstance(x, Tensor) and x.dim() > 0}
@@ -88,7 +96,9 @@ def _likely_dim(root: nn.Module, tensors: Sequence[Tensor], size: int | None) ->
     by_dim = [{t.shape[d] for t in tensors if t.dim() > d and t.shape[d] != 1} for d in (0, 1)]
     if size is not None:
         return 0 if size in by_dim[0] or size == 1 or size not in by_dim[1] else 1
-    return 1 if len(by_dim[0]) > 1 and len(by_dim[1]) == 1 and all(t.dim() > 1 for t in tensors) else 0
+    return (
+        1 if len(by_dim[0]) > 1 and len(by_dim[1]) == 1 and all(t.dim() > 1 for t in tensors) else 0
+    )
 
 
 def _find_dim(tensor: Tensor, batch: int, preferred: int) -> int | None:
@@ -118,7 +128,11 @@ class LossInputs(TorchFunctionMode):
         self.seen: list[Tensor] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation; remember the predictions if it is a loss."""
         if func in LOSSES:
@@ -145,11 +159,19 @@ def usable(y: Tensor) -> bool:
     return y.is_floating_point() and y.requires_grad and y.dim() > 0
 
 
-def part_of(whole: Tensor, alone: Tensor, i: int, batch: int, within: float | None = None) -> tuple[slice, ...]:
-    """Where in the batch's output sample i's is, after proof that its output alone is that part, `within` rounding."""
+def part_of(
+    whole: Tensor, alone: Tensor, i: int, batch: int, within: float | None = None
+) -> tuple[slice, ...]:
+    """Where in the batch's output sample i's is, after proof that its output alone is that part,
+    `within` rounding.
+    """
     if batch == 1 and whole.shape == alone.shape:
         return ()
-    dims = [d for d in range(alone.dim()) if whole.shape[d] != alone.shape[d]] if whole.dim() == alone.dim() else []
+    dims = (
+        [d for d in range(alone.dim()) if whole.shape[d] != alone.shape[d]]
+        if whole.dim() == alone.dim()
+        else []
+    )
     if len(dims) != 1 or whole.shape[dims[0]] != batch * alone.shape[dims[0]]:
         raise NotSeparable(
             f"the model's output has shape {tuple(whole.shape)} for {batch} samples but {tuple(alone.shape)} for one: "
@@ -167,7 +189,8 @@ def part_of(whole: Tensor, alone: Tensor, i: int, batch: int, within: float | No
 
 
 def close(a: Tensor, b: Tensor, within: float | None = None) -> bool:
-    """Whether two outputs are the same up to rounding, judged by their largest entry; what is not finite must be so in both.
+    """Whether two outputs are the same up to rounding, judged by their largest entry; what is not
+    finite must be so in both.
 
     >>> nan, one = float("nan"), torch.ones(2)
     >>> close(one * nan, one * nan), close(one * nan, one), close(one, one + 1e-6)

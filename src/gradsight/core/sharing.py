@@ -31,16 +31,19 @@ def like(parameter: Any, values: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard a model's parameters again that a forward pass without a backward pass, an evaluation, has left whole.
+    """Shard a model's parameters again that a forward pass without a backward pass, an evaluation,
+    has left whole.
 
-    FSDP2 keeps its outermost parameters whole for a backward pass to come; until then the model's own parameters are other
-    tensors than those that the optimizer has.
+    FSDP2 keeps its outermost parameters whole for a backward pass to come; until then the model's
+    own parameters are other tensors than those that the optimizer has.
     """
     if dist.is_available() and dist.is_initialized():
         from torch.distributed.fsdp import FSDPModule
 
         for module in model.modules():
-            if isinstance(module, FSDPModule) and not all(is_sharded(p) for p in module.parameters()):
+            if isinstance(module, FSDPModule) and not all(
+                is_sharded(p) for p in module.parameters()
+            ):
                 module.reshard()
 
 
@@ -52,7 +55,9 @@ class Ranks:
         sharded = [p for p in model.parameters() if is_sharded(p)]
         self.sharded = bool(sharded)
         replicated = any(isinstance(m, DistributedDataParallel) for m in model.modules())
-        self.size = dist.get_world_size() if (self.sharded or replicated) and dist.is_initialized() else 1
+        self.size = (
+            dist.get_world_size() if (self.sharded or replicated) and dist.is_initialized() else 1
+        )
         for parameter in sharded:
             self._check_mesh(parameter)
         self.rank = dist.get_rank() if self.size > 1 else 0
@@ -63,7 +68,11 @@ class Ranks:
         from torch.distributed.tensor import Shard
 
         mesh, placements = parameter.device_mesh, parameter.placements
-        if mesh.ndim != 1 or mesh.size() != self.size or not (isinstance(placements[0], Shard) and placements[0].dim == 0):
+        if (
+            mesh.ndim != 1
+            or mesh.size() != self.size
+            or not (isinstance(placements[0], Shard) and placements[0].dim == 0)
+        ):
             raise GradsightError(
                 f"expected parameters sharded over all {self.size} processes along dimension 0 (fully_shard on one mesh), got "
                 f"{placements} on a mesh of shape {tuple(mesh.shape)}. Other ways of sharding are not supported by the "
@@ -89,7 +98,9 @@ class Ranks:
             flat = torch.cat([t.reshape(-1) for t in same])
             dist.all_reduce(flat, group=self._group)
             flat /= self.size
-            for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
+            for tensor, part in zip(
+                same, torch.split(flat, [t.numel() for t in same]), strict=True
+            ):
                 tensor.copy_(part.view_as(tensor))
 
     def gather_shards(self, sharded: Tensor) -> Tensor:
@@ -100,7 +111,9 @@ class Ranks:
         padded = part.new_zeros((rows, *sharded.shape[1:]))
         padded[: part.shape[0]] = part
         whole = part.new_empty((rows * self.size, *sharded.shape[1:]))
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 has renamed it, and warns
+        gather = getattr(
+            dist, "all_gather_single", dist.all_gather_into_tensor
+        )  # torch 2.13 has renamed it, and warns
         gather(whole, padded, group=self._group)
         return whole[: sharded.shape[0]]
 

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 
 class Worker:
-    """Calls `work` every `period` seconds, and once more when stopped. `work` handles its own errors."""
+    """Calls `work` every `period` seconds, and once more when stopped. `work` handles its own
+    errors.
+    """
 
     def __init__(self, name: str, work: Callable[[], None], period: float) -> None:
         self._work = work

@@ -1,4 +1,5 @@
-"""The ranks that write a dump together, in a group of their own, and where a shard lies in its tensor.
+"""The ranks that write a dump together, in a group of their own, and where a shard lies in its
+tensor.
 
 Everything works undistributed too. Nothing here runs on the group that training uses.
 """
@@ -70,7 +71,9 @@ _meetings = itertools.count()
 
 
 def _meet() -> None:
-    """Return when every rank has come; raise if one does not, before anything is shared that could then be torn."""
+    """Return when every rank has come; raise if one does not, before anything is shared that could
+    then be torn.
+    """
     store: Any = dist.distributed_c10d._get_default_store()
     meeting = next(_meetings)
     keys = [f"gradsight/dump/{meeting}/{rank}" for rank in range(world_size())]
@@ -85,7 +88,9 @@ def _meet() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the local part of a gradient lies in the whole, and whether this rank is the one to write it."""
+    """Where the local part of a gradient lies in the whole, and whether this rank is the one to
+    write it.
+    """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -102,7 +107,9 @@ def sharding(tensor: torch.Tensor) -> object:
 
 
 def place_of(tensor: torch.Tensor, turn: int) -> Place:
-    """Where this rank's part lies; of a shard with replicas, replica number `turn` (modulo their count) writes."""
+    """Where this rank's part lies; of a shard with replicas, replica number `turn` (modulo their
+    count) writes.
+    """
     if is_sharded(tensor):
         return _sharded_place(tensor.shape, tensor.device_mesh, tensor.placements, turn)  # type: ignore[attr-defined]
     shape = tuple(tensor.shape)
@@ -121,7 +128,8 @@ def _sharded_place(shape: torch.Size, mesh: Any, placements: Any, turn: int) -> 
         tuple(sizes),
         mesh=_mesh_text(mesh),
         placements=tuple(repr(placement) for placement in placements),
-        writes=where is not None and _replica(mesh, where, axes) == turn % math.prod(mesh.size(axis) for axis in axes),
+        writes=where is not None
+        and _replica(mesh, where, axes) == turn % math.prod(mesh.size(axis) for axis in axes),
         partial=any(placement.is_partial() for placement in placements),
     )
 

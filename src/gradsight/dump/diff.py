@@ -43,16 +43,26 @@ def _pairs(first: Path, second: Path, step: int | None) -> Iterator[tuple[Path, 
         yield first, second
         return
     theirs = {(step_of(folder), folder.name): folder for folder in other}
-    shared = [(folder, theirs[step_of(folder), folder.name]) for folder in one if (step_of(folder), folder.name) in theirs]
+    shared = [
+        (folder, theirs[step_of(folder), folder.name])
+        for folder in one
+        if (step_of(folder), folder.name) in theirs
+    ]
     if not shared:
-        raise UsageError(f"nothing to compare: {first} has {_steps(one)}, {second} has {_steps(other)}")
+        raise UsageError(
+            f"nothing to compare: {first} has {_steps(one)}, {second} has {_steps(other)}"
+        )
     whole = {step_of(folder) for folder, _ in shared if folder.name == FOLDERS["full"]}
-    yield from (pair for pair in shared if pair[0].name == FOLDERS["full"] or step_of(pair[0]) not in whole)
+    yield from (
+        pair for pair in shared if pair[0].name == FOLDERS["full"] or step_of(pair[0]) not in whole
+    )
 
 
 def _steps(folders: list[Path]) -> str:
     kinds = sorted({folder.name for folder in folders})
-    numbers = ", ".join(str(number) for number in sorted({step_of(folder) or 0 for folder in folders}))
+    numbers = ", ".join(
+        str(number) for number in sorted({step_of(folder) or 0 for folder in folders})
+    )
     return f"{' and '.join(kinds)} of steps {numbers}"
 
 
@@ -66,10 +76,19 @@ def _compare_dumps(first: Path, second: Path) -> Iterator[Difference]:
             yield _compare_one(name, first, one, second, other)
 
 
-def _compare_one(name: str, first: Path, one: Manifest, second: Path, other: Manifest) -> Difference:
+def _compare_one(
+    name: str, first: Path, one: Manifest, second: Path, other: Manifest
+) -> Difference:
     a, b = one.tensors[name], other.tensors[name]
     if a.shape != b.shape:
-        return Difference(one.step, name, math.inf, math.inf, None, f"shape {list(a.shape)} against {list(b.shape)}")
+        return Difference(
+            one.step,
+            name,
+            math.inf,
+            math.inf,
+            None,
+            f"shape {list(a.shape)} against {list(b.shape)}",
+        )
     note = "" if a.dtype == b.dtype else f"{a.dtype} against {b.dtype}"
     return difference(one.step, name, values(first, name, a), values(second, name, b), note)
 
@@ -87,7 +106,9 @@ def difference(step: int, name: str, a: Values, b: Values, note: str = "") -> Di
     if same.all():
         return Difference(step, name, 0.0, 0.0, _cosine(a, b), note)
     if not (np.isfinite(a[~same]).all() and np.isfinite(b[~same]).all()):
-        return Difference(step, name, math.inf, math.inf, None, note or "NaN or infinite on one side only")
+        return Difference(
+            step, name, math.inf, math.inf, None, note or "NaN or infinite on one side only"
+        )
     absolute = float(np.abs(a[~same] - b[~same]).max())
     finite = np.isfinite(a)
     largest = max(float(np.abs(a[finite]).max()), float(np.abs(b[finite]).max()))

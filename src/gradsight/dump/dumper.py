@@ -18,7 +18,8 @@ from gradsight.dump.plan import Fault
 from gradsight.dump.staging import Pool
 from gradsight.dump.writer import Writer
 from gradsight.errors import GradsightWarning, UsageError
-from gradsight.values.records import Problem, Schedule
+from gradsight.values.problems import Problem
+from gradsight.values.steps import Schedule
 
 SEVERITIES = ("warning", "critical")
 
@@ -32,9 +33,10 @@ class GradientDumper:
     "wait" or to "skip" the dump. `keep_last` and `max_bytes` let the oldest dumps go once a new one is complete.
     `dump_on`: under watch, also dump when a step is judged so.
 
-    Several ranks: make one on each, with the same arguments, and call `dump` on each at the same steps, after backward.
-    A fault never stops training: it is warned of once, counted in `problems`, and the dump is absent. With several
-    ranks, `close` before the process group is destroyed.
+    Several ranks: make one on each, with the same arguments, and call `dump` on each at the same
+    steps, after backward. A fault never stops training: it is warned of once, counted in
+    `problems`, and the dump is absent. With several ranks, `close` before the process group is
+    destroyed.
     """
 
     def __init__(
@@ -53,7 +55,12 @@ class GradientDumper:
         queue_size: int = 1,
         when_full: Literal["wait", "skip"] = "wait",
     ) -> None:
-        counts = dict(save_first_n=save_first_n, keep_last=keep_last, max_bytes=max_bytes, queue_size=queue_size)  # noqa: C408
+        counts = {
+            "save_first_n": save_first_n,
+            "keep_last": keep_last,
+            "max_bytes": max_bytes,
+            "queue_size": queue_size,
+        }
         for name, value in counts.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} must be a whole number, 1 or more, got {value!r}")
@@ -65,7 +72,9 @@ class GradientDumper:
         self.schedule = Schedule(start_step, end_step, step_interval)
         self.written, self.skipped, self.failed = 0, 0, 0
         self._limits = Limits(keep_last, max_bytes, save_first_n)
-        self._layout = Layout(Path(run_dir).absolute(), "full" if save_first_n is None else "sampled")
+        self._layout = Layout(
+            Path(run_dir).absolute(), "full" if save_first_n is None else "sampled"
+        )
         self._wait = when_full == "wait"
         self._pool = Pool(queue_size)
         self._writer = Writer(self._work, asynchronous)
@@ -85,12 +94,15 @@ class GradientDumper:
             return list(self._problems.values())
 
     def wants(self, step: int, severity: str | None = None) -> bool:
-        """Whether a step is to be dumped: by schedule, or because it was judged at least as bad as `dump_on`."""
+        """Whether a step is to be dumped: by schedule, or because it was judged at least as bad as
+        `dump_on`.
+        """
         severe = SEVERITIES[SEVERITIES.index(self.dump_on) :] if self.dump_on else ()
         return self.enabled and (self.schedule.due(step) or severity in severe)
 
     def dump(self, model: torch.nn.Module, step: int, *, divisor: float = 1.0) -> Path | None:
-        """Dump what is in `.grad` now, if the step is due, and return where it will lie; None: not due, or given up.
+        """Dump what is in `.grad` now, if the step is due, and return where it will lie; None: not
+        due, or given up.
 
         `divisor` is the loss scale where gradients are still scaled. If asynchronous, the folder is there after wait().
         """
@@ -108,17 +120,23 @@ class GradientDumper:
         return self._take(model, step, facts)
 
     def capture(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
-        """Dump now, whatever the schedule says, with known facts; for the composer: nothing is raised."""
+        """Dump now, whatever the schedule says, with known facts; for the composer: nothing is
+        raised.
+        """
         try:
             return self._take(model, step, facts)
         except Exception as error:
-            text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            )
             self._count(step, Fault("fault", text))
             self._say()
             return None
 
     def stage(self, model: torch.nn.Module, step: int, facts: Facts) -> Job | None:
-        """Copy the gradients now; `commit` writes them, `discard` forgets them. For the composer: nothing is raised."""
+        """Copy the gradients now; `commit` writes them, `discard` forgets them. For the composer:
+        nothing is raised.
+        """
         try:
             self._say()
             ranks = self._join(step)
@@ -153,7 +171,12 @@ class GradientDumper:
     def __enter__(self) -> "GradientDumper":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _take(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
@@ -200,7 +223,9 @@ class GradientDumper:
             buffer.fill(gradients)
         except Exception as error:
             self._pool.give(buffer)
-            return replace(job, fault=Fault("memory", f"the gradients could not be copied: {error}"))
+            return replace(
+                job, fault=Fault("memory", f"the gradients could not be copied: {error}")
+            )
         return replace(job, buffer=buffer)
 
     def _join(self, step: int) -> Ranks | None:
@@ -209,7 +234,10 @@ class GradientDumper:
             try:
                 self._ranks = Ranks.join()
             except Exception as error:
-                self._broken = Fault("ranks", f"the ranks did not meet ({error}); dump() must be called on every rank")
+                self._broken = Fault(
+                    "ranks",
+                    f"the ranks did not meet ({error}); dump() must be called on every rank",
+                )
         if self._broken is not None:
             self._count(step, self._broken)
             self._say()
@@ -233,8 +261,12 @@ class GradientDumper:
                 self._count(job.step, outcome.fault)
         except Exception as error:
             if self._ranks.size > 1:
-                self._broken = Fault("ranks", f"the ranks lost each other, there will be no further dumps: {error}")
-            self._count(job.step, self._broken or Fault("fault", f"{type(error).__name__}: {error}"))
+                self._broken = Fault(
+                    "ranks", f"the ranks lost each other, there will be no further dumps: {error}"
+                )
+            self._count(
+                job.step, self._broken or Fault("fault", f"{type(error).__name__}: {error}")
+            )
         finally:
             if job.buffer is not None:
                 self._pool.give(job.buffer)
@@ -259,7 +291,9 @@ class GradientDumper:
             known = self._problems.get(fault.key)
             if known is None:
                 self._problems[fault.key] = Problem(fault.key, fault.message, step, 1)
-                if self._ranks is None or self._ranks.rank == 0 or fault.key == "ranks":  # others know what rank 0 says
+                if (
+                    self._ranks is None or self._ranks.rank == 0 or fault.key == "ranks"
+                ):  # others know what rank 0 says
                     self._unsaid.append(f"gradient dump of step {step}: {fault.message}")
             else:
                 self._problems[fault.key] = replace(known, count=known.count + 1)

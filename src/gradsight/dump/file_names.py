@@ -9,7 +9,8 @@ LONGEST = 180
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:
-    """A file name for each parameter name: the name itself where safe and short, else a readable part and a hash.
+    """A file name for each parameter name: the name itself where safe and short, else a readable
+    part and a hash.
 
     >>> file_stems(["wte.weight", "a/b"])
     {'wte.weight': 'wte.weight', 'a/b': 'a_b-c14cddc033f6'}
@@ -18,7 +19,12 @@ def file_stems(names: Iterable[str]) -> dict[str, str]:
     taken: set[str] = set()
     for name in names:
         stem = re.sub(r"[\x00-\x1f\x7f/\\:*?\"<>|]", "_", name)
-        if stem != name or len(stem.encode()) > LONGEST or stem.casefold() in taken or not stem.strip(". "):
+        if (
+            stem != name
+            or len(stem.encode()) > LONGEST
+            or stem.casefold() in taken
+            or not stem.strip(". ")
+        ):
             stem = f"{_shorten(stem)}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         stems[name] = stem
         taken.add(stem.casefold())

@@ -60,10 +60,14 @@ class Layout:
 
     @_alone
     def recover(self) -> None:
-        """Clear what a killed process left behind; a dump that was about to be replaced is put back."""
+        """Clear what a killed process left behind; a dump that was about to be replaced is put
+        back.
+        """
         files.make_folder(self.root)
         partials = step_folders(self.root, ".partial")
-        leftovers = [path for folder in partials for path in sorted(folder.glob(f"{FOLDERS[self.kind]}*"))]
+        leftovers = [
+            path for folder in partials for path in sorted(folder.glob(f"{FOLDERS[self.kind]}*"))
+        ]
         for leftover in leftovers:
             final = self.root / leftover.parent.name.removesuffix(".partial") / FOLDERS[self.kind]
             if leftover.suffix == ".old" and not final.exists():
@@ -83,7 +87,9 @@ class Layout:
 
     @_alone
     def commit(self, step: int) -> None:
-        """Make a written dump the dump of its step, in one rename; an older one of the same step goes afterwards."""
+        """Make a written dump the dump of its step, in one rename; an older one of the same step
+        goes afterwards.
+        """
         partial, final = self.partial(step), self.final(step)
         old = partial.with_suffix(".old")
         files.sync_folder(partial)
@@ -129,7 +135,9 @@ class Layout:
         """Remove the oldest dumps until the limits hold; the newest always stays."""
         dumps = self.complete() if keep_last or max_bytes else []
         total = sum(size(manifest) for manifest in dumps)
-        while len(dumps) > 1 and (len(dumps) > (keep_last or len(dumps)) or total > (max_bytes or total)):
+        while len(dumps) > 1 and (
+            len(dumps) > (keep_last or len(dumps)) or total > (max_bytes or total)
+        ):
             oldest = dumps.pop(0)
             total -= size(oldest)
             self.retire(oldest.step)
@@ -141,21 +149,30 @@ def size(manifest: Manifest) -> int:
 
 
 def find_dumps(path: Path, step: int | None = None) -> list[Path]:
-    """The dump folders under a run, its gradient_dumper, a step or a dump itself, in the order of their steps.
+    """The dump folders under a run, its gradient_dumper, a step or a dump itself, in the order of
+    their steps.
 
-    Every folder that has the place of a dump is named, readable or not; folders still being written are not.
+    Every folder that has the place of a dump is named, readable or not; folders still being written
+    are not.
     """
     if (path / NAME).exists() or path.name in FOLDERS.values():
         found = [path]
     else:
         parents = [path, *step_folders(path), *step_folders(path / ROOT)]
-        found = [folder / name for folder in parents for name in FOLDERS.values() if (folder / name).is_dir()]
+        found = [
+            folder / name
+            for folder in parents
+            for name in FOLDERS.values()
+            if (folder / name).is_dir()
+        ]
     if not found:
         raise RunError(_nothing(path))
     found = sorted(found, key=lambda folder: (step_of(folder) or 0, folder.name))
     chosen = [folder for folder in found if step is None or step_of(folder) == step]
     if not chosen:
-        steps = ", ".join(str(number) for number in sorted({step_of(folder) or 0 for folder in found}))
+        steps = ", ".join(
+            str(number) for number in sorted({step_of(folder) or 0 for folder in found})
+        )
         raise UsageError(f"{path} has no dump of step {step}; it has steps {steps}")
     return chosen
 

@@ -67,11 +67,20 @@ class _Body:
         """Head, raw bytes and tail of one record after the other."""
         for span in self._spans:
             place, length, crc = span.row.place, span.stop - span.start, self._sums.next()
-            around = frame(self.position, describe(place.sizes, getattr(torch, span.row.dtype)), length, crc)
+            around = frame(
+                self.position, describe(place.sizes, getattr(torch, span.row.dtype)), length, crc
+            )
             yield around.head
             yield self._buffer.raw(span)
             yield around.tail
-            chunk = Chunk(self._name, self.position + len(around.head), length, place.offsets, place.sizes, crc)
+            chunk = Chunk(
+                self._name,
+                self.position + len(around.head),
+                length,
+                place.offsets,
+                place.sizes,
+                crc,
+            )
             total = len(around.head) + length + len(around.tail)
             self.records.append((span.row.name, Record(chunk, self.position, total)))
             self.frame_crc = zlib.crc32(around.tail, zlib.crc32(around.head, self.frame_crc))
@@ -92,17 +101,26 @@ def write_metadata(folder: Path, tensors: Mapping[str, Entry], shards: Sequence[
 
     described = {}
     for name, entry in tensors.items():
-        boxes = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+        boxes = [
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            for chunk in entry.chunks
+        ]
         properties = TensorProperties(dtype=getattr(torch, entry.dtype))
         described[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
     storage = {
-        MetadataIndex(name, record.chunk.offsets): _StorageInfo(record.chunk.file, record.start, record.length)
+        MetadataIndex(name, record.chunk.offsets): _StorageInfo(
+            record.chunk.file, record.start, record.length
+        )
         for shard in shards
         for name, record in shard.records
     }
     paths = {name: (name,) for name in tensors}
     metadata = Metadata(
-        dict(described), planner_data=paths, storage_data=storage, storage_meta=StorageMeta(), version=DCP_VERSION
+        dict(described),
+        planner_data=paths,
+        storage_data=storage,
+        storage_meta=StorageMeta(),
+        version=DCP_VERSION,
     )
     data = pickle.dumps(metadata)
     files.write_file(folder / METADATA, [data])

@@ -54,7 +54,9 @@ class Gradients:
 
 
 class Collector:
-    """Finds the pieces of gradients that this rank should write; remembers what it found, to be quick the next time."""
+    """Finds the pieces of gradients that this rank should write; remembers what it found, to be
+    quick the next time.
+    """
 
     def __init__(self, world_size: int = 1, rank: int = 0, first_n: int | None = None) -> None:
         self._world_size, self._rank, self._first_n = world_size, rank, first_n
@@ -66,8 +68,15 @@ class Collector:
         modules = list(model.modules())
         _refuse_flat({type(module) for module in modules})
         named, aliases = _distinct(model)
-        reduced = any(isinstance(module, DistributedDataParallel) and reduces_gradients(module) for module in modules)
-        owners = _owners(named, 1 if self._first_n else self._world_size) if reduced and self._world_size > 1 else {}
+        reduced = any(
+            isinstance(module, DistributedDataParallel) and reduces_gradients(module)
+            for module in modules
+        )
+        owners = (
+            _owners(named, 1 if self._first_n else self._world_size)
+            if reduced and self._world_size > 1
+            else {}
+        )
         rows, tensors, left_out, capped, seen = [], [], dict[str, str](), list[str](), 0
         for turn, (name, parameter) in enumerate(named.items()):
             gradient, source = _gradient(parameter)
@@ -81,15 +90,23 @@ class Collector:
             except UsageError as problem:
                 left_out[name] = str(problem)
                 continue
-            if self._first_n is not None and self._first_n > (gradient.shape[0] if gradient.dim() else 1):
+            if self._first_n is not None and self._first_n > (
+                gradient.shape[0] if gradient.dim() else 1
+            ):
                 capped.append(name)
             if row is not None:
                 rows.append(row)
-                tensors.append(_cut(local_part(gradient), row) if self._first_n else local_part(gradient))
-        return Gradients(tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen, tuple(capped))
+                tensors.append(
+                    _cut(local_part(gradient), row) if self._first_n else local_part(gradient)
+                )
+        return Gradients(
+            tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen, tuple(capped)
+        )
 
     def _row(self, found: "_Found", parameter: torch.Tensor) -> Row | None:
-        """The row of this rank's piece, or None if it has none; looked up if the gradient is like the last one."""
+        """The row of this rank's piece, or None if it has none; looked up if the gradient is like
+        the last one.
+        """
         gradient = found.gradient
         likeness = (*found[2:], gradient.shape, gradient.dtype, gradient.layout, sharding(gradient))
         known = self._known.get(found.name)
@@ -109,7 +126,15 @@ class Collector:
             return None
         stored = torch.float32 if found.unscale and gradient.dtype in HALVES else gradient.dtype
         alone = self._world_size == 1 or found.reduced or place.mesh is not None
-        return Row(found.name, _word(stored), place, tuple(gradient.shape), _word(gradient.layout), found.source, alone)
+        return Row(
+            found.name,
+            _word(stored),
+            place,
+            tuple(gradient.shape),
+            _word(gradient.layout),
+            found.source,
+            alone,
+        )
 
 
 class _Found(NamedTuple):
@@ -125,7 +150,9 @@ class _Found(NamedTuple):
 
 
 def _writes(place: Place, owned: bool) -> bool:
-    """Whether this rank has anything to write of a gradient; an empty shard has not, a gradient without entries has."""
+    """Whether this rank has anything to write of a gradient; an empty shard has not, a gradient
+    without entries has.
+    """
     if place.mesh is None:
         return owned
     return place.writes and (math.prod(place.sizes) > 0 or math.prod(place.shape) == 0)
@@ -142,7 +169,9 @@ def _distinct(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str
     aliases: dict[str, str] = {}
     for found in named_parameters(model):
         if found.name in named:
-            raise UsageError(f"two parameters of the model have the name {found.name!r} without their wrappers; rename one")
+            raise UsageError(
+                f"two parameters of the model have the name {found.name!r} without their wrappers; rename one"
+            )
         named[found.name] = found.tensor
         aliases |= dict.fromkeys(found.names[1:], found.name)
     return named, aliases
@@ -166,8 +195,12 @@ def _refusal(gradient: torch.Tensor, parameter: torch.Tensor, place: Place) -> s
 
 
 def _owners(named: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
-    """Which rank writes which replicated gradient: consecutive parameters, about the same bytes for everyone."""
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in named.items()}
+    """Which rank writes which replicated gradient: consecutive parameters, about the same bytes for
+    everyone.
+    """
+    sizes = {
+        name: parameter.numel() * parameter.element_size() for name, parameter in named.items()
+    }
     total, before, owners = max(1, sum(sizes.values())), 0, {}
     for name, size in sizes.items():
         owners[name] = min(world_size - 1, (before + size // 2) * world_size // total)
@@ -190,7 +223,9 @@ def _cut(local: torch.Tensor, row: Row) -> torch.Tensor:
 
 
 def _refuse_flat(kinds: set[type[torch.nn.Module]]) -> None:
-    """The older FSDP keeps gradients as pieces of one flat vector, which have no shape of their own."""
+    """The older FSDP keeps gradients as pieces of one flat vector, which have no shape of their
+    own.
+    """
     if any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds):
         text = "FullyShardedDataParallel is not supported: its gradients are flat pieces. Use torch's fully_shard"
         raise UsageError(text)

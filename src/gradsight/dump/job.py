@@ -1,7 +1,8 @@
-"""One dump from staged pieces to a complete folder: the ranks offer, rank 0 plans, all write, rank 0 completes.
+"""One dump from staged pieces to a complete folder: the ranks offer, rank 0 plans, all write, rank
+0 completes.
 
-Whatever goes wrong on one rank is told to all in the next exchange, so that no rank waits for another that has given
-up, and either every rank knows the dump complete or none does.
+Whatever goes wrong on one rank is told to all in the next exchange, so that no rank waits for
+another that has given up, and either every rank knows the dump complete or none does.
 """
 
 import time
@@ -26,13 +27,18 @@ FRAME_BYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of the gradient beside its values; the composer knows more than a user's call can say."""
+    """What is known of the gradient beside its values; the composer knows more than a user's call
+    can say.
+    """
 
     gradient: str = "as found in .grad"
-    """ "true" for the gradient accumulated, reduced, unscaled, before clipping; else what it is instead."""
+    """"true" for the gradient accumulated, reduced, unscaled, before clipping; else what it is
+    instead.
+    """
     reason: str = "schedule"
     clip_coef: float | None = None
-    """What clipping multiplied, or will multiply, this gradient with; None where that is not known."""
+    """What clipping multiplied, or will multiply, this gradient with; None where that is not known.
+    """
     scale: float | None = None
     """The loss scale; None without one."""
     divisor: float = 1.0
@@ -71,11 +77,15 @@ class Outcome:
 def run(job: Job, layout: Layout, ranks: Ranks, limits: Limits, first: bool = False) -> Outcome:
     """Write one dump together with the other ranks."""
     offers = ranks.gather(_guarded(lambda: _offer(job)))
-    plan = ranks.broadcast(_guarded(lambda: _prepare(job, offers, layout, limits, first)) if ranks.rank == 0 else None)
+    plan = ranks.broadcast(
+        _guarded(lambda: _prepare(job, offers, layout, limits, first)) if ranks.rank == 0 else None
+    )
     if isinstance(plan, Fault):
         return Outcome(plan)
     shards = _write(job, layout, ranks, plan, offers)
-    return ranks.broadcast(_complete(job, layout, limits, plan, offers, shards) if ranks.rank == 0 else None)  # type: ignore[no-any-return]
+    return ranks.broadcast(
+        _complete(job, layout, limits, plan, offers, shards) if ranks.rank == 0 else None
+    )  # type: ignore[no-any-return]
 
 
 def _guarded(action: Callable[[], T]) -> T | Fault:
@@ -83,7 +93,9 @@ def _guarded(action: Callable[[], T]) -> T | Fault:
     try:
         return action()
     except OSError as error:
-        return Fault("disk", f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        return Fault(
+            "disk", f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        )
     except Exception as error:
         return Fault("fault", f"{type(error).__name__}: {error}")
 
@@ -95,27 +107,39 @@ def _offer(job: Job) -> Offer | Fault:
     job.buffer.settle(job.facts.divisor)
     rows = tuple(full.checked(job.buffer, span) for span in job.buffer.spans)
     gradients = job.gradients
-    return Offer(job.step, rows, gradients.parameters, gradients.aliases, gradients.left_out, gradients.seen)
+    return Offer(
+        job.step, rows, gradients.parameters, gradients.aliases, gradients.left_out, gradients.seen
+    )
 
 
-def _prepare(job: Job, offers: Sequence[Offer | Fault], layout: Layout, limits: Limits, first: bool) -> Plan | Fault:
+def _prepare(
+    job: Job, offers: Sequence[Offer | Fault], layout: Layout, limits: Limits, first: bool
+) -> Plan | Fault:
     """Decide who writes what, and see to it that it can be written."""
     plan = decide(offers)
     if isinstance(plan, Fault):
         return plan
     needed = sum(plan.lengths) + FRAME_BYTES * sum(len(indices) for indices in plan.choices)
     if limits.max_bytes is not None and sum(plan.lengths) > limits.max_bytes:
-        return Fault("size", f"one dump takes {sum(plan.lengths):,} bytes, more than max_bytes={limits.max_bytes:,} allows")
+        return Fault(
+            "size",
+            f"one dump takes {sum(plan.lengths):,} bytes, more than max_bytes={limits.max_bytes:,} allows",
+        )
     free = files.free_bytes(layout.root)
     if needed > free:
-        return Fault("disk", f"not enough space in {layout.root}: the dump needs {needed:,} bytes, {free:,} are free")
+        return Fault(
+            "disk",
+            f"not enough space in {layout.root}: the dump needs {needed:,} bytes, {free:,} are free",
+        )
     if first:
         layout.recover()
     layout.prepare(job.step)
     return plan
 
 
-def _write(job: Job, layout: Layout, ranks: Ranks, plan: Plan, offers: Sequence[Offer]) -> list[Shard | Fault]:
+def _write(
+    job: Job, layout: Layout, ranks: Ranks, plan: Plan, offers: Sequence[Offer]
+) -> list[Shard | Fault]:
     """Write this rank's share, and gather at rank 0 what all have written."""
     assert job.buffer is not None
     folder, buffer = layout.partial(job.step), job.buffer
@@ -123,18 +147,29 @@ def _write(job: Job, layout: Layout, ranks: Ranks, plan: Plan, offers: Sequence[
     if layout.kind == "full":
         return ranks.gather(_guarded(lambda: full.write_shard(folder, ranks.rank, buffer, spans)))
     parts = sampled.bring_together(ranks, buffer, spans, plan)
-    return [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts))] if ranks.rank == 0 else []
+    return (
+        [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts))]
+        if ranks.rank == 0
+        else []
+    )
 
 
 def _complete(
-    job: Job, layout: Layout, limits: Limits, plan: Plan, offers: Sequence[Offer], shards: Sequence[Shard | Fault]
+    job: Job,
+    layout: Layout,
+    limits: Limits,
+    plan: Plan,
+    offers: Sequence[Offer],
+    shards: Sequence[Shard | Fault],
 ) -> Outcome:
     """Write the manifest, make the dump visible, and let old ones go; or clear away what there is."""
     written = [shard for shard in shards if isinstance(shard, Shard)]
     faults = [(rank, shard) for rank, shard in enumerate(shards) if isinstance(shard, Fault)]
     if faults:
         rank, fault = faults[0]
-        ending: Manifest | Fault = fault if len(shards) == 1 else Fault(fault.key, f"rank {rank}: {fault.message}")
+        ending: Manifest | Fault = (
+            fault if len(shards) == 1 else Fault(fault.key, f"rank {rank}: {fault.message}")
+        )
     else:
         ending = _guarded(lambda: _seal(job, layout, limits, plan, offers, written))
     if isinstance(ending, Fault):
@@ -147,7 +182,14 @@ def _complete(
     return Outcome(bytes=ending.bytes, notes=tuple(notes))
 
 
-def _seal(job: Job, layout: Layout, limits: Limits, plan: Plan, offers: Sequence[Offer], shards: Sequence[Shard]) -> Manifest:
+def _seal(
+    job: Job,
+    layout: Layout,
+    limits: Limits,
+    plan: Plan,
+    offers: Sequence[Offer],
+    shards: Sequence[Shard],
+) -> Manifest:
     """The last writes of a dump: the index for torch, the manifest, the rename."""
     folder = layout.partial(job.step)
     chunks: dict[str, list[Chunk]] = {}
@@ -155,7 +197,11 @@ def _seal(job: Job, layout: Layout, limits: Limits, plan: Plan, offers: Sequence
         for name, record in shard.records:
             chunks.setdefault(name, []).append(record.chunk)
     rows = {row.name: row for offer in reversed(offers) for row in offer.rows}
-    tensors = {name: _entry(rows[name], chunks[name], name in plan.disagreeing) for name in plan.parameters if name in chunks}
+    tensors = {
+        name: _entry(rows[name], chunks[name], name in plan.disagreeing)
+        for name in plan.parameters
+        if name in chunks
+    }
     stored: dict[str, Stored] = {name: file for shard in shards for name, file in shard.files}
     if layout.kind == "full":
         stored[full.METADATA] = full.write_metadata(folder, tensors, shards)
@@ -202,12 +248,19 @@ def _notes(manifest: Manifest) -> list[Fault]:
     notes = []
     if manifest.left_out:
         name, why = next(iter(manifest.left_out.items()))
-        notes.append(Fault("left out", f"{len(manifest.left_out)} gradients are not in the dump; {name}: {why}"))
+        notes.append(
+            Fault(
+                "left out", f"{len(manifest.left_out)} gradients are not in the dump; {name}: {why}"
+            )
+        )
     differing = [name for name, entry in manifest.tensors.items() if entry.ranks_disagree]
     if differing:
         text = f"{len(differing)} gradients differ between ranks, or are None on some, not reduced yet?"
         notes.append(
-            Fault("ranks disagree", f"{text} First: {differing[0]}. The dump has those of the lowest rank that has one")
+            Fault(
+                "ranks disagree",
+                f"{text} First: {differing[0]}. The dump has those of the lowest rank that has one",
+            )
         )
     return notes
 

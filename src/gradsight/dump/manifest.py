@@ -1,7 +1,8 @@
-"""The manifest: a JSON file that says everything about a dump, so that reading one never opens a pickle. No torch.
+"""The manifest: a JSON file that says everything about a dump, so that reading one never opens a
+pickle. No torch.
 
-A dump without a manifest is no dump. The manifest is written last, carries a checksum of itself, and is refused when
-malformed: it may come from a stranger.
+A dump without a manifest is no dump. The manifest is written last, carries a checksum of itself,
+and is refused when malformed: it may come from a stranger.
 """
 
 import json
@@ -26,7 +27,9 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor and where its bytes lie: row-major, little-endian, `bytes` long from `offset` in `file`."""
+    """A box of a tensor and where its bytes lie: row-major, little-endian, `bytes` long from
+    `offset` in `file`.
+    """
 
     file: str
     offset: int
@@ -38,7 +41,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One gradient: its shape as dumped, the parameter's whole shape, how it was sharded, and its chunks."""
+    """One gradient: its shape as dumped, the parameter's whole shape, how it was sharded, and its
+    chunks.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,7 +55,8 @@ class Entry:
     mesh: str | None = None
     placements: tuple[str, ...] = ()
     ranks_disagree: bool = False
-    """Ranks held different values or none: what is stored is that of the first rank that had one."""
+    """Ranks held different values or none: what is stored is that of the first rank that had one.
+    """
 
     @property
     def bytes(self) -> int:
@@ -98,8 +104,12 @@ def encode(manifest: Manifest) -> bytes:
     """The manifest as the text that is written, with its own checksum."""
     body = {"format": FORMAT, "version": VERSION, **_plain(manifest)}
     for key in ("clip_coef", "scale"):
-        body[key] = str(body[key]) if body[key] is not None and not math.isfinite(body[key]) else body[key]
-    return json.dumps({**body, "crc32": _checksum(body)}, ensure_ascii=False, allow_nan=False).encode()
+        body[key] = (
+            str(body[key]) if body[key] is not None and not math.isfinite(body[key]) else body[key]
+        )
+    return json.dumps(
+        {**body, "crc32": _checksum(body)}, ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -115,7 +125,9 @@ def read(folder: Path) -> Manifest:
     """The manifest of a dump folder; refused unless every part of it makes sense."""
     path = folder / NAME
     if folder.parent.name.endswith(".partial"):
-        raise RunError(f"{folder} is still being written, or was left behind unfinished: it is not a dump")
+        raise RunError(
+            f"{folder} is still being written, or was left behind unfinished: it is not a dump"
+        )
     try:
         body = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -130,7 +142,9 @@ def decode(body: Any, path: Path) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise RunError(f"{path} is not the manifest of a gradient dump")
     if body.get("version") != VERSION:
-        raise RunError(f"{path} has format version {body.get('version')!r}; this Gradsight reads version {VERSION}")
+        raise RunError(
+            f"{path} has format version {body.get('version')!r}; this Gradsight reads version {VERSION}"
+        )
     if body.pop("crc32", None) != _checksum(body):
         raise RunError(f"{path} is damaged: its checksum does not match")
     try:
@@ -140,10 +154,17 @@ def decode(body: Any, path: Path) -> Manifest:
 
 
 def _typed(body: dict[str, Any]) -> Manifest:
-    files = {name: Stored(_count(stored["bytes"]), _count(stored["frame_crc32"])) for name, stored in body["files"].items()}
+    files = {
+        name: Stored(_count(stored["bytes"]), _count(stored["frame_crc32"]))
+        for name, stored in body["files"].items()
+    }
     if unsafe := [name for name in files if name != Path(name).name or name in {"", ".", ".."}]:
         raise ValueError(f"the file name {unsafe[0]!r} leads out of the dump's folder")
-    rest = {key: body[key] for key in Manifest.__slots__ if key not in {"tensors", "files", "parameters", "clip_coef", "scale"}}
+    rest = {
+        key: body[key]
+        for key in Manifest.__slots__
+        if key not in {"tensors", "files", "parameters", "clip_coef", "scale"}
+    }
     return Manifest(
         **rest,
         tensors={name: _entry(name, entry, files) for name, entry in body["tensors"].items()},
@@ -156,7 +177,8 @@ def _typed(body: dict[str, Any]) -> Manifest:
 
 def _entry(name: str, body: dict[str, Any], files: Mapping[str, Stored]) -> Entry:
     chunks = tuple(
-        Chunk(**{**chunk, "offsets": _box(chunk["offsets"]), "sizes": _box(chunk["sizes"])}) for chunk in body["chunks"]
+        Chunk(**{**chunk, "offsets": _box(chunk["offsets"]), "sizes": _box(chunk["sizes"])})
+        for chunk in body["chunks"]
     )
     lists = {
         "shape": _box(body["shape"]),
@@ -175,10 +197,15 @@ def _entry(name: str, body: dict[str, Any], files: Mapping[str, Stored]) -> Entr
 
 def _check_chunk(name: str, entry: Entry, chunk: Chunk, files: Mapping[str, Stored]) -> None:
     """A chunk must lie inside its tensor and inside its file."""
-    if chunk.file not in files or _count(chunk.offset) + _count(chunk.bytes) > files[chunk.file].bytes:
+    if (
+        chunk.file not in files
+        or _count(chunk.offset) + _count(chunk.bytes) > files[chunk.file].bytes
+    ):
         raise ValueError(f"a chunk of {name} lies outside of its file {chunk.file!r}")
     if chunk.bytes != math.prod(chunk.sizes) * ITEM_BYTES[entry.dtype]:
-        raise ValueError(f"a chunk of {name} has {chunk.bytes} bytes, its sizes {chunk.sizes} say otherwise")
+        raise ValueError(
+            f"a chunk of {name} has {chunk.bytes} bytes, its sizes {chunk.sizes} say otherwise"
+        )
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -194,7 +221,9 @@ def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
-        if any(start + size > length for start, size, length in zip(offsets, sizes, shape, strict=True)):
+        if any(
+            start + size > length for start, size, length in zip(offsets, sizes, shape, strict=True)
+        ):
             return False
     filled = [box for box in boxes if math.prod(box[1])]
     return sum(math.prod(sizes) for _, sizes in filled) == math.prod(shape) and _disjoint(filled)
@@ -204,7 +233,11 @@ def _disjoint(boxes: list[Box]) -> bool:
     """Whether no two boxes overlap; each is compared only with those that reach its rows."""
     near: list[Box] = []
     for box in sorted(boxes):
-        near = [other for other in near if other[0][:1] >= box[0][:1] or other[0][0] + other[1][0] > box[0][0]]
+        near = [
+            other
+            for other in near
+            if other[0][:1] >= box[0][:1] or other[0][0] + other[1][0] > box[0][0]
+        ]
         if any(_overlap(box, other) for other in near):
             return False
         near.append(box)
@@ -213,7 +246,9 @@ def _disjoint(boxes: list[Box]) -> bool:
 
 def _overlap(one: Box, other: Box) -> bool:
     spans = zip(*one, *other, strict=True)
-    return all(start < begin + length and begin < start + size for start, size, begin, length in spans)
+    return all(
+        start < begin + length and begin < start + size for start, size, begin, length in spans
+    )
 
 
 def _box(numbers: list[int]) -> tuple[int, ...]:
@@ -236,5 +271,7 @@ def _no_dump(folder: Path) -> str:
     if not folder.exists():
         return f"{folder} does not exist; {expected}"
     if (folder / ".metadata").exists():
-        return f"{folder} is a checkpoint without our {NAME}; torch.distributed.checkpoint may read it"
+        return (
+            f"{folder} is a checkpoint without our {NAME}; torch.distributed.checkpoint may read it"
+        )
     return f"{folder} is not a gradient dump (no {NAME}); {expected}"

@@ -42,7 +42,9 @@ class Plan:
 
 
 def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
-    """Choose one writer for each piece; a gradient that the ranks together do not have whole is left out."""
+    """Choose one writer for each piece; a gradient that the ranks together do not have whole is
+    left out.
+    """
     held = []
     for rank, offer in enumerate(offers):
         if isinstance(offer, Fault):
@@ -52,20 +54,28 @@ def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
         text = "the ranks dump different steps: " + ", ".join(str(offer.step) for offer in held)
         return Fault("usage", f"{text}; call dump() on every rank at the same steps")
     if not any(offer.seen for offer in held):
-        return Fault("no gradient", "no parameter has a gradient on any rank: dump after backward() and before zero_grad()")
+        return Fault(
+            "no gradient",
+            "no parameter has a gradient on any rank: dump after backward() and before zero_grad()",
+        )
     chosen, disagreeing = _choose(held)
     left_out = {name: why for offer in held for name, why in offer.left_out.items()}
     left_out |= _holes(held, chosen)
     kept = [
-        tuple(index for index in indices if held[rank].rows[index].name not in left_out) for rank, indices in enumerate(chosen)
+        tuple(index for index in indices if held[rank].rows[index].name not in left_out)
+        for rank, indices in enumerate(chosen)
     ]
     if not any(kept):
         name, why = next(iter(left_out.items()))
         return Fault("no gradient", f"no gradient could be had whole; {name}: {why}")
-    lengths = tuple(sum(held[rank].rows[index].bytes for index in indices) for rank, indices in enumerate(kept))
+    lengths = tuple(
+        sum(held[rank].rows[index].bytes for index in indices) for rank, indices in enumerate(kept)
+    )
     names = tuple(dict.fromkeys(name for offer in held for name in offer.parameters))
     aliases = {alias: name for offer in held for alias, name in offer.aliases.items()}
-    return Plan(tuple(kept), lengths, names, aliases, left_out, frozenset(disagreeing - left_out.keys()))
+    return Plan(
+        tuple(kept), lengths, names, aliases, left_out, frozenset(disagreeing - left_out.keys())
+    )
 
 
 def _choose(offers: Sequence[Offer]) -> tuple[list[list[int]], set[str]]:
@@ -78,7 +88,11 @@ def _choose(offers: Sequence[Offer]) -> tuple[list[list[int]], set[str]]:
     load, chosen, disagreeing = [0] * len(offers), [[] for _ in offers], set()  # type: ignore[var-annotated]
     for (name, _), holders in pieces.items():
         rows = [offers[rank].rows[index] for rank, index in holders]
-        asked = holders if rows[0].alone else [rank for rank, names in enumerate(knowing) if name in names]
+        asked = (
+            holders
+            if rows[0].alone
+            else [rank for rank, names in enumerate(knowing) if name in names]
+        )
         if any(row != rows[0] for row in rows) or len(asked) > len(holders):
             disagreeing.add(name)
             rank, index = holders[0]

@@ -1,4 +1,6 @@
-"""Reading dumps in plain Python: no process group, no pickle, checksums compared. torch only for tensors."""
+"""Reading dumps in plain Python: no process group, no pickle, checksums compared. torch only for
+tensors.
+"""
 
 import difflib
 import zlib
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from gradsight.dump.folders import FOLDERS
 from gradsight.dump.manifest import ITEM_BYTES, NAME, Chunk, Entry, Manifest, read
 from gradsight.errors import RunError, UsageError
-from gradsight.values.records import DumpMetadata
+from gradsight.values.dumps import DumpMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +42,15 @@ def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
     )
 
 
-def load_keys(directory: str | Path, keys: Iterable[str], *, index: slice | Slices | None = None) -> "Iterator[torch.Tensor]":
-    """The gradients of these parameters, whole, in the order of the keys; `directory` is a dump's folder.
+def load_keys(
+    directory: str | Path, keys: Iterable[str], *, index: slice | Slices | None = None
+) -> "Iterator[torch.Tensor]":
+    """The gradients of these parameters, whole, in the order of the keys; `directory` is a dump's
+    folder.
 
-    Checksums are compared while reading. `index`, one slice per leading dimension, reads only that part of each tensor,
-    straight from its place on the disk; whole chunks are then not read, so their checksums are not compared.
+    Checksums are compared while reading. `index`, one slice per leading dimension, reads only that
+    part of each tensor, straight from its place on the disk; whole chunks are then not read, so
+    their checksums are not compared.
     """
     folder = dump_folder(directory)
     manifest = read(folder)
@@ -74,21 +80,31 @@ def lookup(manifest: Manifest, folder: Path, key: str) -> str:
     if name in manifest.parameters:
         raise UsageError(f"{key!r} had no gradient at step {manifest.step}, so {folder} has none")
     near = difflib.get_close_matches(key, [*manifest.tensors, *manifest.aliases], n=3, cutoff=0.4)
-    names = f"nearest: {', '.join(near)}" if near else f"it has {', '.join(list(manifest.tensors)[:5])}, ..."
+    names = (
+        f"nearest: {', '.join(near)}"
+        if near
+        else f"it has {', '.join(list(manifest.tensors)[:5])}, ..."
+    )
     raise UsageError(f"{folder} has no gradient named {key!r}; {names}")
 
 
 def bounds(shape: tuple[int, ...], index: slice | Slices | None) -> list[tuple[int, int]]:
     """First and last-plus-one entry along each dimension that an index asks for."""
     slices = () if index is None else index if isinstance(index, tuple) else (index,)
-    if len(slices) > len(shape) or not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):
+    if len(slices) > len(shape) or not all(
+        isinstance(part, slice) and part.step in (None, 1) for part in slices
+    ):
         raise UsageError(f"index must be at most {len(shape)} slices without a step, got {index!r}")
     spans = [part.indices(length)[:2] for part, length in zip(slices, shape, strict=False)]
-    return [(start, max(start, stop)) for start, stop in spans] + [(0, length) for length in shape[len(slices) :]]
+    return [(start, max(start, stop)) for start, stop in spans] + [
+        (0, length) for length in shape[len(slices) :]
+    ]
 
 
 def gather(folder: Path, name: str, entry: Entry, index: slice | Slices | None = None) -> Bytes:
-    """The raw bytes of a tensor or of a part of it, row-major; the last axis runs over the bytes of one entry."""
+    """The raw bytes of a tensor or of a part of it, row-major; the last axis runs over the bytes of
+    one entry.
+    """
     width = ITEM_BYTES[entry.dtype]
     spans = bounds(entry.shape, index)
     out = np.empty([stop - start for start, stop in spans] + [width], dtype=np.uint8)
@@ -110,15 +126,23 @@ def open_chunk(folder: Path, name: str, chunk: Chunk, check: bool = True) -> Byt
     try:
         stored: Bytes = np.memmap(path, np.uint8, "r", chunk.offset, (chunk.bytes,))
     except FileNotFoundError:
-        raise RunError(f"{path} is missing; without it the gradient of {name!r} cannot be read") from None
+        raise RunError(
+            f"{path} is missing; without it the gradient of {name!r} cannot be read"
+        ) from None
     except (OSError, ValueError):
-        raise RunError(f"{path} is cut short; without its end the gradient of {name!r} cannot be read") from None
+        raise RunError(
+            f"{path} is cut short; without its end the gradient of {name!r} cannot be read"
+        ) from None
     if check and zlib.crc32(stored.data) != chunk.crc32:
-        raise RunError(f"{path} is damaged: the checksum of the gradient of {name!r} does not match")
+        raise RunError(
+            f"{path} is damaged: the checksum of the gradient of {name!r} does not match"
+        )
     return stored
 
 
-def _tensor(folder: Path, name: str, manifest: Manifest, index: slice | Slices | None) -> "torch.Tensor":
+def _tensor(
+    folder: Path, name: str, manifest: Manifest, index: slice | Slices | None
+) -> "torch.Tensor":
     import torch
 
     entry = manifest.tensors[name]

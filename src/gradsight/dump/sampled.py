@@ -1,4 +1,6 @@
-"""Sampled dumps: the first rows of every gradient, one safetensors file for each, written by rank 0."""
+"""Sampled dumps: the first rows of every gradient, one safetensors file for each, written by rank
+0.
+"""
 
 import json
 import zlib
@@ -22,18 +24,31 @@ WORDS = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 """What safetensors calls a dtype."""
-SPLIT = {"complex128": ("F64", 2), "complex32": ("F16", 2), "float8_e4m3fnuz": ("U8", 1), "float8_e5m2fnuz": ("U8", 1)}
-"""Dtypes it does not know, and what they are stored as: so many parts in a last dimension of their own."""
+SPLIT = {
+    "complex128": ("F64", 2),
+    "complex32": ("F16", 2),
+    "float8_e4m3fnuz": ("U8", 1),
+    "float8_e5m2fnuz": ("U8", 1),
+}
+"""Dtypes it does not know, and what they are stored as: so many parts in a last dimension of their
+own.
+"""
 
 
-def bring_together(ranks: Ranks, buffer: Buffer, spans: Sequence[Span], plan: Plan) -> list[torch.Tensor]:
+def bring_together(
+    ranks: Ranks, buffer: Buffer, spans: Sequence[Span], plan: Plan
+) -> list[torch.Tensor]:
     """Every rank's chosen rows, on rank 0; nothing else goes over the wire."""
-    parts = [buffer.view(span).reshape(-1).view(torch.uint8) for span in spans if span.stop > span.start]
+    parts = [
+        buffer.view(span).reshape(-1).view(torch.uint8) for span in spans if span.stop > span.start
+    ]
     mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     return ranks.collect(mine, plan.lengths)
 
 
-def write_samples(folder: Path, plan: Plan, offers: Sequence[Offer], parts: Sequence[torch.Tensor]) -> Shard:
+def write_samples(
+    folder: Path, plan: Plan, offers: Sequence[Offer], parts: Sequence[torch.Tensor]
+) -> Shard:
     """Put the rows of each gradient together and write them."""
     whole: dict[str, torch.Tensor] = {}
     rows: dict[str, Row] = {}
@@ -56,11 +71,16 @@ def _insert(whole: dict[str, torch.Tensor], row: Row, piece: torch.Tensor) -> No
     dtype: torch.dtype = getattr(torch, row.dtype)
     if row.name not in whole:
         whole[row.name] = torch.empty(row.place.shape, dtype=dtype)
-    where = tuple(slice(start, start + size) for start, size in zip(row.place.offsets, row.place.sizes, strict=True))
+    where = tuple(
+        slice(start, start + size)
+        for start, size in zip(row.place.offsets, row.place.sizes, strict=True)
+    )
     whole[row.name][where] = piece.clone().view(dtype).view(row.place.sizes)
 
 
-def _write_one(folder: Path, stem: str, row: Row, tensor: torch.Tensor) -> tuple[tuple[str, Record], tuple[str, Stored]]:
+def _write_one(
+    folder: Path, stem: str, row: Row, tensor: torch.Tensor
+) -> tuple[tuple[str, Record], tuple[str, Stored]]:
     shape = row.place.shape
     name = f"{stem}_first{shape[0] if shape else 1}.safetensors"
     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

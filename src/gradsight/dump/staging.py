@@ -58,7 +58,9 @@ class Buffer:
         return self._bytes.numpy().data[span.start : span.stop]
 
     def _arrange(self, rows: tuple[Row, ...], pinned: bool) -> None:
-        """Find a place for each piece, unless they are those of the last time; memory grows, and never shrinks."""
+        """Find a place for each piece, unless they are those of the last time; memory grows, and
+        never shrinks.
+        """
         if rows == self._rows and (not pinned or self._bytes.is_pinned()):
             return
         self.spans, self._rows = _lay_out(rows), ()

@@ -12,7 +12,9 @@ BINS = 24
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """One gradient in numbers; those of order and size are of its finite entries, a complex entry counting as two."""
+    """One gradient in numbers; those of order and size are of its finite entries, a complex entry
+    counting as two.
+    """
 
     count: int
     norm: float
@@ -37,7 +39,18 @@ def measure(values: Values) -> Statistics:
     finite = flat[np.isfinite(flat)].astype(np.float64) if nan or inf else flat.astype(np.float64)
     if not len(finite):
         nothing = float("nan")
-        return Statistics(len(flat), nothing, nothing, nothing, nothing, (nothing,) * len(QUANTILES), 0, nan, inf, (0,) * BINS)
+        return Statistics(
+            len(flat),
+            nothing,
+            nothing,
+            nothing,
+            nothing,
+            (nothing,) * len(QUANTILES),
+            0,
+            nan,
+            inf,
+            (0,) * BINS,
+        )
     low, high = float(finite.min()), float(finite.max())
     spread = (low, high) if high > low else (low - 0.5, low + 0.5)
     counts, _ = np.histogram(finite, bins=BINS, range=spread)

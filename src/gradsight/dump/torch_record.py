@@ -1,8 +1,9 @@
 """The bytes around a gradient that make it a record of torch's distributed checkpoint format.
 
-Such a record is what `torch.save` writes: an uncompressed zip archive with a small pickle that describes the tensor and
-one entry with its raw bytes. Written here by hand, so that the raw bytes go from the staging buffer to the disk without
-a copy, lie on a multiple of 64, and share one checksum with the manifest.
+Such a record is what `torch.save` writes: an uncompressed zip archive with a small pickle that
+describes the tensor and one entry with its raw bytes. Written here by hand, so that the raw bytes
+go from the staging buffer to the disk without a copy, lie on a multiple of 64, and share one
+checksum with the manifest.
 """
 
 import io
@@ -33,22 +34,31 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Stands for the raw bytes of a tensor: what torch calls them, and how many entries of that there are."""
+    """Stands for the raw bytes of a tensor: what torch calls them, and how many entries of that
+    there are.
+    """
 
     kind: Any
     count: int
 
 
 class _Tensor:
-    """Stands for a dense tensor of any size; pickled as torch pickles one, without the memory for it."""
+    """Stands for a dense tensor of any size; pickled as torch pickles one, without the memory for
+    it.
+    """
 
     def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         count, known = math.prod(sizes), torch.storage._dtype_to_storage_type_map()
-        strides = tuple(math.prod(max(1, size) for size in sizes[axis + 1 :]) for axis in range(len(sizes)))
+        strides = tuple(
+            math.prod(max(1, size) for size in sizes[axis + 1 :]) for axis in range(len(sizes))
+        )
         hooks: OrderedDict[str, object] = OrderedDict()
         common = 0, sizes, strides, False, hooks
         if dtype in known:
-            self._rebuilt: Any = torch._utils._rebuild_tensor_v2, (_Bytes(getattr(torch, known[dtype]), count), *common)
+            self._rebuilt: Any = (
+                torch._utils._rebuild_tensor_v2,
+                (_Bytes(getattr(torch, known[dtype]), count), *common),
+            )
         else:
             raw = _Bytes(torch.UntypedStorage, count * dtype.itemsize)
             self._rebuilt = torch._utils._rebuild_tensor_v3, (raw, *common, dtype)
@@ -62,7 +72,9 @@ class _Describer(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """How torch.load finds the bytes: entry 0 of the archive."""
-        return ("storage", value.kind, "0", "cpu", value.count) if isinstance(value, _Bytes) else None
+        return (
+            ("storage", value.kind, "0", "cpu", value.count) if isinstance(value, _Bytes) else None
+        )
 
 
 @lru_cache(maxsize=1 << 14)
@@ -74,7 +86,9 @@ def describe(sizes: tuple[int, ...], dtype: torch.dtype) -> bytes:
 
 
 def frame(position: int, description: bytes, length: int, crc: int, limit: int = LIMIT) -> Frame:
-    """The frame of `length` raw bytes with checksum `crc`, when the record starts at `position` of its file."""
+    """The frame of `length` raw bytes with checksum `crc`, when the record starts at `position` of
+    its file.
+    """
     small = {"r/data.pkl": description, "r/byteorder": sys.byteorder.encode(), "r/version": b"3\n"}
     head, directory = b"", b""
     for name, content in small.items():
@@ -82,11 +96,20 @@ def frame(position: int, description: bytes, length: int, crc: int, limit: int =
         head += _entry(name, len(content), zlib.crc32(content), limit) + content
     directory += _entry("r/data/0", length, crc, limit, header_at=len(head))
     bare = len(_entry("r/data/0", length, crc, limit))
-    head += _entry("r/data/0", length, crc, limit, padding=-(position + len(head) + bare + 4) % ALIGN)
+    head += _entry(
+        "r/data/0", length, crc, limit, padding=-(position + len(head) + bare + 4) % ALIGN
+    )
     return Frame(head, directory + _end(len(small) + 1, len(directory), len(head) + length, limit))
 
 
-def _entry(name: str, length: int, crc: int, limit: int, header_at: int | None = None, padding: int | None = None) -> bytes:
+def _entry(
+    name: str,
+    length: int,
+    crc: int,
+    limit: int,
+    header_at: int | None = None,
+    padding: int | None = None,
+) -> bytes:
     """The header of an entry, or with `header_at` its line in the directory."""
     large = length >= limit
     extra = struct.pack("<HHQQ", 1, 16, length, length) if large else b""
@@ -97,13 +120,26 @@ def _entry(name: str, length: int, crc: int, limit: int, header_at: int | None =
     needed = struct.pack("<H", 45 if large else 20)
     if header_at is None:
         return b"PK\x03\x04" + needed + common + name.encode() + extra
-    return b"PK\x01\x02" + needed * 2 + common + struct.pack("<3H2I", 0, 0, 0, 0, header_at) + name.encode() + extra
+    return (
+        b"PK\x01\x02"
+        + needed * 2
+        + common
+        + struct.pack("<3H2I", 0, 0, 0, 0, header_at)
+        + name.encode()
+        + extra
+    )
 
 
 def _end(count: int, directory: int, at: int, limit: int) -> bytes:
     """The end of the archive: where its directory of `count` entries and `directory` bytes lies."""
     wide = b""
     if at >= limit:
-        wide = b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, count, count, directory, at)
+        wide = b"PK\x06\x06" + struct.pack(
+            "<Q2H2I4Q", 44, 45, 45, 0, 0, count, count, directory, at
+        )
         wide += b"PK\x06\x07" + struct.pack("<IQI", 0, at + directory, 1)
-    return wide + b"PK\x05\x06" + struct.pack("<4H2IH", 0, 0, count, count, directory, 0xFFFFFFFF if at >= limit else at, 0)
+    return (
+        wide
+        + b"PK\x05\x06"
+        + struct.pack("<4H2IH", 0, 0, count, count, directory, 0xFFFFFFFF if at >= limit else at, 0)
+    )

@@ -12,7 +12,7 @@ from gradsight.core.problems import Problems
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job
 from gradsight.measure.norms import Norms
-from gradsight.values.records import Finding
+from gradsight.values.findings import Finding
 
 _USED = "as the optimizer used it, after any clipping"
 _MIXED = "of several optimizers, as found after the last backward pass"
@@ -23,7 +23,9 @@ class Dumping:
 
     everywhere = False
 
-    def __init__(self, dumper: GradientDumper, model: nn.Module, optimizers: int, problems: Problems) -> None:
+    def __init__(
+        self, dumper: GradientDumper, model: nn.Module, optimizers: int, problems: Problems
+    ) -> None:
         self._dumper, self._model, self._problems = dumper, model, problems
         self._several = optimizers > 1
         self._gradient_when_judged = _USED if optimizers else "true"
@@ -31,7 +33,9 @@ class Dumping:
         self._judged: set[tuple[str, int]] = set()
         self._staged: tuple[Job, Facts] | None = None
         if dumper.dump_on is not None and dist.world_size() > 1:
-            problems.report("dump-on", "dump_on needs a run of one process; dumps by schedule go on")
+            problems.report(
+                "dump-on", "dump_on needs a run of one process; dumps by schedule go on"
+            )
 
     def look(self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None) -> None:
         """The gradients are true now; a later look of the same step replaces this one."""
@@ -42,7 +46,12 @@ class Dumping:
         self._forget()
         scale = None if scaler is None else float(scaler.get_scale())
         reason = "schedule" if self._dumper.wants(step) else f"{severity} finding"
-        facts = Facts(gradient=_MIXED if self._several else "true", reason=reason, scale=scale, divisor=scale or 1.0)
+        facts = Facts(
+            gradient=_MIXED if self._several else "true",
+            reason=reason,
+            scale=scale,
+            divisor=scale or 1.0,
+        )
         job = self._dumper.stage(self._model, step, facts)
         self._staged = None if job is None else (job, facts)
 
@@ -64,16 +73,24 @@ class Dumping:
         self._dumped = step
 
     def judged(self, finding: Finding) -> None:
-        """A step was judged: dump it once per new finding that is bad enough, from what the optimizer has left in place."""
+        """A step was judged: dump it once per new finding that is bad enough, from what the
+        optimizer has left in place.
+        """
         key = (finding.code, finding.first_step)
         if key in self._judged or dist.world_size() > 1:
             return
         self._judged.add(key)
         there = any(parameter.grad is not None for parameter in self._model.parameters())
-        if there and self._step != self._dumped and self._dumper.wants(self._step, finding.severity):
+        if (
+            there
+            and self._step != self._dumped
+            and self._dumper.wants(self._step, finding.severity)
+        ):
             self._dumped = self._step
             reason = f"{finding.code} {finding.name}"
-            self._dumper.capture(self._model, self._step, Facts(gradient=self._gradient_when_judged, reason=reason))
+            self._dumper.capture(
+                self._model, self._step, Facts(gradient=self._gradient_when_judged, reason=reason)
+            )
 
     def close(self) -> None:
         """Wait for the writer, and pass on what went wrong."""

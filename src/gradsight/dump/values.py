@@ -11,14 +11,22 @@ from gradsight.dump.reader import Slices, gather
 
 Values = npt.NDArray[Any]
 
-PLAIN = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "complex128": "<c16", "complex64": "<c8"}
+PLAIN = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "complex128": "<c16",
+    "complex64": "<c8",
+}
 FLOAT8 = {
     "float8_e4m3fn": (4, 7, True),
     "float8_e4m3fnuz": (4, 8, False),
     "float8_e5m2": (5, 15, True),
     "float8_e5m2fnuz": (5, 16, False),
 }
-"""Exponent bits, bias, and whether it follows the OCP standard (else: no negative zero, which is NaN)."""
+"""Exponent bits, bias, and whether it follows the OCP standard (else: no negative zero, which is
+NaN).
+"""
 
 
 def values(folder: Path, name: str, entry: Entry, index: slice | Slices | None = None) -> Values:
@@ -46,7 +54,9 @@ def _table(exponent_bits: int, bias: int, standard: bool) -> npt.NDArray[np.floa
     mantissa_bits = 7 - exponent_bits
     exponent = (codes & 0x7F) >> mantissa_bits
     mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-    numbers = np.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - bias), mantissa * 2.0 ** (1 - bias))
+    numbers = np.where(
+        exponent > 0, (1 + mantissa) * 2.0 ** (exponent - bias), mantissa * 2.0 ** (1 - bias)
+    )
     if not standard:
         numbers[0x80] = np.nan
     elif exponent_bits == 4:

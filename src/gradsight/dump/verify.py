@@ -33,14 +33,25 @@ def verify(folder: Path) -> Verdict:
         manifest = read(folder)
     except RunError as error:
         return Verdict(folder, (str(error),))
-    damage = [fault for name, stored in manifest.files.items() for fault in _check_file(folder, name, stored, manifest)]
+    damage = [
+        fault
+        for name, stored in manifest.files.items()
+        for fault in _check_file(folder, name, stored, manifest)
+    ]
     extra = sorted({path.name for path in folder.iterdir()} - {*manifest.files, NAME})
     damage += [f"{name}: does not belong to the dump" for name in extra]
-    return Verdict(folder, tuple(damage), len(manifest.tensors), sum(stored.bytes for stored in manifest.files.values()))
+    return Verdict(
+        folder,
+        tuple(damage),
+        len(manifest.tensors),
+        sum(stored.bytes for stored in manifest.files.values()),
+    )
 
 
 def _check_file(folder: Path, name: str, stored: Stored, manifest: Manifest) -> list[str]:
-    """What is wrong with one file: its length, a gradient in it, or the bytes between the gradients."""
+    """What is wrong with one file: its length, a gradient in it, or the bytes between the
+    gradients.
+    """
     path = folder / name
     if not path.is_file():
         return [f"{name}: missing"]
@@ -51,7 +62,10 @@ def _check_file(folder: Path, name: str, stored: Stored, manifest: Manifest) -> 
         return []
     content = np.memmap(path, np.uint8, "r")
     chunks = [
-        (chunk, parameter) for parameter, entry in manifest.tensors.items() for chunk in entry.chunks if chunk.file == name
+        (chunk, parameter)
+        for parameter, entry in manifest.tensors.items()
+        for chunk in entry.chunks
+        if chunk.file == name
     ]
     damage, frame, position = [], 0, 0
     for chunk, parameter in sorted(chunks, key=lambda pair: pair[0].offset):

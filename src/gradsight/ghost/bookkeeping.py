@@ -16,7 +16,9 @@ from gradsight.ghost.names import Parameters
 
 
 class Books:
-    """Keeps the scores of a run by step, with learning rate and clipping, and saves them every `save_interval` steps."""
+    """Keeps the scores of a run by step, with learning rate and clipping, and saves them every
+    `save_interval` steps.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,9 @@ class Books:
         ]  # fmt: skip
 
     def step(self, given: int | None) -> int:
-        """The number of the step that a block belongs to: as given, or by the optimizer's steps, or one per block."""
+        """The number of the step that a block belongs to: as given, or by the optimizer's steps, or
+        one per block.
+        """
         if given is not None:
             return given
         return self._blocks if self._optimizer is None else self._optimizer_steps
@@ -53,7 +57,13 @@ class Books:
             self.save_finished(step)
 
     def add(
-        self, step: int, ids: list[int | str], domains: list[str | None], table: Tensor, totals: Tensor, direction: str
+        self,
+        step: int,
+        ids: list[int | str],
+        domains: list[str | None],
+        table: Tensor,
+        totals: Tensor,
+        direction: str,
     ) -> None:
         """Keep a block's scores."""
         lr = self._learning_rate()
@@ -68,7 +78,9 @@ class Books:
             self._clip.after_backward(list(parameters.trainable.values()), scale)
 
     def save_finished(self, step: int) -> None:
-        """Write the file that is due when this step begins. A failure is said once; training goes on."""
+        """Write the file that is due when this step begins. A failure is said once; training goes
+        on.
+        """
         due = step - step % self.save_interval
         if self._directory is None or due <= self._saved_before:
             return
@@ -78,12 +90,16 @@ class Books:
         except Exception as error:
             if not self._warned:
                 warnings.warn(
-                    f"{type(error).__name__}: {error}; training goes on, these scores are lost", GradsightWarning, stacklevel=2
+                    f"{type(error).__name__}: {error}; training goes on, these scores are lost",
+                    GradsightWarning,
+                    stacklevel=2,
                 )
             self._warned = True
 
     def save(self, iteration: int | None) -> Path | None:
-        """Write the scores of all steps before this one (None: of all); returns the path on the first process."""
+        """Write the scores of all steps before this one (None: of all); returns the path on the
+        first process.
+        """
         rows = self.ledger.take(iteration)
         name = self._last + 1 if iteration is None else iteration
         if self._directory is None or (iteration is None and not rows and self._ranks.size == 1):
@@ -105,7 +121,9 @@ class Books:
         return rates.pop() if len(rates) == 1 else None
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        coef = self._clip.at_step(fused=bool(getattr(optimizer, "_step_supports_amp_scaling", False)))
+        coef = self._clip.at_step(
+            fused=bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        )
         step = self.ledger.entries[-1].step if self.ledger.entries else None
         for entry in self.ledger.entries:
             if entry.step == step:

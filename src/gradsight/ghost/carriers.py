@@ -1,7 +1,8 @@
 """Directions on their way from the parameters through operations that no sample takes part in.
 
-A carrier knows the directional derivatives of one tensor. They are computed when a backward pass asks for them: nothing is held
-that is not needed, and a direction may become known after the forward pass.
+A carrier knows the directional derivatives of one tensor. They are computed when a backward pass
+asks for them: nothing is held that is not needed, and a direction may become known after the
+forward pass.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +13,14 @@ from torch import Tensor
 from gradsight.ghost.tangent import Call, tangents_of
 
 Tangents = tuple[tuple[int, Tensor], ...]
-"""Pairs of a slot (a row of the table of scores) and the directional derivative that counts for it."""
+"""Pairs of a slot (a row of the table of scores) and the directional derivative that counts for it.
+"""
 
 
 def keep(look_up: Callable[[str], Tangents]) -> Callable[[str], Tangents]:
-    """The function, asked once per name; an empty answer means that the direction is not known yet, and is not kept."""
+    """The function, asked once per name; an empty answer means that the direction is not known yet,
+    and is not kept.
+    """
     kept: dict[str, Tangents] = {}
 
     def once(name: str) -> Tangents:
@@ -33,7 +37,9 @@ class Carrier(Protocol):
     origins: tuple[str, ...]
     """The parameters it comes from."""
     rows: bool
-    """Whether the tensor itself holds rows of samples: one that was changed in place with a parameter's help."""
+    """Whether the tensor itself holds rows of samples: one that was changed in place with a
+    parameter's help.
+    """
 
     def tangents(self) -> Tangents:
         """Pairs of slot and directional derivative."""
@@ -108,8 +114,12 @@ def origins_of(carriers: Iterable[Carrier]) -> tuple[str, ...]:
     return tuple(sorted({name for carrier in carriers for name in carrier.origins}))
 
 
-def push_forward(call: Call, flat: Sequence[Any], carried: Mapping[int, Carrier]) -> dict[int, list[Tensor | None]]:
-    """The derivatives of every output, slot by slot; `carried` is keyed by the position of the input."""
+def push_forward(
+    call: Call, flat: Sequence[Any], carried: Mapping[int, Carrier]
+) -> dict[int, list[Tensor | None]]:
+    """The derivatives of every output, slot by slot; `carried` is keyed by the position of the
+    input.
+    """
     by_slot: dict[int, dict[int, Tensor]] = {}
     for position, carrier in carried.items():
         for slot, tangent in carrier.tangents():

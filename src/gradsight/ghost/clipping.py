@@ -1,4 +1,6 @@
-"""What the optimizer used, divided by the gradient: measured on a sample of the entries, without waiting for the device."""
+"""What the optimizer used, divided by the gradient: measured on a sample of the entries, without
+waiting for the device.
+"""
 
 import torch
 from torch import Tensor
@@ -22,7 +24,9 @@ class ClipMeter:
         self._scale = scale
 
     def at_step(self, fused: bool) -> Tensor | None:
-        """The factor between the two; NaN where there is not one factor for all; None where nothing was seen."""
+        """The factor between the two; NaN where there is not one factor for all; None where nothing
+        was seen.
+        """
         pairs = [(b, _head(p.grad)) for p, b in self._before if p.grad is not None]
         self._before = []
         if not pairs or (fused and self._scale is not None):

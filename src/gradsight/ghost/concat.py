@@ -1,8 +1,9 @@
 """Training and validation rows in one forward pass.
 
-The loss function's call is split by rows: what it returns to the training loop is the training rows' own mean loss, so .grad
-is the training gradient alone, scaled as in plain training whatever labels are ignored. The validation rows' mean loss is kept,
-and pulled back through the same graph just before the training loop's own backward pass: then the directions are known.
+The loss function's call is split by rows: what it returns to the training loop is the training
+rows' own mean loss, so .grad is the training gradient alone, scaled as in plain training whatever
+labels are ignored. The validation rows' mean loss is kept, and pulled back through the same graph
+just before the training loop's own backward pass: then the directions are known.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,9 @@ ADVICE = "Use mode='two_pass', which has no such limit."
 class Concatenation:
     """One pass over training rows followed by the rows of every target."""
 
-    def __init__(self, targets: Targets, pairs: Mapping[str, tuple[Tensor, Tensor]], parameters: Parameters) -> None:
+    def __init__(
+        self, targets: Targets, pairs: Mapping[str, tuple[Tensor, Tensor]], parameters: Parameters
+    ) -> None:
         self._targets, self._pairs, self._parameters = targets, pairs, parameters
         self.losses: dict[str, Tensor] = {}
         self.rows = 0
@@ -45,9 +48,13 @@ class Concatenation:
                     )
         self.rows = x.shape[0]
         self.total = self.rows + sum(xv.shape[0] for xv, _ in self._pairs.values())
-        return torch.cat([x, *(xv for xv, _ in self._pairs.values())]), torch.cat([y, *(yv for _, yv in self._pairs.values())])
+        return torch.cat([x, *(xv for xv, _ in self._pairs.values())]), torch.cat(
+            [y, *(yv for _, yv in self._pairs.values())]
+        )
 
-    def on_call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def on_call(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Refuse dropout, split the loss, leave everything else."""
         refuse_mixing(func, args, kwargs)
         refuse_dropout(func, args, kwargs)
@@ -64,13 +71,18 @@ class Concatenation:
                 f"validation rows cannot be told from the training rows in the loss. {ADVICE}"
             )
         named = self._parameters.trainable
-        found = {n: gradients([v], None, named, sharded=False, keep_graph=True)[0] for n, v in self.losses.items()}
+        found = {
+            n: gradients([v], None, named, sharded=False, keep_graph=True)[0]
+            for n, v in self.losses.items()
+        }
         for name, direction in found.items():
             self._targets.set(name, direction, self.losses[name].detach())
         self.losses = {}
 
     def check_clean(self, table: Tensor) -> None:
-        """An error if the directions were not found, or if validation rows took part in the training gradient."""
+        """An error if the directions were not found, or if validation rows took part in the
+        training gradient.
+        """
         if not self._targets.directions:
             raise GradsightError(
                 "the backward pass was not seen, so the validation rows' gradient was not taken: with mode='concat' call "
@@ -94,11 +106,16 @@ class Concatenation:
                 f"rows, got shapes {[tuple(t.shape) for t in data]}. {ADVICE}"
             )
         if self.losses:
-            raise GradsightError(f"mode='concat' can split one call of a loss function per pass, this is the second. {ADVICE}")
+            raise GradsightError(
+                f"mode='concat' can split one call of a loss function per pass, this is the second. {ADVICE}"
+            )
         start = 0
         found = []
         for rows in (self.rows, *(xv.shape[0] for xv, _ in self._pairs.values())):
-            pieces = [t.narrow(0, start * (t.shape[0] // self.total), rows * (t.shape[0] // self.total)) for t in data]
+            pieces = [
+                t.narrow(0, start * (t.shape[0] // self.total), rows * (t.shape[0] // self.total))
+                for t in data
+            ]
             found.append(func(*pieces, *rest, **kwargs))
             start += rows
         self.losses = dict(zip(self._pairs, found[1:], strict=True))
@@ -111,7 +128,9 @@ def refuse_concat(root: nn.Module, processes: int) -> None:
         raise GradsightError(f"mode='concat' works in one process, got {processes}. {ADVICE}")
     for name, module in root.named_modules():
         rate = (
-            getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+            getattr(module, "p", 0.0)
+            if isinstance(module, nn.modules.dropout._DropoutNd)
+            else getattr(module, "dropout", 0.0)
         )
         if module.training and isinstance(rate, float) and rate > 0:
             raise GradsightError(
@@ -121,7 +140,9 @@ def refuse_concat(root: nn.Module, processes: int) -> None:
             )
 
 
-def refuse_dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def refuse_dropout(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """An error if this call is an active dropout."""
     name = name_of(func)
     if name == "scaled_dot_product_attention":

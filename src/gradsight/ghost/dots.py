@@ -23,12 +23,16 @@ def in_wide(tensor: Tensor) -> Tensor:
 
 
 def same_type(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor in the type of another; a call of `to` that changes nothing costs more than the question."""
+    """The tensor in the type of another; a call of `to` that changes nothing costs more than the
+    question.
+    """
     return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
 def row_dots(a: Tensor, b: Tensor, layout: Layout, batch: int) -> Tensor:
-    """sum over everything but the samples of a * b, in fp32 or wider: [B]. Both broadcast to b's shape."""
+    """sum over everything but the samples of a * b, in fp32 or wider: [B]. Both broadcast to b's
+    shape.
+    """
     dtype = wide(torch.promote_types(a.dtype, b.dtype))
     if a.shape != b.shape:
         a = a.expand_as(b)
@@ -39,7 +43,10 @@ def row_dots(a: Tensor, b: Tensor, layout: Layout, batch: int) -> Tensor:
 
 def vector_dots(vectors: Tensor, tangents: Tangents) -> list[tuple[int, Tensor]]:
     """<vector_i, D> for every slot; the samples' vectors [B, n] are in fp32 or wider."""
-    return [(slot, torch.mv(vectors, same_type(direction.reshape(-1), vectors))) for slot, direction in tangents]
+    return [
+        (slot, torch.mv(vectors, same_type(direction.reshape(-1), vectors)))
+        for slot, direction in tangents
+    ]
 
 
 def score_table(pairs: Sequence[tuple[int, Tensor]], like: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The ghost engine: which training samples push which target's loss where, in the training run itself."""
+"""The ghost engine: which training samples push which target's loss where, in the training run
+itself.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,9 +42,11 @@ class GhostNotice(GradsightWarning):
 
 
 class GhostEngine:
-    """Scores every training sample by <direction, its gradient>, the direction being a validation target's gradient.
+    """Scores every training sample by <direction, its gradient>, the direction being a validation
+    target's gradient.
 
-    loss_fn(model, batch) returns the mean loss; val_data is the batch of the only target, or targets names several.
+    loss_fn(model, batch) returns the mean loss; val_data is the batch of the only target, or
+    targets names several.
     """
 
     def __init__(
@@ -70,23 +74,36 @@ class GhostEngine:
         self._ranks = Ranks(model)
         self._parameters = Parameters(self.root)
         if not self._parameters.trainable:
-            raise UsageError("the model has no trainable parameter: there is no gradient to score samples by")
+            raise UsageError(
+                "the model has no trainable parameter: there is no gradient to score samples by"
+            )
         check_targets(self._batches, self._parameters.device)
         if mode == "concat":
             refuse_concat(self.root, self._ranks.size)
         self.staleness: list[Staleness] = []
         """How far each direction had turned when it was refreshed, with refresh_every above 1."""
         self._targets = Targets(model, self.root, loss_fn, self._batches, self._ranks)
-        self._optimizer, self._precondition, self._refresh_every = optimizer, precondition, refresh_every
+        self._optimizer, self._precondition, self._refresh_every = (
+            optimizer,
+            precondition,
+            refresh_every,
+        )
         self._per_parameter, self._batch_dim = per_parameter, batch_dim
         self._options = Options(exact_grad, route)
         self._memory, self._scratch = LayoutMemory(batch_dim or 0), Scratch()
         self._proof = Proof(self.root, self._ranks, self._memory, self_check, self._options)
         names = tuple(self._parameters.all) if per_parameter else None
-        ledger = Ledger(self._targets.names, names, frozenset(self._parameters.trainable), precondition)
+        ledger = Ledger(
+            self._targets.names, names, frozenset(self._parameters.trainable), precondition
+        )
         directory = None if run_dir is None else Path(run_dir) / "grad_dotprods"
         self._books = Books(
-            ledger, Diary(self._targets.names, Momentum.of(optimizer)), self._ranks, optimizer, directory, save_interval
+            ledger,
+            Diary(self._targets.names, Momentum.of(optimizer)),
+            self._ranks,
+            optimizer,
+            directory,
+            save_interval,
         )
         self._protocol = BatchProtocol(self)
         self._open: Observation | None = None
@@ -105,17 +122,24 @@ class GhostEngine:
         domains: Sequence[str | None] | None = None,
         step: int | None = None,
     ) -> Iterator["GhostEngine"]:
-        """Score the samples of the one backward pass inside the block: loss = loss_fn(model, batch); loss.backward().
+        """Score the samples of the one backward pass inside the block: loss = loss_fn(model,
+        batch); loss.backward().
 
-        One block per micro-batch. sample_ids are by default a running number; step is by default counted by the optimizer's
-        steps, or by blocks where no optimizer was given.
+        One block per micro-batch. sample_ids are by default a running number; step is by default
+        counted by the optimizer's steps, or by blocks where no optimizer was given.
         """
         if self.mode == "concat":
             raise UsageError(
                 "mode='concat' needs training and validation rows in one batch: use attach_train_batch, prepare_forward_input, "
                 "prepare_gradients and aggregate_and_log, or mode='two_pass' with observe()"
             )
-        ids = None if sample_ids is None else sample_ids.tolist() if isinstance(sample_ids, Tensor) else list(sample_ids)
+        ids = (
+            None
+            if sample_ids is None
+            else sample_ids.tolist()
+            if isinstance(sample_ids, Tensor)
+            else list(sample_ids)
+        )
         self.begin(None if ids is None else len(ids), step)
         try:
             yield self
@@ -132,11 +156,15 @@ class GhostEngine:
         return self._scores
 
     def honesty(self) -> dict[str, Honesty]:
-        """By target: the predicted change of its loss against the measured one, over the observed steps."""
+        """By target: the predicted change of its loss against the measured one, over the observed
+        steps.
+        """
         return self._books.diary.honesty(self._ranks)
 
     def verify(self, batch: Any) -> VerifyReport:
-        """Score a batch with the engine and with the slow exact twin, dropout off; nothing in the model or in .grad changes."""
+        """Score a batch with the engine and with the slow exact twin, dropout off; nothing in the
+        model or in .grad changes.
+        """
         if self._ranks.sharded:
             raise UsageError(
                 "verify() runs the model in one process; under fully_shard the self-check of the first step does it"
@@ -149,16 +177,22 @@ class GhostEngine:
             plan = Plan(keep(self._look_up), self._memory, self._options, factors=self._factors)
             return self._observation(plan, None, before_call)
 
-        return compare(self.model, self.root, self.loss_fn, batch, self._targets, self._parameters, watch)
+        return compare(
+            self.model, self.root, self.loss_fn, batch, self._targets, self._parameters, watch
+        )
 
     # --- the protocol of loops that build their own forward pass ---
 
-    def attach_train_batch(self, X: Any, Y: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor) -> None:
+    def attach_train_batch(
+        self, X: Any, Y: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor
+    ) -> None:
         """Announce the batch of an iteration; batch_idx is its number, or its sample ids."""
         self._protocol.attach(X, Y, iteration, batch_idx)
 
     def prepare_forward_input(self, X: Any, Y: Any) -> tuple[Any, Any]:
-        """What to run the model on: the batch itself, or in mode "concat" the batch followed by the validation rows."""
+        """What to run the model on: the batch itself, or in mode "concat" the batch followed by the
+        validation rows.
+        """
         return self._protocol.forward_input(X, Y)
 
     def prepare_gradients(self) -> None:
@@ -166,7 +200,9 @@ class GhostEngine:
         self._protocol.gradients()
 
     def aggregate_and_log(self) -> None:
-        """After the optimizer's step: hand the scores over, save them if they are due, and let go of what the step held."""
+        """After the optimizer's step: hand the scores over, save them if they are due, and let go
+        of what the step held.
+        """
         self._protocol.aggregate()
 
     def should_save(self, iteration: int) -> bool:
@@ -174,7 +210,9 @@ class GhostEngine:
         return iteration > 0 and iteration % self._books.save_interval == 0
 
     def save(self, iteration: int) -> Path | None:
-        """Write the scores of all steps before this one that are not saved yet to iter_{iteration:06d}.parquet."""
+        """Write the scores of all steps before this one that are not saved yet to
+        iter_{iteration:06d}.parquet.
+        """
         return self._books.save(iteration)
 
     def close(self) -> None:
@@ -189,7 +227,9 @@ class GhostEngine:
 
     # --- one block, step by step: for observe() and the protocol ---
 
-    def begin(self, size: int | None, step: int | None, concatenation: Concatenation | None = None) -> None:
+    def begin(
+        self, size: int | None, step: int | None, concatenation: Concatenation | None = None
+    ) -> None:
         """Start a block: fresh directions if they are due, then eyes on every operation."""
         if self._closed:
             raise UsageError("this GhostEngine is closed")
@@ -239,22 +279,33 @@ class GhostEngine:
         finally:
             observation.release()
 
-    def _finish(self, observation: Observation, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
+    def _finish(
+        self,
+        observation: Observation,
+        ids: list[int | str] | None,
+        domains: list[str | None] | None,
+    ) -> None:
         table = observation.scores().clone()
         if self._concatenation is not None:
             self._concatenation.check_clean(table)
             table = table[:, : self._concatenation.rows]
         table = table.view(len(self._targets.names), -1, table.shape[1])
-        self._proof.end_block(observation, table.sum(1), self._parameters, list(self._targets.directions.values()))
+        self._proof.end_block(
+            observation, table.sum(1), self._parameters, list(self._targets.directions.values())
+        )
         self._notice_slow(observation.tracer.plan)
         batch = table.shape[2]
         ids = list(range(self._samples, self._samples + batch)) if ids is None else ids
         for what, given in (("sample_id", ids), ("domain", domains)):
             if given is not None and len(given) != batch:
-                raise UsageError(f"expected one {what} per sample: {batch} samples, got {len(given)} {what}s")
+                raise UsageError(
+                    f"expected one {what} per sample: {batch} samples, got {len(given)} {what}s"
+                )
         self._samples += batch
         self._keep(table / self._ranks.size, ids, domains or [None] * batch)
-        self._books.look_at_gradients(self._parameters, observation.scales[-1] if observation.scales else None)
+        self._books.look_at_gradients(
+            self._parameters, observation.scales[-1] if observation.scales else None
+        )
 
     def finish_step(self, iteration: int) -> None:
         """An iteration of the protocol is over."""
@@ -264,18 +315,30 @@ class GhostEngine:
     def concatenation(self) -> Concatenation:
         """One pass over training and validation rows; the validation data must be pairs (X, Y)."""
         for name, batch in self._batches.items():
-            if not (isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)):
+            if not (
+                isinstance(batch, tuple | list)
+                and len(batch) == 2
+                and all(isinstance(t, Tensor) for t in batch)
+            ):
                 raise UsageError(
                     f"mode='concat' needs validation data as a pair (X, Y) of tensors; target {name!r} is "
                     f"{type(batch).__name__}"
                 )
         refuse_concat(self.root, self._ranks.size)
-        return Concatenation(self._targets, {n: (b[0], b[1]) for n, b in self._batches.items()}, self._parameters)
+        return Concatenation(
+            self._targets, {n: (b[0], b[1]) for n, b in self._batches.items()}, self._parameters
+        )
 
-    def _observation(self, plan: Plan, size: int | None, before_call: Callable[[ModelCall], None]) -> Observation:
-        slots = len(self._targets.names) * (len(self._parameters.trainable) if self._per_parameter else 1)
+    def _observation(
+        self, plan: Plan, size: int | None, before_call: Callable[[ModelCall], None]
+    ) -> Observation:
+        slots = len(self._targets.names) * (
+            len(self._parameters.trainable) if self._per_parameter else 1
+        )
         tracer = Tracer(plan, self._parameters.name)
-        return Observation(self.root, self._parameters, tracer, slots, size, self._batch_dim, before_call)
+        return Observation(
+            self.root, self._parameters, tracer, slots, size, self._batch_dim, before_call
+        )
 
     def _before_call(self, call: ModelCall) -> None:
         if self._open is not None:
@@ -285,7 +348,9 @@ class GhostEngine:
         if self._open is None:
             return
         with torch.enable_grad():
-            if self._proof.first and mixes_samples(loss, self._open.outputs, self._open.tracer.batch):
+            if self._proof.first and mixes_samples(
+                loss, self._open.outputs, self._open.tracer.batch
+            ):
                 raise GradsightError(
                     "the loss mixes samples: the gradient at one sample's output depends on another sample's output, "
                     "as in contrastive "
@@ -306,9 +371,13 @@ class GhostEngine:
         kind = "plain" if scales is None else self._precondition or "plain"
         turned = self._targets.refresh(self._parameters, scales, compare=self._refresh_every > 1)
         if kind == self._direction:
-            self.staleness += [Staleness(self._step, name, float(value)) for name, value in turned.items()]
+            self.staleness += [
+                Staleness(self._step, name, float(value)) for name, value in turned.items()
+            ]
         self._direction, self._refreshed_at = kind, self._step
-        self._books.diary.add_losses(self._step, [self._targets.losses[name] for name in self._targets.names])
+        self._books.diary.add_losses(
+            self._step, [self._targets.losses[name] for name in self._targets.names]
+        )
 
     def _look_up(self, name: str) -> Tangents:
         """A parameter's part of every direction that is known, with the slot that it counts for."""
@@ -322,16 +391,32 @@ class GhostEngine:
 
     def _factors(self, name: str) -> list[list[Factor]] | None:
         """The factors of a parameter's part of each direction, in the order of slots."""
-        return None if self._per_parameter else self._targets.factors.look_up(self._targets.names, name)
+        return (
+            None
+            if self._per_parameter
+            else self._targets.factors.look_up(self._targets.names, name)
+        )
 
     def _keep(self, table: Tensor, ids: list[int | str], domains: list[str | None]) -> None:
         """The block's scores from its table [targets, parameters or 1, B]."""
         names, totals = self._targets.names, table.sum(1)
         by_parameter = {}
         if self._per_parameter:
-            by_parameter = {t: dict(zip(self._parameters.trainable, table[k], strict=True)) for k, t in enumerate(names)}
-        self._books.add(self._step, ids, domains, table if self._per_parameter else totals, totals, self._direction)
-        self._scores = Scores(self._step, ids, dict(zip(names, totals, strict=True)), by_parameter, self._direction)
+            by_parameter = {
+                t: dict(zip(self._parameters.trainable, table[k], strict=True))
+                for k, t in enumerate(names)
+            }
+        self._books.add(
+            self._step,
+            ids,
+            domains,
+            table if self._per_parameter else totals,
+            totals,
+            self._direction,
+        )
+        self._scores = Scores(
+            self._step, ids, dict(zip(names, totals, strict=True)), by_parameter, self._direction
+        )
 
     def _notice_slow(self, plan: Plan) -> None:
         """Name, once, the parameters that no fast rule covers."""
@@ -339,7 +424,9 @@ class GhostEngine:
         if new:
             self._noticed |= new
             names = sorted({parameter for operation in new for parameter in plan.slow[operation]})
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            listed = ", ".join(names[:4]) + (
+                f" and {len(names) - 4} more" if len(names) > 4 else ""
+            )
             text = f"no fast rule for {', '.join(sorted(new))}: the scores of {listed} are exact, but take longer"
             warnings.warn(text, GhostNotice, stacklevel=5)
 
@@ -366,9 +453,13 @@ def _check_options(
     if mode not in {"two_pass", "concat"}:
         raise UsageError(f"mode must be 'two_pass' or 'concat', got {mode!r}")
     if refresh_every < 1 or save_interval < 1:
-        raise UsageError(f"refresh_every and save_interval must be 1 or more, got {refresh_every} and {save_interval}")
+        raise UsageError(
+            f"refresh_every and save_interval must be 1 or more, got {refresh_every} and {save_interval}"
+        )
     if mode == "concat" and refresh_every != 1:
-        raise UsageError("refresh_every needs mode='two_pass': with 'concat' the validation rows are in every pass")
+        raise UsageError(
+            "refresh_every needs mode='two_pass': with 'concat' the validation rows are in every pass"
+        )
     if precondition not in {None, "adam"}:
         raise UsageError(f"precondition must be None or 'adam', got {precondition!r}")
     if precondition == "adam" and optimizer is None:

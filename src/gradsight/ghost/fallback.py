@@ -1,7 +1,8 @@
 """The universal way: exact for any operation, at the price of one more of it.
 
-y = f(x, w) with batch data x and a direction D on w: sample i's share of <D, dL/dw> is the sum over its rows of
-y-gradient times (f'(w) D). The derivative f'(w) D is taken in the backward pass by forward-mode differentiation.
+y = f(x, w) with batch data x and a direction D on w: sample i's share of <D, dL/dw> is the sum over
+its rows of y-gradient times (f'(w) D). The derivative f'(w) D is taken in the backward pass by
+forward-mode differentiation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,12 @@ Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
 """From the gradient of an output and the saved tensors to pairs of slot and scores [B]."""
 
 
-def once_differentiable(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """For the backward pass of a function that has no second derivative: refuse to be asked for one."""
+def once_differentiable(
+    backward: Callable[..., tuple[Tensor | None, ...]],
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """For the backward pass of a function that has no second derivative: refuse to be asked for
+    one.
+    """
 
     @wraps(backward)
     def refusing(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,7 +46,9 @@ class Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, probe: Tensor, score: Score, *saved: Tensor) -> Tensor:
-        """A fresh tensor of the same values: views out of a custom function must not be changed in place."""
+        """A fresh tensor of the same values: views out of a custom function must not be changed in
+        place.
+        """
         ctx.score = score
         ctx.probe = probe
         ctx.save_for_backward(*saved)
@@ -77,7 +84,9 @@ def attach_derivative(
     rest = [None if isinstance(x, Tensor) else x for x in flat]
     shared = _Shared(call, rest, where, carried, len(layouts))
     return [
-        attach(y, probe, _derivative_score(shared, j, layouts[j], probe.shape[1]), saved) if j in layouts else y
+        attach(y, probe, _derivative_score(shared, j, layouts[j], probe.shape[1]), saved)
+        if j in layouts
+        else y
         for j, y in enumerate(outputs)
     ]
 
@@ -85,7 +94,14 @@ def attach_derivative(
 class _Shared:
     """The derivatives of one call, kept from its first output that is scored to its last."""
 
-    def __init__(self, call: Call, rest: list[Any], where: list[int], carried: Mapping[int, Carrier], readers: int) -> None:
+    def __init__(
+        self,
+        call: Call,
+        rest: list[Any],
+        where: list[int],
+        carried: Mapping[int, Carrier],
+        readers: int,
+    ) -> None:
         self._call, self._rest, self._where, self._carried = call, rest, where, carried
         self._readers = readers
         self._left = readers

@@ -1,11 +1,13 @@
-"""The third route, for short sequences and small targets: inner products of activations instead of the direction.
+"""The third route, for short sequences and small targets: inner products of activations instead of
+the direction.
 
-A linear weight's part of a direction is D = B_v^T A_v, from the target's inputs A_v [N, d] and output gradients B_v [N, p]:
+A linear weight's part of a direction is D = B_v^T A_v, from the target's inputs A_v [N, d] and
+output gradients B_v [N, p]:
 
     <A_i D^T, B_i> = the sum over all entries of (A_i A_v^T) * (B_i B_v^T)
 
-which costs N (d + p) multiply-adds per position instead of d p. So it is worth keeping A_v and B_v where N (d + p) < d p; they
-are smaller than D itself then.
+which costs N (d + p) multiply-adds per position instead of d p. So it is worth keeping A_v and B_v
+where N (d + p) < d p; they are smaller than D itself then.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +33,11 @@ class FactorRecorder(TorchFunctionMode):
         self._name = name
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation; if it is a linear layer small enough, wait for its output's gradient."""
         out = func(*args, **(kwargs or {}))
@@ -65,15 +71,27 @@ class FactorBook:
         self._proven: dict[tuple[str, str], int] = {}
 
     def take(self, target: str, found: Factors, direction: Mapping[str, Tensor]) -> None:
-        """Keep what makes up the direction: proven when a parameter is first met, or met with another number of uses."""
-        self._factors[target] = {name: uses for name, uses in found.items() if self._is_whole(target, name, uses, direction)}
+        """Keep what makes up the direction: proven when a parameter is first met, or met with
+        another number of uses.
+        """
+        self._factors[target] = {
+            name: uses
+            for name, uses in found.items()
+            if self._is_whole(target, name, uses, direction)
+        }
 
     def look_up(self, targets: Sequence[str], name: str) -> list[list[Factor]] | None:
         """The factors of a parameter for every target; None where one has none."""
         found = [self._factors.get(target, {}).get(name) for target in targets]
-        return None if any(uses is None for uses in found) else [uses for uses in found if uses is not None]
+        return (
+            None
+            if any(uses is None for uses in found)
+            else [uses for uses in found if uses is not None]
+        )
 
-    def _is_whole(self, target: str, name: str, uses: list[Factor], direction: Mapping[str, Tensor]) -> bool:
+    def _is_whole(
+        self, target: str, name: str, uses: list[Factor], direction: Mapping[str, Tensor]
+    ) -> bool:
         known = self._proven.get((target, name))
         if known is None or known != len(uses):
             whole = direction[name]
@@ -84,8 +102,13 @@ class FactorBook:
 
 
 def gram_dots(x: Tensor, grad: Tensor, uses: Sequence[Factor]) -> Tensor:
-    """The sum over the target's positions of (A A_v^T) * (B B_v^T): one number per position of the batch."""
+    """The sum over the target's positions of (A A_v^T) * (B B_v^T): one number per position of the
+    batch.
+    """
     flat, slopes = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    parts = [torch.linalg.vecdot(flat @ a.t().to(flat.dtype), slopes @ b.t().to(slopes.dtype)) for a, b in uses]
+    parts = [
+        torch.linalg.vecdot(flat @ a.t().to(flat.dtype), slopes @ b.t().to(slopes.dtype))
+        for a, b in uses
+    ]
     total: Tensor = torch.stack(parts).sum(0)
     return total.view(x.shape[:-1])

@@ -17,12 +17,15 @@ UNSETTLED = 128
 
 @dataclass(frozen=True)
 class Honesty:
-    """Predicted and measured changes of one target's loss, from one refresh of its direction to the next."""
+    """Predicted and measured changes of one target's loss, from one refresh of its direction to the
+    next.
+    """
 
     target: str
     pairs: tuple[tuple[float, float], ...]
-    """(predicted, measured); predicted is -lr * clip_coef * the sum of scores, with the optimizer's momentum, added up over the
-    steps between."""
+    """(predicted, measured); predicted is -lr * clip_coef * the sum of scores, with the optimizer's
+    momentum, added up over the steps between.
+    """
 
     @property
     def correlation(self) -> float:
@@ -52,7 +55,9 @@ class StepSum:
 
 @dataclass(frozen=True)
 class Momentum:
-    """How an optimizer mixes earlier gradients into a step: m = keep * m + take * g, in Adam corrected for its start at 0."""
+    """How an optimizer mixes earlier gradients into a step: m = keep * m + take * g, in Adam
+    corrected for its start at 0.
+    """
 
     keep: float = 0.0
     take: float = 1.0
@@ -88,7 +93,9 @@ class Diary:
         """Add a block's scores to its step."""
         if self.steps and self.steps[-1].step == step:
             before = self.steps[-1].sums
-            self.steps[-1].sums = sums + (before if isinstance(before, Tensor) else sums.new_tensor(before))
+            self.steps[-1].sums = sums + (
+                before if isinstance(before, Tensor) else sums.new_tensor(before)
+            )
             self.steps[-1].lr = lr
             return
         self._waiting += 1
@@ -106,13 +113,19 @@ class Diary:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}
         if self.steps:
             sums = ranks.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
-            clipped = sums * torch.tensor([s.clipped for s in self.steps], dtype=torch.float64).unsqueeze(1)
-            rates = torch.tensor([1.0 if s.lr is None else s.lr for s in self.steps], dtype=torch.float64)
+            clipped = sums * torch.tensor(
+                [s.clipped for s in self.steps], dtype=torch.float64
+            ).unsqueeze(1)
+            rates = torch.tensor(
+                [1.0 if s.lr is None else s.lr for s in self.steps], dtype=torch.float64
+            )
             changes = -self._momentum.applied(clipped) * rates.unsqueeze(1)
             for (start, old), (end, new) in pairwise(self._losses):
                 between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
                 for k, name in enumerate(self.targets if between else ()):
-                    found[name].append((float(changes[between, k].sum()), float(new[k]) - float(old[k])))
+                    found[name].append(
+                        (float(changes[between, k].sum()), float(new[k]) - float(old[k]))
+                    )
         return {name: Honesty(name, tuple(pairs)) for name, pairs in found.items()}
 
     def _settle(self) -> None:
@@ -122,4 +135,7 @@ class Diary:
             if isinstance(entry.sums, Tensor):
                 entry.sums = entry.sums.tolist()
                 entry.clip_coef = None if entry.clip_coef is None else float(entry.clip_coef)
-        self._losses = deque(((step, [float(x) for x in losses]) for step, losses in self._losses), self._losses.maxlen)
+        self._losses = deque(
+            ((step, [float(x) for x in losses]) for step, losses in self._losses),
+            self._losses.maxlen,
+        )

@@ -1,4 +1,6 @@
-"""The scores that wait to be written, and how they are written: a parquet file every so many steps, complete or not at all."""
+"""The scores that wait to be written, and how they are written: a parquet file every so many steps,
+complete or not at all.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ from gradsight.errors import GradsightError, GradsightWarning
 
 @dataclass
 class Entry:
-    """The scores of one block: a table [targets, B], or [targets, parameters, B] with per_parameter."""
+    """The scores of one block: a table [targets, B], or [targets, parameters, B] with
+    per_parameter.
+    """
 
     step: int
     sample_ids: list[int | str]
@@ -31,7 +35,11 @@ class Entry:
 
 def to_host(table: Tensor) -> Tensor:
     """A copy in main memory that the device fills when it gets there."""
-    return table.detach().to("cpu", non_blocking=True) if table.device.type == "cuda" else table.detach().clone()
+    return (
+        table.detach().to("cpu", non_blocking=True)
+        if table.device.type == "cuda"
+        else table.detach().clone()
+    )
 
 
 @dataclass
@@ -88,7 +96,9 @@ class Ledger:
         return [next(given) if name in self.trainable else None for name in self.parameters]
 
 
-def write(directory: Path, iteration: int, rows: list[dict[str, Any]], ledger: Ledger, ranks: Ranks) -> Path | None:
+def write(
+    directory: Path, iteration: int, rows: list[dict[str, Any]], ledger: Ledger, ranks: Ranks
+) -> Path | None:
     """One file with every process's rows, written by the first; returns its path there."""
     gathered = ranks.gather_objects(rows)
     if gathered is None:
@@ -112,7 +122,10 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], ledger: Ledger) -> Non
         rows = [{**row, "sample_id": str(row["sample_id"])} for row in rows]
     fields = [
         ("step", pyarrow.int64()),
-        ("sample_id", pyarrow.int64() if isinstance(rows[0]["sample_id"], int) else pyarrow.string()),
+        (
+            "sample_id",
+            pyarrow.int64() if isinstance(rows[0]["sample_id"], int) else pyarrow.string(),
+        ),
         ("domain", pyarrow.string()),
         ("target", pyarrow.string()),
         ("score", pyarrow.float64()),
@@ -123,7 +136,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], ledger: Ledger) -> Non
         fields.append(("by_parameter", pyarrow.list_(pyarrow.float64())))
     if ledger.precondition is not None:
         fields.append(("direction", pyarrow.string()))
-    names = {} if ledger.parameters is None else {"gradsight.parameters": json.dumps(ledger.parameters)}
+    names = (
+        {} if ledger.parameters is None else {"gradsight.parameters": json.dumps(ledger.parameters)}
+    )
     table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields, metadata=names))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -147,6 +162,10 @@ def _rows_in(path: Path) -> list[dict[str, Any]]:
     except (pyarrow.ArrowException, OSError) as error:
         aside = path.with_suffix(".damaged")
         path.replace(aside)
-        warnings.warn(f"{path} cannot be read ({error}); it is now {aside.name}", GradsightWarning, stacklevel=2)
+        warnings.warn(
+            f"{path} cannot be read ({error}); it is now {aside.name}",
+            GradsightWarning,
+            stacklevel=2,
+        )
         return []
     return rows

@@ -32,7 +32,9 @@ def own_name(name: str) -> str:
 
 
 class Parameters:
-    """The parameters of a model by name, and the names of the tensors that stand for them in operations."""
+    """The parameters of a model by name, and the names of the tensors that stand for them in
+    operations.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root

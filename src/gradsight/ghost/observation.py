@@ -16,7 +16,9 @@ from gradsight.ghost.tracer import Tracer, tracing
 
 
 class Observation:
-    """Traces the operations between entering and leaving, also those that activation checkpointing repeats."""
+    """Traces the operations between entering and leaving, also those that activation checkpointing
+    repeats.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,9 @@ class Observation:
             self._stack.enter_context(eager())
             self._stack.enter_context(watching_scale(self.scales))
             hooks = (
-                self._root.register_forward_pre_hook(self._before_root, with_kwargs=True, prepend=True),
+                self._root.register_forward_pre_hook(
+                    self._before_root, with_kwargs=True, prepend=True
+                ),
                 self._root.register_forward_hook(self._after_root),
             )
             for hook in hooks:
@@ -72,14 +76,20 @@ class Observation:
         self.tracer.release()
 
     def scores(self) -> Tensor:
-        """The table [slots, B] of this pass: loss scale divided out, not yet the share of the global batch."""
+        """The table [slots, B] of this pass: loss scale divided out, not yet the share of the
+        global batch.
+        """
         if not self.tracer.bound:
             raise GradsightError(
                 "observe() ended without a call of the model: expected loss_fn(model, batch) and loss.backward() "
                 "inside the block"
             )
         if self.backwards != 1:
-            came = "without a backward pass" if self.backwards == 0 else f"after {self.backwards} backward passes"
+            came = (
+                "without a backward pass"
+                if self.backwards == 0
+                else f"after {self.backwards} backward passes"
+            )
             raise GradsightError(
                 f"observe() ended {came}: expected exactly one loss.backward() inside each block (one block per micro-batch; "
                 "activation checkpointing with use_reentrant=False). The scores of this block are discarded; .grad is "
@@ -91,7 +101,11 @@ class Observation:
 
     def _set_probe(self, batch: int) -> None:
         probe = torch.zeros(
-            self._slots, batch, device=self._parameters.device, dtype=self._parameters.score_dtype, requires_grad=True
+            self._slots,
+            batch,
+            device=self._parameters.device,
+            dtype=self._parameters.score_dtype,
+            requires_grad=True,
         )
         self._hook = probe.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
         self.tracer.probe = probe
@@ -99,7 +113,9 @@ class Observation:
     def _count(self, probe: Tensor) -> None:
         self.backwards += 1
 
-    def _before_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_root(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._busy or self.tracer.paused or not self.tracer.active:
             return
         self._busy = True
@@ -165,10 +181,11 @@ def refuse_mixing(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def mixes_samples(loss: Tensor, outputs: Sequence[Tensor], batch: int) -> bool:
-    """Whether the loss ties samples together: whether the gradient at one sample's output depends on another's output.
+    """Whether the loss ties samples together: whether the gradient at one sample's output depends
+    on another's output.
 
-    Looked for with one second derivative of the loss as a function of the model's outputs. A loss that cannot be differentiated
-    twice is given the benefit of the doubt.
+    Looked for with one second derivative of the loss as a function of the model's outputs. A loss
+    that cannot be differentiated twice is given the benefit of the doubt.
     """
     rows = [y for y in outputs if y.requires_grad and y.dim() > 0 and y.shape[0] == batch]
     if batch < 2 or not rows:
@@ -178,7 +195,9 @@ def mixes_samples(loss: Tensor, outputs: Sequence[Tensor], batch: int) -> bool:
         if first is None or not first.requires_grad:
             return False
         even = torch.zeros_like(first)
-        even[::2] = torch.randn(even[::2].shape, generator=torch.Generator().manual_seed(0)).to(even)
+        even[::2] = torch.randn(even[::2].shape, generator=torch.Generator().manual_seed(0)).to(
+            even
+        )
         second = torch.autograd.grad(first, rows[0], even, retain_graph=True, allow_unused=True)[0]
     except RuntimeError:
         return False

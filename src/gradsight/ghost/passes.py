@@ -18,7 +18,9 @@ __all__ = ["ModelCall", "aside", "eager", "is_compiled", "tell_batch", "tensors_
 
 @contextmanager
 def aside(root: nn.Module) -> Iterator[None]:
-    """Evaluation mode, with gradients, the modules' modes and the random generators restored afterwards."""
+    """Evaluation mode, with gradients, the modules' modes and the random generators restored
+    afterwards.
+    """
     modes = [(module, module.training) for module in root.modules()]
     devices = {p.device for p in root.parameters() if p.device.type == "cuda"}
     with unseen(), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
@@ -33,7 +35,10 @@ def aside(root: nn.Module) -> Iterator[None]:
 
 def is_compiled(root: nn.Module) -> bool:
     """Whether the model or a part of it is compiled."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in root.modules())
+    return any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+        for m in root.modules()
+    )
 
 
 @contextmanager
@@ -46,10 +51,18 @@ def eager() -> Iterator[None]:
 
 
 def tell_batch(
-    args: Sequence[Any], kwargs: Mapping[str, Any], size: int | None, batch_dim: int | None, root: nn.Module
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    size: int | None,
+    batch_dim: int | None,
+    root: nn.Module,
 ) -> ModelCall:
-    """Find the samples in the arguments of a call of the model; where they cannot be told, say what the user can do."""
+    """Find the samples in the arguments of a call of the model; where they cannot be told, say what
+    the user can do.
+    """
     try:
         return rows.tell_batch(args, kwargs, size, batch_dim, root)
     except NotSeparable as error:
-        raise GradsightError(f"{error} Check sample_ids, or pass batch_dim to GhostEngine.") from None
+        raise GradsightError(
+            f"{error} Check sample_ids, or pass batch_dim to GhostEngine."
+        ) from None

@@ -12,9 +12,11 @@ from gradsight.ghost.targets import Direction
 
 
 def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direction | None:
-    """1 / (sqrt(v) + eps) for every parameter, v corrected for its start as the optimizer does; None before the first step.
+    """1 / (sqrt(v) + eps) for every parameter, v corrected for its start as the optimizer does;
+    None before the first step.
 
-    Adam moves a weight by -lr m / (sqrt(v) + eps), so a sample's gradient acts on the target's loss through this scale.
+    Adam moves a weight by -lr m / (sqrt(v) + eps), so a sample's gradient acts on the target's loss
+    through this scale.
     """
     names = {id(p): name for name, p in parameters.items()}
     scales: Direction = {}

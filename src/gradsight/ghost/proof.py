@@ -1,4 +1,6 @@
-"""Proof that the scores of a run are right: the self-check, and what every first block must add up to."""
+"""Proof that the scores of a run are right: the self-check, and what every first block must add up
+to.
+"""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -22,7 +24,9 @@ from gradsight.ghost.tracer import Options, Tracer, paused
 class Proof:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
-    def __init__(self, root: nn.Module, ranks: Ranks, memory: LayoutMemory, enabled: bool, options: Options) -> None:
+    def __init__(
+        self, root: nn.Module, ranks: Ranks, memory: LayoutMemory, enabled: bool, options: Options
+    ) -> None:
         self._root, self._ranks, self._memory = root, ranks, memory
         self._enabled, self._options = enabled, options
         self._checked: set[bool] = set()
@@ -35,12 +39,20 @@ class Proof:
         return self._enabled and self._blocks == 0
 
     def start_block(self, parameters: Parameters, directions: Sequence[Direction]) -> None:
-        """Remember <D, .grad> before the first block; where D is not known yet, .grad must be empty."""
+        """Remember <D, .grad> before the first block; where D is not known yet, .grad must be
+        empty.
+        """
         fresh = all(p.grad is None for p in parameters.trainable.values())
-        self._base = self._explained(parameters, directions) if self.first and (directions or fresh) else None
+        self._base = (
+            self._explained(parameters, directions)
+            if self.first and (directions or fresh)
+            else None
+        )
 
     def before_call(self, call: ModelCall, parameters: Parameters, tracer: Tracer) -> None:
-        """Ask the twin about the first batch, and about the first of more than one sample, before the pass itself."""
+        """Ask the twin about the first batch, and about the first of more than one sample, before
+        the pass itself.
+        """
         kind = call.batch > 1
         if not self._enabled or kind in self._checked:
             return
@@ -50,13 +62,21 @@ class Proof:
         self._checked |= {kind, False}
 
     def end_block(
-        self, observation: Observation, table: Tensor, parameters: Parameters, directions: Sequence[Direction]
+        self,
+        observation: Observation,
+        table: Tensor,
+        parameters: Parameters,
+        directions: Sequence[Direction],
     ) -> None:
-        """The first block's scores must add up to what backward added to .grad; uses that are new must be proven."""
+        """The first block's scores must add up to what backward added to .grad; uses that are new
+        must be proven.
+        """
         if self._base is not None:
             after = self._explained(parameters, directions) or []
             scale = observation.scales[-1].to(table) if observation.scales else 1.0
-            changes = [float(new - old) for old, new in zip_longest(self._base, after, fillvalue=0.0)]
+            changes = [
+                float(new - old) for old, new in zip_longest(self._base, after, fillvalue=0.0)
+            ]
             for change, scores in zip(changes, table * scale, strict=True):
                 refuse_unexplained(change, scores, parameters)
         self._blocks += 1
@@ -69,14 +89,22 @@ class Proof:
             self._prove_new_uses(observation, parameters)
 
     def _prove_new_uses(self, observation: Observation, parameters: Parameters) -> None:
-        """Uses that the self-check did not meet: trusted where the shapes leave no choice, else the twin is asked again."""
+        """Uses that the self-check did not meet: trusted where the shapes leave no choice, else the
+        twin is asked again.
+        """
         unsure = self._memory.ambiguous()
-        new = ", ".join(sorted({name for key in unsure for name in observation.tracer.keys.get(key, ())})[:3])
+        new = ", ".join(
+            sorted({name for key in unsure for name in observation.tracer.keys.get(key, ())})[:3]
+        )
         if unsure and self._ranks.sharded:
-            raise GradsightError(f"{new} is used in a new way after the self-check: its scores are not proven")
+            raise GradsightError(
+                f"{new} is used in a new way after the self-check: its scores are not proven"
+            )
         if unsure:
             assumed = self._memory.snapshot()
-            met = SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run(observation.calls[:1])
+            met = SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run(
+                observation.calls[:1]
+            )
             self._memory.prove()
             if self._memory.snapshot() != assumed or unsure - met:
                 raise GradsightError(
@@ -85,20 +113,35 @@ class Proof:
                 )
         self._memory.prove()
 
-    def _explained(self, parameters: Parameters, directions: Sequence[Direction]) -> list[Tensor] | None:
+    def _explained(
+        self, parameters: Parameters, directions: Sequence[Direction]
+    ) -> list[Tensor] | None:
         """<D, .grad> by target as it stands; None where .grad is not simply what backward adds up."""
         named = parameters.trainable
-        if self._ranks.size > 1 or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values()):
+        if self._ranks.size > 1 or any(
+            p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values()
+        ):
             return None
         zero = torch.zeros((), device=parameters.device)
-        found = [[dot(d[n], p.grad) for n, p in named.items() if n in d and p.grad is not None] for d in directions]
-        return [torch.stack([v.to(zero.device) for v in values]).sum() if values else zero for values in found]
+        found = [
+            [dot(d[n], p.grad) for n, p in named.items() if n in d and p.grad is not None]
+            for d in directions
+        ]
+        return [
+            torch.stack([v.to(zero.device) for v in values]).sum() if values else zero
+            for values in found
+        ]
 
 
 def refuse_unexplained(change: float, scores: Tensor, parameters: Parameters) -> None:
-    """An error if scores do not add up to the change of <D, .grad>: then some of the gradient belongs to no sample."""
+    """An error if scores do not add up to the change of <D, .grad>: then some of the gradient
+    belongs to no sample.
+    """
     limit = 10 * rounding(parameters)
-    if not abs(change - float(scores.sum())) <= limit * max(float(scores.abs().sum()), abs(change)) + 1e-30:
+    if (
+        not abs(change - float(scores.sum()))
+        <= limit * max(float(scores.abs().sum()), abs(change)) + 1e-30
+    ):
         raise GradsightError(
             f"the scores add up to {float(scores.sum()):.6g}, but <direction, gradient> changed by {change:.6g} in this "
             "block: a part of "
@@ -109,7 +152,9 @@ def refuse_unexplained(change: float, scores: Tensor, parameters: Parameters) ->
 
 
 def rounding(parameters: Parameters) -> float:
-    """The relative difference that rounding may cause in this model, automatic mixed precision included."""
+    """The relative difference that rounding may cause in this model, automatic mixed precision
+    included.
+    """
     if torch.is_autocast_enabled(parameters.device.type):
         return tolerance(torch.bfloat16)
     return max(tolerance(p.dtype) for p in parameters.trainable.values())

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class BatchProtocol:
-    """attach -> prepare_forward_input -> forward and backward -> prepare_gradients -> optimizer step -> aggregate_and_log."""
+    """attach -> prepare_forward_input -> forward and backward -> prepare_gradients -> optimizer
+    step -> aggregate_and_log.
+    """
 
     def __init__(self, engine: "GhostEngine") -> None:
         self._engine = engine
@@ -21,11 +23,15 @@ class BatchProtocol:
         self._ids: list[int | str] = []
         self.iteration = 0
 
-    def attach(self, x: Any, y: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor) -> None:
+    def attach(
+        self, x: Any, y: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor
+    ) -> None:
         """Announce a batch; batch_idx is the number of the batch, or the sample ids."""
         self._expect("idle", "attach_train_batch")
         if not isinstance(x, Tensor) or x.dim() == 0:
-            raise UsageError("attach_train_batch(X, Y, ...): expected X to be a tensor with one row per sample")
+            raise UsageError(
+                "attach_train_batch(X, Y, ...): expected X to be a tensor with one row per sample"
+            )
         self._ids = _identities(batch_idx, x.shape[0])
         self.iteration = iteration
         self._stage = "attached"
@@ -35,7 +41,9 @@ class BatchProtocol:
         self._expect("attached", "prepare_forward_input")
         self._stage = "idle"
         if len(x) != len(self._ids):
-            raise UsageError(f"prepare_forward_input got {len(x)} rows, attach_train_batch {len(self._ids)}")
+            raise UsageError(
+                f"prepare_forward_input got {len(x)} rows, attach_train_batch {len(self._ids)}"
+            )
         if self._engine.mode == "concat":
             joined: Concatenation = self._engine.concatenation()
             x, y = joined.join(x, y)
@@ -60,7 +68,11 @@ class BatchProtocol:
         self._engine.finish_step(self.iteration)
 
     def _expect(self, stage: str, call: str) -> None:
-        order = {"idle": "attach_train_batch", "attached": "prepare_forward_input", "forward": "prepare_gradients"}
+        order = {
+            "idle": "attach_train_batch",
+            "attached": "prepare_forward_input",
+            "forward": "prepare_gradients",
+        }
         if self._stage != stage:
             due = order.get(self._stage, "aggregate_and_log")
             stuck, self._stage = self._stage, "idle"
@@ -78,5 +90,7 @@ def _identities(batch_idx: int | Sequence[int | str] | Tensor, rows: int) -> lis
     if isinstance(batch_idx, int):
         return [f"{batch_idx}:{row}" for row in range(rows)]
     if len(batch_idx) != rows:
-        raise UsageError(f"expected one sample id per row: {rows} rows, got {len(batch_idx)} ids in batch_idx")
+        raise UsageError(
+            f"expected one sample id per row: {rows} rows, got {len(batch_idx)} ids in batch_idx"
+        )
     return list(batch_idx)

@@ -23,7 +23,11 @@ class Layout:
             return batch == 1
         if self.dim >= len(shape):
             return False
-        return shape[self.dim] == batch if self.kind == "plain" else shape[self.dim] > 0 and shape[self.dim] % batch == 0
+        return (
+            shape[self.dim] == batch
+            if self.kind == "plain"
+            else shape[self.dim] > 0 and shape[self.dim] % batch == 0
+        )
 
     def rows(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor with one leading entry per sample; a view.
@@ -61,8 +65,12 @@ Key = tuple[str, ...]
 
 
 def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[Layout | None]:
-    """Every way such a tensor could hold the samples, likeliest first; None stands for none of them."""
-    dims = sorted((d for d in range(len(shape)) if shape[d] == batch), key=lambda d: (d != preferred, d))
+    """Every way such a tensor could hold the samples, likeliest first; None stands for none of
+    them.
+    """
+    dims = sorted(
+        (d for d in range(len(shape)) if shape[d] == batch), key=lambda d: (d != preferred, d)
+    )
     ways: list[Layout | None] = [Layout(d) for d in dims]
     if shape and shape[0] > batch and shape[0] % batch == 0:
         flat = [Layout(0, "major"), Layout(0, "minor")]
@@ -73,8 +81,9 @@ def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[Layout
 class LayoutMemory:
     """What is known of the layout at each use of a parameter, kept over the run.
 
-    A layout is a property of the model's code, so what was proven once holds for later batches whose shapes could mislead
-    (a sequence as long as the batch is large). `unproven` holds the uses that no self-check has covered yet.
+    A layout is a property of the model's code, so what was proven once holds for later batches
+    whose shapes could mislead (a sequence as long as the batch is large). `unproven` holds the uses
+    that no self-check has covered yet.
     """
 
     def __init__(self, preferred: int = 0) -> None:
@@ -83,7 +92,9 @@ class LayoutMemory:
         self._known: dict[Key, list[Layout | None]] = {}
         self._seen: dict[Key, tuple[torch.Size, int, int]] = {}
 
-    def find(self, key: Key, shape: torch.Size, batch: int, preferred: int | None = None) -> Layout | None:
+    def find(
+        self, key: Key, shape: torch.Size, batch: int, preferred: int | None = None
+    ) -> Layout | None:
         """The layout of a tensor met at this use; None: the samples are not in rows here."""
         if batch == 1:
             return ALL
@@ -94,7 +105,9 @@ class LayoutMemory:
             return fitting[0]
         likely = self.preferred if preferred is None else preferred
         layout = candidates(shape, batch, likely)[0]
-        if layout is None:  # then other shapes at this use, which would fit some layout, fit it by chance: samples are routed
+        if (
+            layout is None
+        ):  # then other shapes at this use, which would fit some layout, fit it by chance: samples are routed
             self._known[key] = []
         self._known.setdefault(key, []).append(layout)
         self._seen[key] = (shape, batch, likely)
@@ -116,7 +129,11 @@ class LayoutMemory:
 
     def ambiguous(self) -> set[Key]:
         """The unproven uses whose shapes allow more than one layout."""
-        return {key for key in self.unproven if key not in self._seen or len(candidates(*self._seen[key])) > 2}
+        return {
+            key
+            for key in self.unproven
+            if key not in self._seen or len(candidates(*self._seen[key])) > 2
+        }
 
     def prove(self) -> None:
         """Take every layout found so far for proven."""

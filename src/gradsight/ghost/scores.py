@@ -11,8 +11,8 @@ from gradsight.errors import UsageError
 class Scores:
     """<direction, g_i> of every sample of one block, by target. Positive helps the target.
 
-    g_i is sample i's share of the gradient: of the mean over the global batch, unscaled and before clipping. So the scores of
-    all blocks and processes of a step sum to <direction, the gradient>.
+    g_i is sample i's share of the gradient: of the mean over the global batch, unscaled and before
+    clipping. So the scores of all blocks and processes of a step sum to <direction, the gradient>.
     """
 
     step: int
@@ -32,7 +32,9 @@ class Scores:
     def by_parameter(self) -> dict[str, Tensor]:
         """Each trainable parameter's part of the scores along the only target."""
         if not self.by_target_and_parameter:
-            raise UsageError("scores by parameter are kept with GhostEngine(..., per_parameter=True)")
+            raise UsageError(
+                "scores by parameter are kept with GhostEngine(..., per_parameter=True)"
+            )
         return self.by_target_and_parameter[self._only_target()]
 
     def _only_target(self) -> str:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 ON_CPU = 1 << 20
-"""Bytes for the products of a few samples, so that small ones are made by one call; a larger product is made alone."""
+"""Bytes for the products of a few samples, so that small ones are made by one call; a larger
+product is made alone.
+"""
 ELSEWHERE = 16 << 20
 """The same on other devices: enough to keep one busy."""
 
@@ -22,8 +24,8 @@ class Room(NamedTuple):
 class Scratch:
     """The same memory for every layer.
 
-    Kept on the CPU, whose allocator gives blocks of this size back to the system, so that each use would cost a fault per page;
-    other devices' allocators keep it themselves.
+    Kept on the CPU, whose allocator gives blocks of this size back to the system, so that each use
+    would cost a fault per page; other devices' allocators keep it themselves.
     """
 
     def __init__(self) -> None:

@@ -42,27 +42,46 @@ class Comparison:
         scale = max(scale, max((float(t.abs()) for t in self.whole.values()), default=0.0), 1e-30)
         found = {}
         for name in self.twin:
-            rows = float((self.engine[name] - self.twin[name]).abs().max()) if self.twin[name].numel() else 0.0
+            rows = (
+                float((self.engine[name] - self.twin[name]).abs().max())
+                if self.twin[name].numel()
+                else 0.0
+            )
             found[name] = max(rows, float((self.summed[name] - self.whole[name]).abs())) / scale
         return found
 
 
 def random_direction(parameters: Parameters) -> Direction:
-    """A direction in which every parameter has its part, scaled to unit length each; the same on every call."""
+    """A direction in which every parameter has its part, scaled to unit length each; the same on
+    every call.
+    """
     direction = {}
     for seed, (name, parameter) in enumerate(parameters.trainable.items()):
         part = local_part(parameter)
         generator = torch.Generator().manual_seed(seed)
-        values = torch.randn(part.shape, generator=generator, dtype=torch.float32).to(part.device, torch.float32)
-        values = (values / max(parameter.numel(), 1) ** 0.5).to(torch.promote_types(part.dtype, torch.float32))
+        values = torch.randn(part.shape, generator=generator, dtype=torch.float32).to(
+            part.device, torch.float32
+        )
+        values = (values / max(parameter.numel(), 1) ** 0.5).to(
+            torch.promote_types(part.dtype, torch.float32)
+        )
         direction[name] = like(parameter, values)
     return direction
 
 
 class SelfCheck:
-    """Scores a batch with random output gradients along a random direction, with the engine and with the twin."""
+    """Scores a batch with random output gradients along a random direction, with the engine and
+    with the twin.
+    """
 
-    def __init__(self, root: nn.Module, parameters: Parameters, ranks: Ranks, memory: LayoutMemory, options: Options) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        parameters: Parameters,
+        ranks: Ranks,
+        memory: LayoutMemory,
+        options: Options,
+    ) -> None:
         self._root, self._parameters, self._ranks = root, parameters, ranks
         self._memory, self._options = memory, options
         self._direction = random_direction(parameters)
@@ -70,7 +89,9 @@ class SelfCheck:
         self._whole: dict[str, Tensor] = {}
 
     def run(self, calls: Sequence[ModelCall]) -> set[Key]:
-        """Find layouts under which the engine agrees with the twin on every parameter, or refuse; returns the uses met."""
+        """Find layouts under which the engine agrees with the twin on every parameter, or refuse;
+        returns the uses met.
+        """
         with aside(self._root), eager():
             outputs, cotangents = self._outputs(calls)
             rows = spread(calls[0].batch)
@@ -95,7 +116,9 @@ class SelfCheck:
         return bool(self._ranks.sum(torch.tensor(float(flag))) > 0)
 
     def _assume_otherwise(self, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]) -> bool:
-        """Other layouts at the uses of the wrong parameters, counting through the combinations; False when all were tried."""
+        """Other layouts at the uses of the wrong parameters, counting through the combinations;
+        False when all were tried.
+        """
         moved: set[Key] = set()
         changed = False
         for name in sorted(wrong):
@@ -117,7 +140,9 @@ class SelfCheck:
             )
         generator = torch.Generator().manual_seed(len(outputs))
         cotangents = [
-            torch.randn(y.shape, generator=generator).to(y.device, y.dtype) / max(y.numel(), 1) ** 0.5 for y in outputs
+            torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
+            / max(y.numel(), 1) ** 0.5
+            for y in outputs
         ]
         return [y.detach() for y in outputs], cotangents
 
@@ -131,7 +156,11 @@ class SelfCheck:
         return rowed(outputs, losses)
 
     def _twin(
-        self, calls: Sequence[ModelCall], outputs: list[Tensor], cotangents: list[Tensor], rows: Sequence[int]
+        self,
+        calls: Sequence[ModelCall],
+        outputs: list[Tensor],
+        cotangents: list[Tensor],
+        rows: Sequence[int],
     ) -> dict[str, Tensor]:
         turns = self._turns(len(rows), calls[0].batch, rows)
         table = twin_scores(self._root, calls, outputs, cotangents, self._pull, turns)
@@ -139,7 +168,9 @@ class SelfCheck:
         return {name: torch.stack(values)[mine] for name, values in table.items()}
 
     def _turns(self, count: int, batch: int, rows: Sequence[int]) -> list[tuple[int, bool]]:
-        """Which row is run when. Sharded models run in step: each process has its turns, the others add nothing then."""
+        """Which row is run when. Sharded models run in step: each process has its turns, the others
+        add nothing then.
+        """
         if not self._ranks.sharded:
             return [(row, True) for row in rows]
         most = self._ranks.largest(count, self._parameters.device)
@@ -149,7 +180,9 @@ class SelfCheck:
             for i in range(most)
         ]
 
-    def _pull(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Mapping[str, Tensor]:
+    def _pull(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> Mapping[str, Tensor]:
         found, _ = gradients(outputs, cotangents, self._parameters.trainable, self._ranks.sharded)
         return self._dots(found)
 
@@ -157,7 +190,10 @@ class SelfCheck:
         """<D, gradient> by parameter; of sharded ones the whole, undoing the mean over processes."""
         dtype = self._parameters.score_dtype
         values = [
-            dot(self._direction[n], found[n]).to(dtype) if n in found else torch.zeros((), dtype=dtype) for n in self._slots
+            dot(self._direction[n], found[n]).to(dtype)
+            if n in found
+            else torch.zeros((), dtype=dtype)
+            for n in self._slots
         ]
         stacked = torch.stack([v.to(self._parameters.device) for v in values])
         if self._ranks.sharded:
@@ -165,7 +201,11 @@ class SelfCheck:
         return dict(zip(self._slots, stacked, strict=True))
 
     def _compare(
-        self, calls: Sequence[ModelCall], cotangents: list[Tensor], twin: dict[str, Tensor], rows: Sequence[int]
+        self,
+        calls: Sequence[ModelCall],
+        cotangents: list[Tensor],
+        twin: dict[str, Tensor],
+        rows: Sequence[int],
     ) -> tuple[Comparison, dict[Key, tuple[str, ...]]]:
         batch = calls[0].batch
         probe = torch.zeros(
@@ -175,7 +215,9 @@ class SelfCheck:
             dtype=self._parameters.score_dtype,
             requires_grad=True,
         )
-        look_up = keep(lambda name: ((self._slots[name], self._ranks.gather_shards(self._direction[name])),))
+        look_up = keep(
+            lambda name: ((self._slots[name], self._ranks.gather_shards(self._direction[name])),)
+        )
         on_source = look_up if self._ranks.sharded else None
         plan = Plan(look_up, self._memory, self._options, on_source=on_source)
         tracer = Tracer(plan, self._parameters.name, probe)
@@ -184,14 +226,18 @@ class SelfCheck:
             tracer.mark_call(call)
         with tracing(tracer, self._root):
             outputs = self._forward(calls)
-            found, scores = gradients(outputs, cotangents, self._parameters.trainable, self._ranks.sharded, probe)
+            found, scores = gradients(
+                outputs, cotangents, self._parameters.trainable, self._ranks.sharded, probe
+            )
         tracer.release()
         table = torch.zeros_like(probe) if scores is None else scores
         summed = table.detach().sum(1)
         if self._ranks.sharded:
             summed = self._ranks.sum(summed)
         mine = dict(zip(self._slots, table.detach()[:, list(rows)], strict=True))
-        return Comparison(mine, twin, dict(zip(self._slots, summed, strict=True)), self._dots(found)), tracer.keys
+        return Comparison(
+            mine, twin, dict(zip(self._slots, summed, strict=True)), self._dots(found)
+        ), tracer.keys
 
     def _wrong(self, comparison: Comparison) -> set[str]:
         limit = max(tolerance(p.dtype) for p in self._parameters.trainable.values())
@@ -199,7 +245,9 @@ class SelfCheck:
             limit = tolerance(torch.bfloat16)
         wrong = [not error <= limit for error in comparison.errors().values()]
         if self._ranks.sharded:
-            flags = self._ranks.sum(torch.tensor(wrong, dtype=torch.float32, device=self._parameters.device))
+            flags = self._ranks.sum(
+                torch.tensor(wrong, dtype=torch.float32, device=self._parameters.device)
+            )
             wrong = [bool(flag) for flag in flags]
         return {name for name, bad in zip(comparison.errors(), wrong, strict=True) if bad}
 
@@ -210,7 +258,11 @@ def spread(batch: int) -> list[int]:
     >>> spread(3)
     [0, 1, 2]
     """
-    return list(range(batch)) if batch <= MOST_ROWS else [i * batch // MOST_ROWS for i in range(MOST_ROWS)]
+    return (
+        list(range(batch))
+        if batch <= MOST_ROWS
+        else [i * batch // MOST_ROWS for i in range(MOST_ROWS)]
+    )
 
 
 def refusal(comparison: Comparison, wrong: set[str]) -> str:

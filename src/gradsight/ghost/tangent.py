@@ -34,7 +34,8 @@ RANDOM = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Operations that may draw random numbers: repeated with the generator's state of the first time."""
+"""Operations that may draw random numbers: repeated with the generator's state of the first time.
+"""
 
 RandomState = tuple[torch.device, Tensor]
 
@@ -79,7 +80,9 @@ def generator_state(func: Callable[..., Any], device: torch.device) -> RandomSta
     """The random state before a call that may draw from it; None for all other calls."""
     if name_of(func) not in RANDOM:
         return None
-    return device, torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return device, torch.cuda.get_rng_state(
+        device
+    ) if device.type == "cuda" else torch.get_rng_state()
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -100,18 +103,28 @@ def replay(state: RandomState | None) -> Iterator[None]:
         return
     device, saved = state
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.cuda.set_rng_state(saved, device) if device.type == "cuda" else torch.set_rng_state(saved)
+        torch.cuda.set_rng_state(saved, device) if device.type == "cuda" else torch.set_rng_state(
+            saved
+        )
         yield
 
 
-def tangents_of(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:
-    """d f(inputs) along tangents given by input position: one per flattened output, None where it is zero."""
+def tangents_of(
+    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+) -> list[Tensor | None]:
+    """d f(inputs) along tangents given by input position: one per flattened output, None where it
+    is zero.
+    """
     if call.name in STRUCTURAL and set(tangents) == {0}:
         with torch.no_grad():
-            return [y if isinstance(y, Tensor) else None for y in call.run([tangents[0], *flat[1:]])]
+            return [
+                y if isinstance(y, Tensor) else None for y in call.run([tangents[0], *flat[1:]])
+            ]
     if call.func is F.embedding_bag and set(tangents) == {1} and "max" not in flat:
         with torch.no_grad():
-            return [y if _is_float(y) else None for y in call.run([flat[0], tangents[1], *flat[2:]])]
+            return [
+                y if _is_float(y) else None for y in call.run([flat[0], tangents[1], *flat[2:]])
+            ]
     if call.func is F.embedding and set(tangents) == {1}:
         return [_embedding(call, flat, tangents[1])]
     try:
@@ -139,13 +152,17 @@ def _embedding(call: Call, flat: Sequence[Any], direction: Tensor) -> Tensor:
 
 @cache
 def _load_forward_mode() -> None:
-    """torch compiles some formulas when forward mode is first used, and warns about its own way of doing so."""
+    """torch compiles some formulas when forward mode is first used, and warns about its own way of
+    doing so.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         forward_ad._maybe_load_decompositions()  # type: ignore[no-untyped-call]
 
 
-def _forward_mode(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:
+def _forward_mode(
+    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+) -> list[Tensor | None]:
     _load_forward_mode()
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
     with torch.no_grad(), differentiable_kernels(), forward_ad.dual_level():
@@ -161,7 +178,9 @@ def _tangent(y: Tensor) -> Tensor | None:
     return tangent
 
 
-def _double_backward(call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Tensor | None]:
+def _double_backward(
+    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+) -> list[Tensor | None]:
     """J v as the derivative of u -> J^T u along v, for operations without a forward-mode formula."""
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
     for i in tangents:
@@ -174,9 +193,19 @@ def _double_backward(call: Call, flat: Sequence[Any], tangents: Mapping[int, Ten
                 found.append(None)
                 continue
             dummy = torch.zeros_like(y, requires_grad=True)
-            pulled = torch.autograd.grad(y, leaves, dummy, create_graph=True, retain_graph=True, allow_unused=True)
-            pairs = [(p, t.to(p.dtype)) for p, t in zip(pulled, tangents.values(), strict=True) if p is not None]
-            found.append(torch.autograd.grad([p for p, _ in pairs], dummy, [t for _, t in pairs], retain_graph=True)[0])
+            pulled = torch.autograd.grad(
+                y, leaves, dummy, create_graph=True, retain_graph=True, allow_unused=True
+            )
+            pairs = [
+                (p, t.to(p.dtype))
+                for p, t in zip(pulled, tangents.values(), strict=True)
+                if p is not None
+            ]
+            found.append(
+                torch.autograd.grad(
+                    [p for p, _ in pairs], dummy, [t for _, t in pairs], retain_graph=True
+                )[0]
+            )
     return found
 
 

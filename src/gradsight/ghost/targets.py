@@ -42,7 +42,9 @@ def check_targets(targets: Mapping[str, Any], device: torch.device) -> None:
             tensors = [x for x in dict(batch).values() if isinstance(x, Tensor)]
             sized = tensors
         if any(x.numel() == 0 for x in tensors) or (not tensors and not sized and _is_empty(batch)):
-            raise UsageError(f"the validation data of target {name!r} is empty: expected at least one sample")
+            raise UsageError(
+                f"the validation data of target {name!r} is empty: expected at least one sample"
+            )
         for x in tensors:
             if x.device != device:
                 raise UsageError(
@@ -58,21 +60,42 @@ def _is_empty(batch: Any) -> bool:
 class Targets:
     """Validation batches by name, with the gradient of each one's mean loss."""
 
-    def __init__(self, model: nn.Module, root: nn.Module, loss_fn: LossFn, batches: Mapping[str, Any], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        root: nn.Module,
+        loss_fn: LossFn,
+        batches: Mapping[str, Any],
+        ranks: Ranks,
+    ) -> None:
         self.names = tuple(batches)
         self.directions: dict[str, Direction] = {}
         self.losses: dict[str, Tensor] = {}
         self.factors = FactorBook()
         self._without_factors: set[str] = set()
-        """Targets too large for the Gram route in every layer: their factors are not looked for again."""
+        """Targets too large for the Gram route in every layer: their factors are not looked for
+        again.
+        """
         self._unread: list[tuple[str, list[str], Tensor, Any]] = []
-        self._model, self._root, self._loss_fn, self._batches, self._ranks = model, root, loss_fn, batches, ranks
+        self._model, self._root, self._loss_fn, self._batches, self._ranks = (
+            model,
+            root,
+            loss_fn,
+            batches,
+            ranks,
+        )
 
-    def refresh(self, parameters: Parameters, scales: Direction | None = None, compare: bool = False) -> dict[str, Tensor]:
-        """Compute every target's direction anew; with `compare` returns the cosine with the old one, where there was one."""
+    def refresh(
+        self, parameters: Parameters, scales: Direction | None = None, compare: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute every target's direction anew; with `compare` returns the cosine with the old
+        one, where there was one.
+        """
         turned: dict[str, Tensor] = {}
         for name, batch in self._batches.items():
-            new, self.losses[name] = self._gradient(name, batch, parameters, keep_factors=scales is None)
+            new, self.losses[name] = self._gradient(
+                name, batch, parameters, keep_factors=scales is None
+            )
             for parameter, scale in (scales or {}).items():
                 if parameter in new:
                     new[parameter] = new[parameter] * scale
@@ -90,7 +113,9 @@ class Targets:
         self.factors.take(name, {}, direction)
         self.losses[name] = loss
 
-    def _gradient(self, name: str, batch: Any, parameters: Parameters, keep_factors: bool) -> tuple[Direction, Tensor]:
+    def _gradient(
+        self, name: str, batch: Any, parameters: Parameters, keep_factors: bool
+    ) -> tuple[Direction, Tensor]:
         """The gradient of the target's mean loss, averaged over all processes."""
         wanted = keep_factors and name not in self._without_factors and self._can_record()
         recorder = FactorRecorder(parameters.name) if wanted else None
@@ -119,15 +144,24 @@ class Targets:
         return self._ranks.size == 1 and not is_compiled(self._model)
 
     def _refuse_nonfinite(self, name: str, direction: Direction) -> None:
-        """An error for a direction that is not finite. On a GPU it comes one refresh later, so that nothing waits for it."""
+        """An error for a direction that is not finite. On a GPU it comes one refresh later, so that
+        nothing waits for it.
+        """
         if not direction:
-            raise GradsightError(f"the loss of target {name!r} depends on no trainable parameter: it gives no direction")
+            raise GradsightError(
+                f"the loss of target {name!r} depends on no trainable parameter: it gives no direction"
+            )
         for past in self._unread:
             past[3].synchronize()
             _refuse_norms(*past[:3])
         self._unread = []
         parts = {n: local_part(d) for n, d in direction.items() if local_part(d).numel()}
-        norms = torch.stack([norm.float().to(self._ranks.device) for norm in torch._foreach_norm(list(parts.values()))])
+        norms = torch.stack(
+            [
+                norm.float().to(self._ranks.device)
+                for norm in torch._foreach_norm(list(parts.values()))
+            ]
+        )
         if self._ranks.sharded:
             norms = self._ranks.sum(norms)
         if norms.device.type != "cuda":
@@ -152,18 +186,29 @@ def _refuse_norms(target: str, names: list[str], norms: Tensor) -> None:
 def check_loss(loss: Any, where: str) -> None:
     """An error unless a loss function returned a scalar that can be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         raise UsageError(f"loss_fn must return a scalar mean loss, {where} it returned {got}")
     if not loss.requires_grad:
-        raise UsageError(f"loss_fn's result {where} does not depend on the model's parameters, or gradients are switched off")
+        raise UsageError(
+            f"loss_fn's result {where} does not depend on the model's parameters, or gradients are switched off"
+        )
 
 
 def cosine(a: Direction, b: Direction, ranks: Ranks) -> Tensor:
     """The cosine of the angle between two directions."""
     pairs = [(a.get(n), b.get(n)) for n in {*a, *b}]
     ab = [dot(x, y) for x, y in pairs if x is not None and y is not None]
-    aa, bb = [dot(x, x) for x, _ in pairs if x is not None], [dot(y, y) for _, y in pairs if y is not None]
-    sums = torch.stack([torch.stack(part).sum() if part else torch.zeros(()) for part in (ab, aa, bb)])
+    aa, bb = (
+        [dot(x, x) for x, _ in pairs if x is not None],
+        [dot(y, y) for _, y in pairs if y is not None],
+    )
+    sums = torch.stack(
+        [torch.stack(part).sum() if part else torch.zeros(()) for part in (ab, aa, bb)]
+    )
     if ranks.sharded:
         sums = ranks.sum(sums)
     return sums[0] / (sums[1] * sums[2]).sqrt()

@@ -1,9 +1,10 @@
-"""Sees every operation of an observed pass, and gives those that a parameter takes part in to a rule or to the fallback.
+"""Sees every operation of an observed pass, and gives those that a parameter takes part in to a
+rule or to the fallback.
 
-An operation whose inputs are parameters and constants only has no samples to tell apart: its derivative is carried on. One that
-mixes in batch data is where the samples part: there the scores are taken, as the gradient of a zero table, the probe, that
-autograd adds up. Where the samples do not lie in rows (tokens routed to experts) the derivative is carried on as well, until
-they do.
+An operation whose inputs are parameters and constants only has no samples to tell apart: its
+derivative is carried on. One that mixes in batch data is where the samples part: there the scores
+are taken, as the gradient of a zero table, the probe, that autograd adds up. Where the samples do
+not lie in rows (tokens routed to experts) the derivative is carried on as well, until they do.
 """
 
 import weakref
@@ -18,7 +19,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.errors import GradsightError
-from gradsight.ghost.carriers import Carrier, Fixed, Operation, Source, Tangents, origins_of, push_forward
+from gradsight.ghost.carriers import (
+    Carrier,
+    Fixed,
+    Operation,
+    Source,
+    Tangents,
+    origins_of,
+    push_forward,
+)
 from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.gram import Factor
 from gradsight.ghost.passes import ModelCall
@@ -67,7 +76,9 @@ class Plan:
 class Tracer(TorchFunctionMode):
     """The function mode of one observed pass."""
 
-    def __init__(self, plan: Plan, name: Callable[[Tensor], str | None], probe: Tensor | None = None) -> None:
+    def __init__(
+        self, plan: Plan, name: Callable[[Tensor], str | None], probe: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.plan = plan
         self._probe = probe
@@ -107,7 +118,9 @@ class Tracer(TorchFunctionMode):
 
     @property
     def active(self) -> bool:
-        """Whether this thread's operations are being seen: not so in backward passes, where checkpointed code runs again."""
+        """Whether this thread's operations are being seen: not so in backward passes, where
+        checkpointed code runs again.
+        """
         return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
@@ -123,7 +136,9 @@ class Tracer(TorchFunctionMode):
             self._constant[id(tensor)] = weakref.ref(tensor)
 
     def mark_call(self, call: ModelCall) -> None:
-        """The arguments of a call of the model: those with samples in them are batch data, wherever they were made."""
+        """The arguments of a call of the model: those with samples in them are batch data, wherever
+        they were made.
+        """
         for position, x in enumerate(call.flat):
             if isinstance(x, Tensor):
                 if position in call.dims:
@@ -132,7 +147,9 @@ class Tracer(TorchFunctionMode):
                     self.mark_constant([x])
 
     def carrier(self, x: Any) -> Carrier | None:
-        """What a tensor carries: its own direction if it is a trainable parameter, a derived one, or nothing."""
+        """What a tensor carries: its own direction if it is a trainable parameter, a derived one,
+        or nothing.
+        """
         if not isinstance(x, Tensor):
             return None
         entry = self._carried.get(id(x))
@@ -149,7 +166,11 @@ class Tracer(TorchFunctionMode):
         return self._sources[name]
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operation, scored or carried on if a parameter takes part in it."""
         kwargs = kwargs or {}
@@ -175,14 +196,20 @@ class Tracer(TorchFunctionMode):
             return self._inside(inner, args, kwargs)
         if self.on_recompute is not None and saves_are_packed():
             self._expect_recompute()
-        if func in RULES and any(self.carrier(x) is None and not self._is_constant(x) for x in tensors):
+        if func in RULES and any(
+            self.carrier(x) is None and not self._is_constant(x) for x in tensors
+        ):
             scored = RULES[func](Use(self, func, args, kwargs, origins_of(carriers)))
             if scored is not DECLINED:
                 return scored
         return self._general(func, args, kwargs)
 
-    def _inside(self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a composite function with every operation in it seen; by torch's convention its samples are in dimension 1."""
+    def _inside(
+        self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a composite function with every operation in it seen; by torch's convention its
+        samples are in dimension 1.
+        """
         outside, self._preferred = self._preferred, 1
         try:
             with self:
@@ -196,20 +223,34 @@ class Tracer(TorchFunctionMode):
             self.on_recompute()
             self.on_recompute = None
 
-    def _plain(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
+    def _plain(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: list[Tensor],
+    ) -> Any:
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and all(self._is_constant(x) for x in tensors):
             self._constant[id(out)] = weakref.ref(out)
         return out
 
-    def _general(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _general(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         flat, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [(i, x) for i, x in enumerate(flat) if isinstance(x, Tensor)]
         carried = {i: c for i, x in tensors if (c := self.carrier(x)) is not None}
         device = tensors[0][1].device
-        call = Call(func, spec, device.type, generator_state(func, device), autocast_dtype(device.type))
+        call = Call(
+            func, spec, device.type, generator_state(func, device), autocast_dtype(device.type)
+        )
         version = flat[0]._version if isinstance(flat[0], Tensor) else None
-        before = [x.detach().clone() if isinstance(x, Tensor) else x for x in flat] if changes_in_place(func) else None
+        before = (
+            [x.detach().clone() if isinstance(x, Tensor) else x for x in flat]
+            if changes_in_place(func)
+            else None
+        )
         out = func(*args, **kwargs)
         if before is not None:
             if flat[0]._version != version:
@@ -222,7 +263,9 @@ class Tracer(TorchFunctionMode):
         if all(self._is_constant(x) or (i in carried and not carried[i].rows) for i, x in tensors):
             return self._carry_on(call, flat, carried, outputs, scored, out)
         origins = origins_of(carried.values())
-        found = {j: self.layout((call.name, str(j), *origins), outputs[j].shape, origins) for j in scored}
+        found = {
+            j: self.layout((call.name, str(j), *origins), outputs[j].shape, origins) for j in scored
+        }
         layouts = {j: layout for j, layout in found.items() if layout is not None}
         self.plan.slow.setdefault(call.name, set()).update(origins)
         if len(layouts) < len(found):
@@ -254,12 +297,19 @@ class Tracer(TorchFunctionMode):
             self._carry(outputs[j], operation.output(j))
         return out
 
-    def _carry_in_place(self, call: Call, before: list[Any], changed: Tensor, carried: Mapping[int, Carrier]) -> None:
+    def _carry_in_place(
+        self, call: Call, before: list[Any], changed: Tensor, carried: Mapping[int, Carrier]
+    ) -> None:
         """A tensor that was changed with a parameter's help carries the derivative from here on."""
-        run = Call(_first_changed(call.func), call.spec, call.device, call.generator_state, call.autocast)
+        run = Call(
+            _first_changed(call.func), call.spec, call.device, call.generator_state, call.autocast
+        )
         pairs = [(slot, outs[0]) for slot, outs in push_forward(run, before, carried).items()]
         self._constant.pop(id(changed), None)
-        self._carry(changed, Fixed(origins_of(carried.values()), tuple((s, t) for s, t in pairs if t is not None)))
+        self._carry(
+            changed,
+            Fixed(origins_of(carried.values()), tuple((s, t) for s, t in pairs if t is not None)),
+        )
 
     def _is_constant(self, x: Tensor) -> bool:
         ref = self._constant.get(id(x))
@@ -268,7 +318,9 @@ class Tracer(TorchFunctionMode):
 
 @contextmanager
 def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
-    """Operations are seen in here, also when activation checkpointing runs modules again in a backward pass."""
+    """Operations are seen in here, also when activation checkpointing runs modules again in a
+    backward pass.
+    """
     entered: list[nn.Module] = []
 
     def before(module: nn.Module, args: Any) -> None:
@@ -295,7 +347,9 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
 
 
 def saves_are_packed() -> bool:
-    """Whether someone takes the tensors that autograd keeps: activation checkpointing does, to compute them again instead."""
+    """Whether someone takes the tensors that autograd keeps: activation checkpointing does, to
+    compute them again instead.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 
@@ -339,7 +393,9 @@ def changes_in_place(func: Callable[..., Any]) -> bool:
 
 
 def _first_changed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one that returns its first argument after the change, without changing the caller's."""
+    """The function as one that returns its first argument after the change, without changing the
+    caller's.
+    """
 
     def changed(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         copy = first.clone()

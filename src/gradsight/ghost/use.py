@@ -57,7 +57,9 @@ class Use:
         return self.tracer.carrier(x)
 
     def factors(self, weight: Tensor) -> list[list[Factor]] | None:
-        """The factors of a weight's part of each direction, for the Gram route; None where they are not kept."""
+        """The factors of a weight's part of each direction, for the Gram route; None where they are
+        not kept.
+        """
         carrier, look_up = self.carrier(weight), self.tracer.plan.factors
         if look_up is None or not isinstance(carrier, Source) or self.func is not F.linear:
             return None

@@ -1,4 +1,6 @@
-"""The twin with the user's own loss: where the gradient of the loss meets the model's outputs, and how it splits by rows."""
+"""The twin with the user's own loss: where the gradient of the loss meets the model's outputs, and
+how it splits by rows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ class LossTwin:
     loss: Callable[[], Tensor]
 
     def scores(self, calls: Sequence[ModelCall]) -> dict[str, Tensor]:
-        """<D, g_i> by target: [B] each. The first cut through the graph whose parts add up to the whole gradient is taken."""
+        """<D, g_i> by target: [B] each. The first cut through the graph whose parts add up to the
+        whole gradient is taken.
+        """
         outputs, inputs, loss = self._forward()
         whole = self._dots([loss], None, keep_graph=True)
         reasons = []
@@ -58,7 +62,9 @@ class LossTwin:
     def _forward(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
-        handle = self.root.register_forward_hook(lambda module, args, output: outputs.extend(tensors_in(output)))
+        handle = self.root.register_forward_hook(
+            lambda module, args, output: outputs.extend(tensors_in(output))
+        )
         try:
             with collecting(inputs):
                 loss = self.loss()
@@ -67,7 +73,9 @@ class LossTwin:
         check_loss(loss, "in verify()")
         return outputs, inputs, loss
 
-    def _at_outputs(self, outputs: list[Tensor], inputs: list[Tensor], loss: Tensor) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def _at_outputs(
+        self, outputs: list[Tensor], inputs: list[Tensor], loss: Tensor
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The loss as a function of the model's outputs alone, cut off from the model."""
         leaves: list[Tensor] = []
 
@@ -86,7 +94,16 @@ class LossTwin:
             return []
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         rows = [y for y in leaves if y.dim() > 0]
-        return [(rows, [torch.zeros_like(y) if g is None else g for y, g in zip(leaves, found, strict=True) if y.dim() > 0])]
+        return [
+            (
+                rows,
+                [
+                    torch.zeros_like(y) if g is None else g
+                    for y, g in zip(leaves, found, strict=True)
+                    if y.dim() > 0
+                ],
+            )
+        ]
 
     def _behind_inner_loss(
         self, outputs: list[Tensor], inputs: list[Tensor], loss: Tensor
@@ -108,24 +125,44 @@ class LossTwin:
         if not rows or any(usable(y) for y in outputs):
             return []
         found = torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True)
-        return [(rows, [torch.zeros_like(y) if g is None else g for y, g in zip(rows, found, strict=True)])]
+        return [
+            (
+                rows,
+                [torch.zeros_like(y) if g is None else g for y, g in zip(rows, found, strict=True)],
+            )
+        ]
 
-    def _rows(self, calls: Sequence[ModelCall], tensors: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
+    def _rows(
+        self, calls: Sequence[ModelCall], tensors: list[Tensor], cotangents: list[Tensor]
+    ) -> dict[str, Tensor]:
         turns = [(i, True) for i in range(calls[0].batch)]
-        table = twin_scores(self.root, calls, [t.detach() for t in tensors], cotangents, self._dots, turns)
+        table = twin_scores(
+            self.root, calls, [t.detach() for t in tensors], cotangents, self._dots, turns
+        )
         return {name: torch.stack(values) for name, values in table.items()}
 
-    def _dots(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor] | None, keep_graph: bool = False) -> Dots:
+    def _dots(
+        self,
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor] | None,
+        keep_graph: bool = False,
+    ) -> Dots:
         named = self.parameters.trainable
-        found = torch.autograd.grad(outputs, list(named.values()), cotangents, allow_unused=True, retain_graph=keep_graph)
+        found = torch.autograd.grad(
+            outputs, list(named.values()), cotangents, allow_unused=True, retain_graph=keep_graph
+        )
         sums = {}
         for target, direction in self.directions.items():
             parts = [
-                (direction[n].to(torch.float64) * g.to(torch.float64)).sum().to(self.parameters.device)
+                (direction[n].to(torch.float64) * g.to(torch.float64))
+                .sum()
+                .to(self.parameters.device)
                 for n, g in zip(named, found, strict=True)
                 if g is not None and n in direction
             ]
-            sums[target] = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+            sums[target] = (
+                torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+            )
         return sums
 
 
@@ -156,7 +193,9 @@ def compare(
             _, table = gradients([loss], None, parameters.trainable, False, probe)
         finally:
             watched.stop()
-        twin = LossTwin(root, parameters, targets.directions, lambda: loss_fn(model, batch)).scores(watched.calls)
+        twin = LossTwin(root, parameters, targets.directions, lambda: loss_fn(model, batch)).scores(
+            watched.calls
+        )
         watched.release()
     found = torch.zeros_like(probe) if table is None else table.detach()
     sums = found.view(len(targets.names), -1, found.shape[1]).sum(1).double().cpu()
@@ -168,7 +207,9 @@ def compare(
 
 
 def verify_tolerance(parameters: Parameters) -> float:
-    """What rounding may cause: 1e-9 in fp64, 1e-5 in fp32, 5e-2 where products are rounded to 16 bits."""
+    """What rounding may cause: 1e-9 in fp64, 1e-5 in fp32, 5e-2 where products are rounded to 16
+    bits.
+    """
     low = any(p.dtype in {torch.bfloat16, torch.float16} for p in parameters.trainable.values())
     if low or torch.is_autocast_enabled(parameters.device.type):
         return 5e-2

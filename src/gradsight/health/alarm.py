@@ -1,4 +1,6 @@
-"""Knows a bad step when it comes, before the optimizer uses its gradient, by the judge's thresholds; on every rank alike."""
+"""Knows a bad step when it comes, before the optimizer uses its gradient, by the judge's
+thresholds; on every rank alike.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +19,9 @@ _STEPS_BEFORE_A_SPIKE = 11
 
 
 class Alarm:
-    """Takes the norms of step after step; tells under which code the judge will find the one under way."""
+    """Takes the norms of step after step; tells under which code the judge will find the one under
+    way.
+    """
 
     def __init__(self, limits: Mapping[str, Mapping[str, Any]]) -> None:
         """`limits`: the thresholds of the checks by code; one that is silenced raises no alarm."""
@@ -27,8 +31,12 @@ class Alarm:
         self._bad_in_a_row = self._large_in_a_row = 0
         self._raised = False  # in this stretch of steps that are not finite
 
-    def not_finite(self, norms: Norms, scaler: torch.amp.GradScaler | None, loss: Tensor | None) -> str | None:
-        """A gradient has been looked at: the code if it begins an incident. What a GradScaler will settle by itself is none."""
+    def not_finite(
+        self, norms: Norms, scaler: torch.amp.GradScaler | None, loss: Tensor | None
+    ) -> str | None:
+        """A gradient has been looked at: the code if it begins an incident. What a GradScaler will
+        settle by itself is none.
+        """
         if norms.counts is None or self._raised:
             return None
         scaled = scaler is not None and (loss is None or bool(torch.isfinite(loss.detach()).all()))
@@ -39,9 +47,15 @@ class Alarm:
         return code if self._raised else None
 
     def too_large(self, total: float, clip_coef: Callable[[], float | None]) -> str | None:
-        """An optimizer is about to use a gradient of this norm: the code if that is too large, or a spike."""
+        """An optimizer is about to use a gradient of this norm: the code if that is too large, or a
+        spike.
+        """
         exploding, spike = self._limits.get(EXPLODING), self._limits.get(SPIKE)
-        if exploding is not None and total > exploding["limit"] and total * (clip_coef() or 1.0) > exploding["limit"]:
+        if (
+            exploding is not None
+            and total > exploding["limit"]
+            and total * (clip_coef() or 1.0) > exploding["limit"]
+        ):
             self._large_in_a_row += 1
             if self._large_in_a_row == exploding["patience"]:
                 return EXPLODING
@@ -59,9 +73,17 @@ class Alarm:
             self._usual.enter(_logarithm(total))
 
     def _is_spike(self, total: float, limits: Mapping[str, float]) -> bool:
-        enough = self._steps >= _STEPS_BEFORE_A_SPIKE and total > limits["least"] and total >= limits["jump"] * self._previous
+        enough = (
+            self._steps >= _STEPS_BEFORE_A_SPIKE
+            and total > limits["least"]
+            and total >= limits["jump"] * self._previous
+        )
         excess = self._usual.excess(_logarithm(total)) if enough else None
-        return excess is not None and excess[0] > math.log(limits["factor"]) and excess[1] > limits["sigmas"]
+        return (
+            excess is not None
+            and excess[0] > math.log(limits["factor"])
+            and excess[1] > limits["sigmas"]
+        )
 
 
 def _logarithm(total: float) -> float:

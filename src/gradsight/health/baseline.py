@@ -1,8 +1,10 @@
-"""What is usual for every parameter: median and spread of the logarithm of its gradient's norm over the last steps.
+"""What is usual for every parameter: median and spread of the logarithm of its gradient's norm over
+the last steps.
 
-The spread is the median distance from the median (MAD), scaled so that it is the standard deviation where values are normal.
-One wild value moves neither. What is not finite never enters, and during an incident nothing does: an incident must not
-become the norm that it is measured against. One that lasts is a new level, and the baseline starts again.
+The spread is the median distance from the median (MAD), scaled so that it is the standard deviation
+where values are normal. One wild value moves neither. What is not finite never enters, and during
+an incident nothing does: an incident must not become the norm that it is measured against. One that
+lasts is a new level, and the baseline starts again.
 """
 
 from math import exp, log
@@ -14,7 +16,9 @@ Floats = npt.NDArray[np.float64]
 
 LENGTH = 50
 REFRESH = 10
-"""Steps from one look at the past to the next: while norms still fall fast, an older look would hide a spike."""
+"""Steps from one look at the past to the next: while norms still fall fast, an older look would
+hide a spike.
+"""
 WARM_UP = 10
 NEW_LEVEL = 25
 NORMAL = 1.4826
@@ -39,13 +43,17 @@ class Baseline:
         self._bounds: dict[tuple[float, float], Floats] = {}
 
     def bound(self, factor: float, sigmas: float, size: int) -> Floats | None:
-        """The `logarithms` that are both so many times the usual and so many spreads above it; None during warm-up."""
+        """The `logarithms` that are both so many times the usual and so many spreads above it; None
+        during warm-up.
+        """
         if self.median is None or self.spread is None or size != len(self.median):
             return None
         key = (factor, sigmas)
         if key not in self._bounds:
             bound = self.median + np.maximum(log(factor), sigmas * self.spread)
-            self._bounds[key] = np.where(self.median > _FLOOR / 2, bound, np.inf)  # nothing at all has no multiple
+            self._bounds[key] = np.where(
+                self.median > _FLOOR / 2, bound, np.inf
+            )  # nothing at all has no multiple
         return self._bounds[key]
 
     def enter(self, row: Floats, finite: bool, incident: bool) -> None:
@@ -72,7 +80,8 @@ class Baseline:
 
 
 def logarithms(l2: Floats, total: float, ordinary: bool = False) -> Floats:
-    """Natural logarithms of norms and, last, of the total; zero and nothing at all are a very small number.
+    """Natural logarithms of norms and, last, of the total; zero and nothing at all are a very small
+    number.
 
     `ordinary`: all of them are known to be finite and above zero.
 

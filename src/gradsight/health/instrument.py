@@ -22,18 +22,22 @@ from gradsight.session.optimizer_steps import check_optimizers, unwrapped
 from gradsight.session.signals import Vitals
 from gradsight.session.step_builder import Measured, Noted
 from gradsight.store.store import Store
+from gradsight.values.diagnoses import Diagnosis
+from gradsight.values.findings import Finding
 from gradsight.values.health_report import HealthReport, make_report
-from gradsight.values.records import Diagnosis, Finding, Step
+from gradsight.values.steps import Step
 
 _FLOAT16_LEAST_EXPONENT = -14
 _BIAS = 127
 
 
 def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
-    """Judge the gradients that are in place now: after backward, before clipping and before the optimizer steps.
+    """Judge the gradients that are in place now: after backward, before clipping and before the
+    optimizer steps.
 
-    One look knows norms, NaN, Inf and zeros, of each parameter and in all; trends and wiring need a run (`gradsight.watch`).
-    Under FSDP2 every rank must call it; norms are those of whole parameters.
+    One look knows norms, NaN, Inf and zeros, of each parameter and in all; trends and wiring need a
+    run (`gradsight.watch`). Under FSDP2 every rank must call it; norms are those of whole
+    parameters.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -42,7 +46,9 @@ def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
     norms = _norms([parameters[row] for row in rows])
     judge = Judge(subject_of(model, parameters, ()))
     total = norms.total if rows else 0.0
-    observed = Observed(Step(step, 0.0, total_norm=total), rows, norms.l2, norms.max_abs, norms.counts, total)
+    observed = Observed(
+        Step(step, 0.0, total_norm=total), rows, norms.l2, norms.max_abs, norms.counts, total
+    )
     judge.observe(observed, patient=False)
     return _report(judge, steps=1)
 
@@ -55,7 +61,9 @@ def _norms(found: Sequence[Named]) -> Norms:
     if group is None:
         return norms
     zeros = np.zeros(len(parts))
-    table = np.stack([norms.l2, norms.max_abs, *(norms.counts or (zeros, zeros)), zeros + 1], axis=1)
+    table = np.stack(
+        [norms.l2, norms.max_abs, *(norms.counts or (zeros, zeros)), zeros + 1], axis=1
+    )
     table[[not dist.counts_here(named.tensor) for named in found], :4] = 0
     table = merge_ranks(np.stack(group.gather(table).wait()))
     merged = summed_up(table[:, 0], table[:, 1])
@@ -64,9 +72,15 @@ def _norms(found: Sequence[Named]) -> Norms:
     return merged
 
 
-def subject_of(model: nn.Module, parameters: Sequence[Named], optimizers: Sequence[Optimizer]) -> Subject:
+def subject_of(
+    model: nn.Module, parameters: Sequence[Named], optimizers: Sequence[Optimizer]
+) -> Subject:
     """What a judge may know of a model before any gradient is seen."""
-    owners = {id(tensor): type(module).__name__ for module in model.modules() for tensor in module._parameters.values()}
+    owners = {
+        id(tensor): type(module).__name__
+        for module in model.modules()
+        for tensor in module._parameters.values()
+    }
     described = [named.describe() for named in parameters]
     return Subject(
         names=[parameter.name for parameter in described],
@@ -90,7 +104,9 @@ def _memberships(parameters: Sequence[Named], optimizers: Sequence[Any]) -> list
 class Health:
     """The judge of a watched run, and what it needs: vitals, closer looks, a place for findings."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[Named], optimizers: Any, settings: object) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[Named], optimizers: Any, settings: object
+    ) -> None:
         self._first_step = 0
         self._model, self._parameters = model, parameters
         self._ranks: Ranks | None = None
@@ -100,7 +116,9 @@ class Health:
         self.on_finding: Sequence[Callable[[Finding], None]] = ()
         """Who else wants to hear of every new or changed finding."""
         self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
-        self._judge = Judge(subject_of(model, parameters, self._optimizers), settings, self._on_finding)
+        self._judge = Judge(
+            subject_of(model, parameters, self._optimizers), settings, self._on_finding
+        )
         subject = self._judge.window.subject
         whole = [row for row in subject.matrices if not dist.is_sharded(parameters[row].tensor)]
         self.units = UnitLife([row for row in whole if subject.trainable[row]])
@@ -142,11 +160,25 @@ class Health:
         everything = len(measured.rows) == len(self._parameters)
         loss = measured.loss if measured.loss is not None else step.loss
         if self._optimizers and self._judge.window.steps_seen % 50 == 0:
-            self._judge.window.subject.memberships = _memberships(self._parameters, [*self._optimizers, *self.elsewhere])
-        observed = Observed(step, None if everything else measured.rows, loss=loss, uncleared=notes.uncleared)
-        observed.alike, observed.half, observed.fixed, observed.guess = notes.alike, notes.half, notes.fixed, notes.guess
+            self._judge.window.subject.memberships = _memberships(
+                self._parameters, [*self._optimizers, *self.elsewhere]
+            )
+        observed = Observed(
+            step, None if everything else measured.rows, loss=loss, uncleared=notes.uncleared
+        )
+        observed.alike, observed.half, observed.fixed, observed.guess = (
+            notes.alike,
+            notes.half,
+            notes.fixed,
+            notes.guess,
+        )
         if norms is not None:
-            observed.l2, observed.max_abs, observed.counts, observed.total = norms.l2, norms.max_abs, norms.counts, norms.total
+            observed.l2, observed.max_abs, observed.counts, observed.total = (
+                norms.l2,
+                norms.max_abs,
+                norms.counts,
+                norms.total,
+            )
         if measured.histogram_counters is not None:
             observed.closer = self._closer(measured)
         self._judge.observe(observed)
@@ -156,7 +188,9 @@ class Health:
     def report(self) -> HealthReport:
         """The verdict so far."""
         report = _report(self._judge, self._judge.window.steps_seen)
-        return replace(report, findings=tuple(self._explained(finding) for finding in report.findings))
+        return replace(
+            report, findings=tuple(self._explained(finding) for finding in report.findings)
+        )
 
     def limits(self) -> dict[str, Mapping[str, Any]]:
         """The thresholds of every check that is not silenced, by code."""
@@ -201,16 +235,24 @@ class Health:
         sampled = np.maximum(counters[:, COLUMNS], 1)
         table = counters[:, :COLUMNS].reshape(len(counters), 2, 256, 2)
         zero = table[:, :, 0, 1].sum(axis=1) / sampled
-        tiny = (table[:, :, 1 : _BIAS + _FLOAT16_LEAST_EXPONENT].sum(axis=(1, 2, 3)) + table[:, :, 0, 0].sum(axis=1)) / sampled
+        tiny = (
+            table[:, :, 1 : _BIAS + _FLOAT16_LEAST_EXPONENT].sum(axis=(1, 2, 3))
+            + table[:, :, 0, 0].sum(axis=1)
+        ) / sampled
         ratio = weight = np.full(len(counters), np.nan)
         if measured.update_sums is not None and measured.update_sums.any():
-            ratio, weight = update_ratios(measured.update_sums)[0], squares_of_whole(measured.update_sums)
+            ratio, weight = (
+                update_ratios(measured.update_sums)[0],
+                squares_of_whole(measured.update_sums),
+            )
         dead = self._spread([], np.zeros(0))
         for row, share in measured.dead_shares.items():
             dead[row] = share
         rows = measured.rows
         shares = (self._spread(rows, zero), self._spread(rows, tiny), dead)
-        return Closer(measured.step.step, self._spread(rows, ratio), *shares, self._spread(rows, weight))
+        return Closer(
+            measured.step.step, self._spread(rows, ratio), *shares, self._spread(rows, weight)
+        )
 
     def _spread(self, rows: list[int], values: Floats) -> Floats:
         result = np.full(len(self._parameters), np.nan)
@@ -226,4 +268,6 @@ def _report(judge: Judge, steps: int) -> HealthReport:
     if now.counts is not None:
         nan, inf = (int((counts != 0).sum()) for counts in now.counts)
     counts = (nan, inf, zero, size)
-    return make_report(now.step.step, now.total, counts, judge.findings(), judge.abstentions(), steps)
+    return make_report(
+        now.step.step, now.total, counts, judge.findings(), judge.abstentions(), steps
+    )

@@ -1,4 +1,6 @@
-"""Runs the checks over the steps of a run: patience before a finding, hysteresis after it, one finding per code."""
+"""Runs the checks over the steps of a run: patience before a finding, hysteresis after it, one
+finding per code.
+"""
 
 import importlib
 import pkgutil
@@ -10,8 +12,8 @@ from typing import Any, get_args
 from gradsight.health import checks
 from gradsight.health.registry import MISSING, Check, Fact, When, chosen
 from gradsight.health.window import Observed, RankLook, Subject, Window
+from gradsight.values.findings import Finding
 from gradsight.values.health_report import SEVERITIES, Abstention
-from gradsight.values.records import Finding
 
 for _module in pkgutil.iter_modules(checks.__path__):
     importlib.import_module(f"{checks.__name__}.{_module.name}")
@@ -20,7 +22,9 @@ _STRETCH = 10
 _CALM = 10
 """Judgings without a fact before the next one counts as a new incident."""
 _OUTLIER = (10.0, 8.0)
-"""From here on a step is kept out of the baseline: tenfold the median, and this many spreads above it."""
+"""From here on a step is kept out of the baseline: tenfold the median, and this many spreads above
+it.
+"""
 
 
 @dataclass(slots=True)
@@ -42,13 +46,23 @@ class _Running:
 class Judge:
     """Takes one observed step after the other; `on_finding` hears of every new or changed finding."""
 
-    def __init__(self, subject: Subject, settings: object = True, on_finding: Callable[[Finding], None] | None = None) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        settings: object = True,
+        on_finding: Callable[[Finding], None] | None = None,
+    ) -> None:
         self.window = Window(subject)
         self._on_finding = on_finding
-        running = [_Running(check, values, int(values.get("patience", 1))) for check, values in chosen(settings)]
+        running = [
+            _Running(check, values, int(values.get("patience", 1)))
+            for check, values in chosen(settings)
+        ]
         self._running = running
         self._ready: dict[str, tuple[int, list[_Running]]] = {}
-        self._by_when = {when: [each for each in running if each.check.when == when] for when in get_args(When)}
+        self._by_when = {
+            when: [each for each in running if each.check.when == when] for when in get_args(When)
+        }
 
     def observe(self, observed: Observed, patient: bool = True) -> None:
         """Judge one step. Without patience, one look must do."""
@@ -71,7 +85,14 @@ class Judge:
     def findings(self) -> list[Finding]:
         """What has been found so far, the worst first."""
         found = [each.finding for each in self._running if each.finding is not None]
-        return sorted(found, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.first_step, finding.code))
+        return sorted(
+            found,
+            key=lambda finding: (
+                -SEVERITIES.index(finding.severity),
+                finding.first_step,
+                finding.code,
+            ),
+        )
 
     def abstentions(self) -> list[Abstention]:
         """The checks that could not judge, and why."""
@@ -90,18 +111,29 @@ class Judge:
         """The run is over: tell what the findings came to."""
         for each in self._running:
             if each.finding is not None and each.incidents > 1:
-                self._tell(each, replace(each.finding, evidence=f"{each.evidence}; {each.incidents} times in all"))
+                self._tell(
+                    each,
+                    replace(
+                        each.finding, evidence=f"{each.evidence}; {each.incidents} times in all"
+                    ),
+                )
 
     def _run(self, when: str, patient: bool) -> None:
         window = self.window
         for each in self._able(when):
             gate = each.check.gate
-            facts = list(each.check.function(window, **each.settings)) if gate is None or gate(window) else ()
+            facts = (
+                list(each.check.function(window, **each.settings))
+                if gate is None or gate(window)
+                else ()
+            )
             if facts or each.streak or each.finding is not None:
                 self._weigh(each, facts, patient)
 
     def _able(self, when: str) -> list[_Running]:
-        """The checks whose signals have been seen; asked for at every step, so remembered until there is a new signal."""
+        """The checks whose signals have been seen; asked for at every step, so remembered until
+        there is a new signal.
+        """
         seen, able = self._ready.get(when, (-1, []))
         signals = self.window.signals
         if seen != len(signals):
@@ -137,7 +169,12 @@ class Judge:
             each.parameters |= dict.fromkeys(names)
             if worse:
                 each.evidence = fact.evidence
-            self._tell(each, _finding(each, severity if worse else each.finding.severity, each.finding.first_step))
+            self._tell(
+                each,
+                _finding(
+                    each, severity if worse else each.finding.severity, each.finding.first_step
+                ),
+            )
 
     def _tell(self, each: _Running, finding: Finding) -> None:
         each.finding = finding

@@ -1,7 +1,8 @@
-"""Compares what the ranks of DistributedDataParallel bring to the common gradient, before it is reduced.
+"""Compares what the ranks of DistributedDataParallel bring to the common gradient, before it is
+reduced.
 
-A few parameters are looked at on every step, all of them at closer looks. The norms are gathered on our own group, and
-nobody waits for that: what has arrived is handed on at a later step.
+A few parameters are looked at on every step, all of them at closer looks. The norms are gathered on
+our own group, and nobody waits for that: what has arrived is handed on at a later step.
 """
 
 import time
@@ -35,7 +36,11 @@ class Ranks:
     ) -> None:
         self._size, self._group, self._closer, self._report = len(parameters), group, closer, report
         replicated = dist.replicated_parameters(model)
-        self._all = [row for row, tensor in enumerate(parameters) if id(tensor) in replicated and tensor.requires_grad]
+        self._all = [
+            row
+            for row, tensor in enumerate(parameters)
+            if id(tensor) in replicated and tensor.requires_grad
+        ]
         self._few = sentinels(self._all, [tensor.numel() for tensor in parameters])
         self._rows: list[int] = []
         self._norms = LocalNorms()
@@ -66,12 +71,19 @@ class Ranks:
             return []
 
     def stop(self, patience: float) -> list[RankLook]:
-        """Take the hooks away; give what still arrives within so many seconds, and nothing without any patience."""
+        """Take the hooks away; give what still arrives within so many seconds, and nothing without
+        any patience.
+        """
         self._hooks.watch(())
         if not patience:
             self._works = False
         until = time.monotonic() + patience
-        while self._works and self._pending and not self._pending[-1].done() and time.monotonic() < until:
+        while (
+            self._works
+            and self._pending
+            and not self._pending[-1].done()
+            and time.monotonic() < until
+        ):
             time.sleep(0.001)
         try:
             return self._landed() if self._works else []
@@ -90,7 +102,9 @@ class Ranks:
         found = []
         while self._pending and self._pending[0].done():
             table = np.stack(self._pending.popleft().wait())
-            rows = np.flatnonzero((table[:, :-1] >= 0).all(axis=0) | np.isnan(table[:, :-1]).any(axis=0))
+            rows = np.flatnonzero(
+                (table[:, :-1] >= 0).all(axis=0) | np.isnan(table[:, :-1]).any(axis=0)
+            )
             if (table[:, -1] == table[0, -1]).all():
                 few = np.isin(rows, self._few)
                 found.append(RankLook(int(table[0, -1]), rows, table[:, rows], few))
@@ -101,14 +115,24 @@ class Ranks:
         if self._works:
             self._works = False
             self._hooks.watch(())
-            self._report("ranks", f"ranks are not compared any more: {type(error).__name__}: {error}")
+            self._report(
+                "ranks", f"ranks are not compared any more: {type(error).__name__}: {error}"
+            )
 
 
 def sentinels(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """A few small parameters spread over the model: what goes wrong above them in backward reaches them.
+    """A few small parameters spread over the model: what goes wrong above them in backward reaches
+    them.
 
     >>> sentinels([0, 1, 2, 3, 4, 5, 6, 7], [64, 8, 64, 8, 64, 8, 64, 8])
     [1, 3, 5, 7]
     """
-    parts = [part.tolist() for part in np.array_split(np.array(rows, dtype=int), min(_SENTINELS, max(1, len(rows))))]
-    return [min(part, key=lambda row: (sizes[row] < _LEAST_ENTRIES, sizes[row])) for part in parts if part]
+    parts = [
+        part.tolist()
+        for part in np.array_split(np.array(rows, dtype=int), min(_SENTINELS, max(1, len(rows))))
+    ]
+    return [
+        min(part, key=lambda row: (sizes[row] < _LEAST_ENTRIES, sizes[row]))
+        for part in parts
+        if part
+    ]

@@ -1,4 +1,5 @@
-"""Checks by code. A check is a function of a window, with its thresholds as keyword arguments; the decorator files it.
+"""Checks by code. A check is a function of a window, with its thresholds as keyword arguments; the
+decorator files it.
 
     @check("GS999", "name", "warning", needs=("norms",), recommendation="...", fix="...")
     def name(window: Window, *, limit: float = 1.0, patience: int = 3) -> Iterator[Fact]:
@@ -21,7 +22,9 @@ from typing import Any, Literal
 from gradsight.errors import UsageError
 
 When = Literal["step", "stretch", "look", "ranks"]
-"""Every step; every ten steps, for what is read from history; after a closer look; after ranks were compared."""
+"""Every step; every ten steps, for what is read from history; after a closer look; after ranks were
+compared.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class Check:
     fix: str
     function: Callable[..., Iterable[Fact]]
     gate: Callable[[Any], bool] | None
-    """What must hold of the window for the check to find anything: cheap to ask, and asked first."""
+    """What must hold of the window for the check to find anything: cheap to ask, and asked first.
+    """
     defaults: Mapping[str, Any]
 
     @property
@@ -93,14 +97,27 @@ def check(
             raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
         parameters = list(inspect.signature(function).parameters.values())[1:]
         defaults = {parameter.name: parameter.default for parameter in parameters}
-        CHECKS[code] = Check(code, name, severity, when, needs, recommendation, fix.strip("\n"), function, gate, defaults)
+        CHECKS[code] = Check(
+            code,
+            name,
+            severity,
+            when,
+            needs,
+            recommendation,
+            fix.strip("\n"),
+            function,
+            gate,
+            defaults,
+        )
         return function
 
     return file
 
 
 def chosen(settings: object) -> list[tuple[Check, dict[str, Any]]]:
-    """The checks to run with their thresholds. `settings`: True, {code: settings or False}, or the path of a TOML file."""
+    """The checks to run with their thresholds. `settings`: True, {code: settings or False}, or the
+    path of a TOML file.
+    """
     if settings is True or settings is None:
         wanted: Mapping[str, Any] = {}
     elif isinstance(settings, (str, Path)):
@@ -108,12 +125,16 @@ def chosen(settings: object) -> list[tuple[Check, dict[str, Any]]]:
     elif isinstance(settings, Mapping):
         wanted = settings
     else:
-        raise UsageError(f"health must be True, False, {{code: settings}} or a TOML file, got {type(settings).__name__}")
+        raise UsageError(
+            f"health must be True, False, {{code: settings}} or a TOML file, got {type(settings).__name__}"
+        )
     for code in wanted:
         if code not in CHECKS:
             raise UsageError(f"there is no check {code!r}; there are {', '.join(sorted(CHECKS))}")
     return [
-        (each, _merged(each, wanted.get(code, True))) for code, each in sorted(CHECKS.items()) if wanted.get(code) is not False
+        (each, _merged(each, wanted.get(code, True)))
+        for code, each in sorted(CHECKS.items())
+        if wanted.get(code) is not False
     ]
 
 
@@ -124,7 +145,9 @@ def _merged(each: Check, given: object) -> dict[str, Any]:
         raise UsageError(f"the settings of {each.code} must be False or a mapping, got {given!r}")
     for name, value in given.items():
         if name not in each.defaults:
-            known = ", ".join(f"{key}={default}" for key, default in each.defaults.items()) or "none"
+            known = (
+                ", ".join(f"{key}={default}" for key, default in each.defaults.items()) or "none"
+            )
             raise UsageError(f"{each.code} ({each.name}) has no setting {name!r}; it has {known}")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise UsageError(f"{each.code}: {name} must be a number, got {value!r}")
@@ -132,7 +155,9 @@ def _merged(each: Check, given: object) -> dict[str, Any]:
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:
-    """Settings by code from a TOML file: tables `[GS201]` with thresholds, `GS405 = false` to silence."""
+    """Settings by code from a TOML file: tables `[GS201]` with thresholds, `GS405 = false` to
+    silence.
+    """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

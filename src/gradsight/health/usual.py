@@ -1,4 +1,6 @@
-"""What is usual for one number: the same as `Baseline` of a single column, in plain Python, for the thread that trains."""
+"""What is usual for one number: the same as `Baseline` of a single column, in plain Python, for the
+thread that trains.
+"""
 
 from collections import deque
 from statistics import median
@@ -39,4 +41,6 @@ class Usual:
         self._count += 1
         if self._count >= WARM_UP and self._count % REFRESH == 0:
             self._median = median(self._ring)
-            self._spread = max(NORMAL * median([abs(each - self._median) for each in self._ring]), LEAST_SPREAD)
+            self._spread = max(
+                NORMAL * median([abs(each - self._median) for each in self._ring]), LEAST_SPREAD
+            )

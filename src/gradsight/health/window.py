@@ -1,4 +1,6 @@
-"""What a check may look at: the step just made, what came before it, and what is known of the model."""
+"""What a check may look at: the step just made, what came before it, and what is known of the
+model.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradsight.health.baseline import Baseline, logarithms
-from gradsight.values.records import Step, block_of
+from gradsight.values.steps import Step, block_of
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -24,7 +26,9 @@ _LOOKS = 4
 
 @dataclass(slots=True)
 class Subject:
-    """What is known of the model and its optimizers before any gradient is seen; lists are over the parameters."""
+    """What is known of the model and its optimizers before any gradient is seen; lists are over the
+    parameters.
+    """
 
     names: list[str]
     shapes: list[tuple[int, ...]]
@@ -48,7 +52,9 @@ class Subject:
 
 @dataclass(slots=True)
 class Closer:
-    """A closer look, taken on some steps only. Arrays are over all parameters, NaN where nothing is known."""
+    """A closer look, taken on some steps only. Arrays are over all parameters, NaN where nothing is
+    known.
+    """
 
     step: int
     update_ratio: Floats
@@ -72,7 +78,8 @@ class RankLook:
     norms: Floats
     """Of each rank's own gradients, [ranks, rows]."""
     always: Flags
-    """Which of the rows are looked at on every step, so that their norms can be compared over time."""
+    """Which of the rows are looked at on every step, so that their norms can be compared over time.
+    """
 
 
 @dataclass(slots=True)
@@ -88,7 +95,9 @@ class Observed:
     closer: Closer | None = None
     loss: float | None = None
     uncleared: bool | None = None
-    """Whether the optimizer stepped on gradients that nobody had cleared since its last step; None where that is not known."""
+    """Whether the optimizer stepped on gradients that nobody had cleared since its last step; None
+    where that is not known.
+    """
     alike: int | None = None
     """How many batches in a row were the same; None where no batch was seen."""
     half: bool | None = None
@@ -137,7 +146,9 @@ class Window:
     received: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient at all."""
     started_at_zero: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """Parameters whose weight was zero at the first look: their relative updates mean nothing for a while."""
+    """Parameters whose weight was zero at the first look: their relative updates mean nothing for a
+    while.
+    """
     repeats: int = 0
     """How many steps in a row had exactly the gradient of the step before."""
     uncleared: int = 0
@@ -149,7 +160,9 @@ class Window:
     ranks: RankLook | None = None
     """The newest comparison of ranks, which may be of a step before."""
     rank_looks: deque[RankLook] = field(default_factory=lambda: deque(maxlen=_LOOKS))
-    """The last comparisons over all parameters, of steps that were not left out and in which everything was finite."""
+    """The last comparisons over all parameters, of steps that were not left out and in which
+    everything was finite.
+    """
     rank_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_RANK_LOOKS))
     """Such steps, with or without all parameters."""
     rank_logarithms: deque[Floats] = field(default_factory=lambda: deque(maxlen=_RANK_LOOKS))
@@ -161,14 +174,18 @@ class Window:
 
     def __post_init__(self) -> None:
         size = len(self.subject.names)
-        self.alive, self.received, self.started_at_zero = (np.zeros(size, dtype=bool) for _ in range(3))
+        self.alive, self.received, self.started_at_zero = (
+            np.zeros(size, dtype=bool) for _ in range(3)
+        )
         found: dict[str, list[int]] = {}
         for row in self.subject.matrices:
             if self.subject.trainable[row]:
                 found.setdefault(block_of(self.subject.names[row]), []).append(row)
         self.blocks = list(found.items())
         self._block_rows = np.array([row for rows in found.values() for row in rows], dtype=np.intp)
-        self._block_of_row = np.repeat(np.arange(len(found)), [len(rows) for rows in found.values()])
+        self._block_of_row = np.repeat(
+            np.arange(len(found)), [len(rows) for rows in found.values()]
+        )
         if self.subject.memberships is not None:
             self.signals.add("optimizer")
 
@@ -195,7 +212,12 @@ class Window:
             self.uncleared = self.uncleared + 1 if observed.uncleared else 0
         if observed.alike is not None:
             self.signals.add("batches")
-        if observed.guess is not None and observed.loss is not None and len(self.starts) < 3 and self.steps_seen <= 3:
+        if (
+            observed.guess is not None
+            and observed.loss is not None
+            and len(self.starts) < 3
+            and self.steps_seen <= 3
+        ):
             self.signals.add("guess")
             self.starts.append((observed.loss, observed.guess))
         if observed.closer is not None:
@@ -209,7 +231,9 @@ class Window:
             if not look.always.all():
                 self.rank_looks.append(look)
             self.rank_steps.append(look.step)
-            self.rank_logarithms.append(np.log(np.maximum(np.linalg.norm(look.norms[:, look.always], axis=1), NOTHING)))
+            self.rank_logarithms.append(
+                np.log(np.maximum(np.linalg.norm(look.norms[:, look.always], axis=1), NOTHING))
+            )
 
     def _take_norms(self, observed: Observed) -> None:
         self.previous = self.l2
@@ -226,11 +250,15 @@ class Window:
             self.l2[observed.rows] = observed.l2
             self.received[observed.rows] = True
         self.has_zeros = not self.l2.min(initial=1.0) > 0  # a NaN is not above zero either
-        self.logarithms = logarithms(self.l2, observed.total, not self.has_zeros and isfinite(observed.total))
+        self.logarithms = logarithms(
+            self.l2, observed.total, not self.has_zeros and isfinite(observed.total)
+        )
         if not self.all_alive:
             self.alive[slice(None) if observed.rows is None else observed.rows] |= observed.l2 != 0
             self.all_alive = bool(self.alive.all())
-        same = 0 < observed.total == self.previous_total and np.array_equal(self.previous, self.l2, equal_nan=True)
+        same = 0 < observed.total == self.previous_total and np.array_equal(
+            self.previous, self.l2, equal_nan=True
+        )
         self.repeats = self.repeats + 1 if same else 0
         clip = observed.step.clip_coef
         self.effective = observed.total * clip if clip is not None else observed.total
@@ -272,12 +300,16 @@ class Window:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the gradient has come down to a thousandth of its largest: a minimum, where nothing has to move any more."""
+        """Whether the gradient has come down to a thousandth of its largest: a minimum, where
+        nothing has to move any more.
+        """
         return self.now.total < 1e-3 * max(self.totals, default=0.0)
 
     def named(self, rows: object) -> tuple[str, ...]:
         """The names of these rows."""
-        return tuple(self.subject.names[int(row)] for row in np.atleast_1d(np.asarray(rows, dtype=np.intp)))
+        return tuple(
+            self.subject.names[int(row)] for row in np.atleast_1d(np.asarray(rows, dtype=np.intp))
+        )
 
     def largest(self, most: int = 3) -> tuple[str, ...]:
         """The parameters that make up most of the gradient now."""

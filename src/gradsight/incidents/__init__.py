@@ -1,1 +1,3 @@
-"""The flight recorder: keeps what a step was made of, diagnoses a bad one, writes it, runs it again."""
+"""The flight recorder: keeps what a step was made of, diagnoses a bad one, writes it, runs it
+again.
+"""

@@ -1,7 +1,8 @@
 """Calls of a model as tensors and JSON, and back: nothing that could run code.
 
-A value is a tensor, a number, text, None, a list, a tuple, a mapping with text as keys, a torch dtype or device. Mappings of
-other classes (a tokenizer's BatchEncoding) come back as plain ones. Whatever else a model is called with cannot be stored.
+A value is a tensor, a number, text, None, a list, a tuple, a mapping with text as keys, a torch
+dtype or device. Mappings of other classes (a tokenizer's BatchEncoding) come back as plain ones.
+Whatever else a model is called with cannot be stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,13 @@ class CannotStore(GradsightError):
 
 
 def pack_passes(passes: Sequence[Pass]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The structure of some calls, and their tensors by name. Raises CannotStore where an argument is no data."""
+    """The structure of some calls, and their tensors by name. Raises CannotStore where an argument
+    is no data.
+    """
     tensors: dict[str, Tensor] = {}
-    return [_pack_pass(each, f"pass{number}", tensors) for number, each in enumerate(passes)], tensors
+    return [
+        _pack_pass(each, f"pass{number}", tensors) for number, each in enumerate(passes)
+    ], tensors
 
 
 def _pack_pass(each: Pass, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -31,7 +36,9 @@ def _pack_pass(each: Pass, name: str, tensors: dict[str, Tensor]) -> dict[str, A
         "kwargs": _pack(dict(each.kwargs), f"{name}.kwargs", tensors),
         "rng": _pack(dict(each.rng), f"{name}.rng", tensors),
         "buffers": _pack(dict(each.buffers), f"{name}.buffers", tensors),
-        "output_gradients": None if gradients is None else _pack(gradients, f"{name}.output_gradients", tensors),
+        "output_gradients": None
+        if gradients is None
+        else _pack(gradients, f"{name}.output_gradients", tensors),
         "autocast": None if each.autocast is None else list(each.autocast),
         "training": each.training,
         "caller": each.caller,
@@ -66,7 +73,9 @@ def unpack_passes(structure: Any, tensors: Mapping[str, Tensor]) -> list[Pass]:
     try:
         return [_unpack_pass(each, tensors) for each in structure]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"the batch of this incident is damaged: {type(error).__name__}: {error}") from error
+        raise RunError(
+            f"the batch of this incident is damaged: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _unpack_pass(each: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass:
@@ -94,9 +103,11 @@ def _unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "value":
         return what
     if kind == "dtype":
-        return {str(known).removeprefix("torch."): known for known in vars(torch).values() if isinstance(known, torch.dtype)}[
-            what
-        ]
+        return {
+            str(known).removeprefix("torch."): known
+            for known in vars(torch).values()
+            if isinstance(known, torch.dtype)
+        }[what]
     if kind == "device":
         return torch.device(what)
     if kind == "dict":

@@ -1,11 +1,13 @@
-"""Incidents on disk: a folder that is there whole or not at all, of JSON and safetensors only. No torch, no pickle.
+"""Incidents on disk: a folder that is there whole or not at all, of JSON and safetensors only. No
+torch, no pickle.
 
     incident.json           {"format", "version", "crc32", "incident": what happened, and the other files' sizes and checksums}
     ring.safetensors        the last steps' statistics
     batch.safetensors       with recorder="batch": the tensors of the calls of the model, whose structure is in incident.json
     parameters.safetensors  with recorder="batch": parameters and buffers as they were
 
-Files go to a folder `*.partial` and are made durable one by one; renaming it is what makes the incident.
+Files go to a folder `*.partial` and are made durable one by one; renaming it is what makes the
+incident.
 """
 
 import itertools
@@ -44,9 +46,16 @@ class Bundle:
         self._files[name] = {"bytes": file.stat().st_size, "crc32": _checksum(file)}
 
     def finish(self, name: str, incident: Mapping[str, Any]) -> Path:
-        """Write the incident's own file, and make it all one folder of this name; an older one of that name is replaced."""
+        """Write the incident's own file, and make it all one folder of this name; an older one of
+        that name is replaced.
+        """
         body = {**incident, "files": self._files}
-        document = {"format": FORMAT, "version": VERSION, "crc32": _checksum_of(body), "incident": body}
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "crc32": _checksum_of(body),
+            "incident": body,
+        }
         file = self._partial / DOCUMENT
         file.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
         _sync(file)

@@ -1,4 +1,6 @@
-"""Composes an incident: statistics, diagnosis and, where wanted, the batch and the parameters, in one bundle."""
+"""Composes an incident: statistics, diagnosis and, where wanted, the batch and the parameters, in
+one bundle.
+"""
 
 import os
 import time
@@ -19,7 +21,9 @@ from gradsight.incidents.bundle import Bundle, remove_leftovers
 from gradsight.incidents.ring import Ring
 from gradsight.store.diagnoses import pack_diagnosis
 from gradsight.store.incidents import INCIDENTS
-from gradsight.values.records import Diagnosis, Finding, plain
+from gradsight.values.diagnoses import Diagnosis
+from gradsight.values.findings import Finding
+from gradsight.values.plain import plain
 
 MOST_PARAMETER_BYTES = 2 * 10**9
 MOST_BATCH_BYTES = 2 * 10**9
@@ -44,7 +48,9 @@ class Incidents:
         """Begin a bundle: batch and parameters as they are now, if those are to be written at all."""
         bundle = Bundle(self._folder, dist.rank())
         try:
-            return Staged(bundle, self._data(bundle, passes) if self.with_batch else {"replay": _NO_BATCH})
+            return Staged(
+                bundle, self._data(bundle, passes) if self.with_batch else {"replay": _NO_BATCH}
+            )
         except BaseException:
             bundle.discard()
             raise
@@ -57,7 +63,15 @@ class Incidents:
                 from safetensors.numpy import save_file
 
                 bundle.add("ring.safetensors", lambda file: save_file(ring.arrays(), file))
-            return bundle.finish(name, {**_circumstances(), **staged.facts, **what, "ring": ring.summary() if ring else {}})
+            return bundle.finish(
+                name,
+                {
+                    **_circumstances(),
+                    **staged.facts,
+                    **what,
+                    "ring": ring.summary() if ring else {},
+                },
+            )
         except BaseException:
             bundle.discard()
             raise
@@ -74,7 +88,9 @@ class Incidents:
             return {"replay": f"the batch cannot be stored: {error}"}
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > MOST_BATCH_BYTES:
-            return {"replay": f"the batch takes {size / 1e9:.1f} GB, more than {MOST_BATCH_BYTES / 1e9:.0f} GB"}
+            return {
+                "replay": f"the batch takes {size / 1e9:.1f} GB, more than {MOST_BATCH_BYTES / 1e9:.0f} GB"
+            }
         bundle.add("batch.safetensors", lambda file: save_file(storable(tensors), file))
         state = state_of(self._model)
         facts: dict[str, Any] = {"passes": structure, "replay": None, "state": _described(state)}
@@ -82,7 +98,9 @@ class Incidents:
         if any(dist.is_sharded(tensor) for tensor in state.values()):
             facts["parameters"] = "the parameters are spread over ranks"
         elif size > MOST_PARAMETER_BYTES:
-            facts["parameters"] = f"the parameters take {size / 1e9:.1f} GB, more than {MOST_PARAMETER_BYTES / 1e9:.0f} GB"
+            facts["parameters"] = (
+                f"the parameters take {size / 1e9:.1f} GB, more than {MOST_PARAMETER_BYTES / 1e9:.0f} GB"
+            )
         else:
             bundle.add("parameters.safetensors", lambda file: save_file(storable(state), file))
         return facts
@@ -94,17 +112,23 @@ _NO_BATCH = 'the batch was not written: watch with recorder="batch" to replay an
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by the model's own names, tied ones once."""
     state = {named.name: named.tensor.detach() for named in named_parameters(model)}
-    return state | {clean_name(model, name): buffer.detach() for name, buffer in model.named_buffers()}
+    return state | {
+        clean_name(model, name): buffer.detach() for name, buffer in model.named_buffers()
+    }
 
 
 def _described(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in state.items()}
+    return {
+        name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        for name, tensor in state.items()
+    }
 
 
 def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU, none of which shares memory with another: safetensors takes no others."""
     return {
-        name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()
+        name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        for name, tensor in tensors.items()
     }
 
 
@@ -119,14 +143,30 @@ def _circumstances() -> dict[str, Any]:
 
 def of_finding(step: int, finding: Finding, diagnosis: Diagnosis | None) -> dict[str, Any]:
     """What an incident says of a finding."""
-    found = {name: plain(getattr(finding, name)) for name in Finding.__slots__ if name not in ("diagnosis", "incident")}
+    found = {
+        name: plain(getattr(finding, name))
+        for name in Finding.__slots__
+        if name not in ("diagnosis", "incident")
+    }
     reason = f"{finding.name}: {finding.evidence}"
-    return {"step": step, "code": finding.code, "reason": reason, "finding": found, "diagnosis": pack_diagnosis(diagnosis)}
+    return {
+        "step": step,
+        "code": finding.code,
+        "reason": reason,
+        "finding": found,
+        "diagnosis": pack_diagnosis(diagnosis),
+    }
 
 
 def of_ending(step: int, code: str, reason: str, diagnosis: Diagnosis | None) -> dict[str, Any]:
     """What an incident says of a run that ended."""
-    return {"step": step, "code": code, "reason": reason, "finding": None, "diagnosis": pack_diagnosis(diagnosis)}
+    return {
+        "step": step,
+        "code": code,
+        "reason": reason,
+        "finding": None,
+        "diagnosis": pack_diagnosis(diagnosis),
+    }
 
 
 def told(error: BaseException) -> str:

@@ -35,8 +35,9 @@ class Call:
         self.gradients: list[Tensor | None] = []
         """The gradients that came back to the tensors of the output, through whatever uses them."""
         self.nodes: dict[int, Any] = {}
-        """By place in the output: the autograd node that a gradient came back to. Held from then on: before that, it would keep
-        the activations of a pass alive that nobody wants any more."""
+        """By place in the output: the autograd node that a gradient came back to. Held from then
+        on: before that, it would keep the activations of a pass alive that nobody wants any more.
+        """
         self.gradient_bytes = 0
         self.too_large = False
 
@@ -46,7 +47,10 @@ class Call:
 
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""
-        return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
+        return any(
+            tensor._version != version
+            for tensor, version in zip(self.tensors, self.versions, strict=True)
+        )
 
 
 class Told(Protocol):
@@ -60,7 +64,9 @@ class Told(Protocol):
 
 
 class Hook:
-    """A hook of ours. A copy of the model, or one that was saved and loaded, has one that does nothing."""
+    """A hook of ours. A copy of the model, or one that was saved and loaded, has one that does
+    nothing.
+    """
 
     def __init__(self, calls: Told | None = None) -> None:
         self._calls = calls
@@ -103,12 +109,22 @@ def around(calls: Told, compiled: Callable[..., Any]) -> Callable[..., Any]:
 def called(model: nn.Module) -> nn.Module:
     """The module that sees the arguments, however a data-parallel wrapper is called."""
     inner = model._modules.get("module")
-    return called(inner) if type(model).__name__ == "DistributedDataParallel" and inner is not None else model
+    return (
+        called(inner)
+        if type(model).__name__ == "DistributedDataParallel" and inner is not None
+        else model
+    )
 
 
 def is_aside() -> bool:
-    """Whether a call is no pass of the training: ours, one being compiled, or one inside torch.func."""
-    return interception.suspended() or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a call is no pass of the training: ours, one being compiled, or one inside
+    torch.func.
+    """
+    return (
+        interception.suspended()
+        or torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def autocast() -> tuple[str, str] | None:

@@ -1,8 +1,10 @@
-"""Keeps what a model was called with during the step under way: references, so that a bad step can be run again.
+"""Keeps what a model was called with during the step under way: references, so that a bad step can
+be run again.
 
-Only the module given is hooked, and only calls that record gradients are kept. Nothing is copied but the state of the random
-numbers (5 kB) and the few vectors of spectral norms, nothing waits for a device. The newest call is always kept; earlier ones
-of the same step as long as they hold less memory together than the limit.
+Only the module given is hooked, and only calls that record gradients are kept. Nothing is copied
+but the state of the random numbers (5 kB) and the few vectors of spectral norms, nothing waits for
+a device. The newest call is always kept; earlier ones of the same step as long as they hold less
+memory together than the limit.
 """
 
 import weakref
@@ -17,7 +19,16 @@ from gradsight.core.calls import Pass
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
 from gradsight.errors import UsageError
-from gradsight.incidents.kept_call import After, Before, Call, around, autocast, called, is_aside, tensors_of
+from gradsight.incidents.kept_call import (
+    After,
+    Before,
+    Call,
+    around,
+    autocast,
+    called,
+    is_aside,
+    tensors_of,
+)
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
@@ -55,13 +66,20 @@ class Calls:
             if type(module).__name__ in _SPECTRAL
             for key, buffer in module.named_buffers(recurse=False)
         ]
-        normalising = {id(b) for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers()}
+        normalising = {
+            id(b)
+            for m in model.modules()
+            if isinstance(m, nn.modules.batchnorm._NormBase)
+            for b in m.buffers()
+        }
         self._buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in normalising]
 
     def start(self) -> None:
         """Begin to watch."""
         interception.around_backward(self._before_backward, self._after_backward)
-        if getattr(self.model, "_compiled_call_impl", None) is not None:  # hooks inside a compiled call would break its graph
+        if (
+            getattr(self.model, "_compiled_call_impl", None) is not None
+        ):  # hooks inside a compiled call would break its graph
             self._compiled = self.model._compiled_call_impl
             self.model._compiled_call_impl = around(self, self._compiled)
             return
@@ -165,23 +183,32 @@ class Calls:
                 tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
 
     def used(self) -> list[Call]:
-        """The calls whose outputs a gradient came back to: those that the step is made of. Before backward, all of them."""
+        """The calls whose outputs a gradient came back to: those that the step is made of. Before
+        backward, all of them.
+        """
         return [call for call in self.calls if call.nodes] or self.calls
 
     def passes(self, everything: bool = False) -> tuple[list[Pass], list[str]]:
-        """The calls of this step with the gradients that came back to their outputs, and what is missing or in doubt.
+        """The calls of this step with the gradients that came back to their outputs, and what is
+        missing or in doubt.
 
         `everything`: also calls that no gradient has come back to, such as one that has just raised an exception.
         """
         used = self.calls if everything else self.used()
         notes: dict[str, None] = {}
         if self.dropped:
-            notes[f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"] = None
+            notes[
+                f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"
+            ] = None
         for call in used:
             notes.update(dict.fromkeys(self._doubts(call)))
-            came_back = not call.too_large and any(gradient is not None for gradient in call.gradients)
+            came_back = not call.too_large and any(
+                gradient is not None for gradient in call.gradients
+            )
             call.made.output_gradients = tuple(call.gradients) if came_back else None
-            call.made.output_nodes = tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
+            call.made.output_nodes = (
+                tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
+            )
         return [call.made for call in used], list(notes)
 
     def _doubts(self, call: Call) -> Iterator[str]:
@@ -193,7 +220,11 @@ class Calls:
             missing = "where they are missing, backward was not run again"
             yield f"gradients at the model's outputs beyond {limit} were not kept: {missing}"
         pairs = zip(self._buffers, call.buffer_versions, strict=True)
-        changed = [name for (name, buffer), version in pairs if buffer._version != version and name not in call.made.buffers]
+        changed = [
+            name
+            for (name, buffer), version in pairs
+            if buffer._version != version and name not in call.made.buffers
+        ]
         if changed:
             yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
 
@@ -217,7 +248,10 @@ class Calls:
         call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
         call.gradient_bytes += gradient.nbytes if known is None else 0
         held = sum(each.gradient_bytes for each in self.calls)
-        for each in [*(other for other in self.calls if other is not call), call]:  # the oldest go first, the newest last
+        for each in [
+            *(other for other in self.calls if other is not call),
+            call,
+        ]:  # the oldest go first, the newest last
             if held <= self._most_gradient_bytes:
                 return
             held -= each.gradient_bytes

@@ -1,7 +1,9 @@
-"""The flight recorder of a watched run: knows a bad step when it comes, has it diagnosed on the spot, writes the incident.
+"""The flight recorder of a watched run: knows a bad step when it comes, has it diagnosed on the
+spot, writes the incident.
 
-A gradient that is not finite is diagnosed at the look after backward, a spike when the optimizer is about to use it: in both
-cases the parameters are still those of the bad step. What is written waits for the judge's word.
+A gradient that is not finite is diagnosed at the look after backward, a spike when the optimizer is
+about to use it: in both cases the parameters are still those of the bad step. What is written waits
+for the judge's word.
 """
 
 import math
@@ -25,12 +27,15 @@ from gradsight.incidents.ring import Ring
 from gradsight.measure.norms import Norms
 from gradsight.session.step_builder import Measured
 from gradsight.store.diagnoses import is_broken, numbered
-from gradsight.values.records import Diagnosis, Finding
+from gradsight.values.diagnoses import Diagnosis
+from gradsight.values.findings import Finding
 
 SECONDS = 20.0
 """How long a diagnosis may take unless told otherwise."""
 _HELD = {False: (256 * 2**20, 64 * 2**20), True: (2**30, 2**30)}
-"""Bytes of arguments and of output gradients that may be held until a step ends; the latter where batches are to be written."""
+"""Bytes of arguments and of output gradients that may be held until a step ends; the latter where
+batches are to be written.
+"""
 _ALWAYS = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
 _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.")
@@ -56,7 +61,9 @@ class _Pending:
 
 
 class Recorder:
-    """Stands by while a model trains. `look`, `before_update`, `end_step` and `delivered` tell it what happens."""
+    """Stands by while a model trains. `look`, `before_update`, `end_step` and `delivered` tell it
+    what happens.
+    """
 
     everywhere = True
 
@@ -66,9 +73,16 @@ class Recorder:
     ) -> None:  # fmt: skip
         with_batch = mode == "batch"
         self.calls = Calls(model, *_HELD[with_batch], lasting=with_batch, on_failure=self._failed)
-        self._model, self._seconds, self._health, self._problems = _innermost(model), seconds, health, problems
+        self._model, self._seconds, self._health, self._problems = (
+            _innermost(model),
+            seconds,
+            health,
+            problems,
+        )
         self._ring = Ring(names) if run_dir is not None and dist.rank() == 0 else None
-        self._incidents = Incidents(run_dir, self._model, with_batch) if run_dir is not None else None
+        self._incidents = (
+            Incidents(run_dir, self._model, with_batch) if run_dir is not None else None
+        )
         self._alarm = Alarm(_limits(health, optimizers))
         self._with_batch, self._by_hand = with_batch, optimizers == 0
         self._last: Norms | None = None
@@ -94,7 +108,11 @@ class Recorder:
         if norms.counts is None:
             self._innocent = len(self.calls.used())
             return
-        code = None if interception.inside_backward() else self._alarm.not_finite(norms, scaler, self.calls.root)
+        code = (
+            None
+            if interception.inside_backward()
+            else self._alarm.not_finite(norms, scaler, self.calls.root)
+        )
         if code is not None:
             with self._survives():
                 self._meet(step, "nonfinite", code)
@@ -130,13 +148,19 @@ class Recorder:
         self._forget()
         passes, notes = self.calls.passes()
         first = self._innocent if kind == "nonfinite" else 0
-        facts: dict[str, Any] = {"kind": kind, "scale": self._scale * dist.world_size(), "first_pass": first}
+        facts: dict[str, Any] = {
+            "kind": kind,
+            "scale": self._scale * dist.world_size(),
+            "first_pass": first,
+        }
         self._pending = _Pending(step, code, None, self._stage(passes), facts)
         if self._seconds:
             found = self._run_again(passes[first:], kind, facts["scale"])
             found = replace(found, notes=(*notes, *found.notes))
             dropped = self.calls.dropped
-            self._pending.diagnosis = numbered(found, dist.rank(), first + dropped, len(passes) + dropped)
+            self._pending.diagnosis = numbered(
+                found, dist.rank(), first + dropped, len(passes) + dropped
+            )
         if dist.rank() != 0:
             self._write_part(self._pending)
 
@@ -147,7 +171,9 @@ class Recorder:
             return _nothing(_NOT_CALLED)
         root = self.calls.root
         with interception.suspend(), _own_hooks_silent(self._model):
-            return diagnose(self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale)
+            return diagnose(
+                self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale
+            )
 
     def _stage(self, passes: list[Any]) -> Staged | None:
         if self._incidents is None:
@@ -157,11 +183,21 @@ class Recorder:
         return None
 
     def _write_part(self, pending: _Pending) -> None:
-        """What a rank other than the first has found: beside the incident that the first one writes."""
+        """What a rank other than the first has found: beside the incident that the first one
+        writes.
+        """
         found = pending.diagnosis is None or is_broken(pending.diagnosis)
-        found = found or (pending.facts["kind"] == "spike" and bool(pending.diagnosis and pending.diagnosis.samples))
+        found = found or (
+            pending.facts["kind"] == "spike"
+            and bool(pending.diagnosis and pending.diagnosis.samples)
+        )
         if self._incidents is not None and pending.staged is not None and found:
-            what = of_ending(pending.step, f"rank{dist.rank()}", f"what rank {dist.rank()} found", pending.diagnosis)
+            what = of_ending(
+                pending.step,
+                f"rank{dist.rank()}",
+                f"what rank {dist.rank()} found",
+                pending.diagnosis,
+            )
             with self._survives_disk():
                 name = f"step{pending.step}-rank{dist.rank()}"
                 self._incidents.write(name, pending.staged, what | pending.facts, None)
@@ -187,7 +223,11 @@ class Recorder:
         with self._survives():
             norms = measured.norms
             if self._ring is not None:
-                rows = None if norms is None or len(measured.rows) == len(norms.l2) == self._ring.width else measured.rows
+                rows = (
+                    None
+                    if norms is None or len(measured.rows) == len(norms.l2) == self._ring.width
+                    else measured.rows
+                )
                 arrays = (None, None) if norms is None else (norms.l2, norms.max_abs)
                 self._ring.add(measured.step, measured.loss, rows, *arrays)
             if self._told or self._pending is not None:
@@ -205,9 +245,15 @@ class Recorder:
             return
         known = self._health.finding(pending.code) if self._health is not None else None
         broken = measured.norms is not None and measured.norms.counts is not None
-        confirmed = known is not None and not measured.step.skipped and (broken or pending.facts["kind"] == "spike")
+        confirmed = (
+            known is not None
+            and not measured.step.skipped
+            and (broken or pending.facts["kind"] == "spike")
+        )
         if known is not None and confirmed and pending.path is None and pending.staged is not None:
-            self._write_pending(pending, known)  # the same thing again: the judge tells of it once only
+            self._write_pending(
+                pending, known
+            )  # the same thing again: the judge tells of it once only
         if not broken or pending.path is not None:
             self._forget()
 
@@ -227,14 +273,20 @@ class Recorder:
             self._health.explain(finding.code, late, path)
 
     def _write(self, step: int, finding: Finding, pending: _Pending | None) -> str | None:
-        """Write one incident; its path inside the run directory, or None where it could not be written."""
+        """Write one incident; its path inside the run directory, or None where it could not be
+        written.
+        """
         if self._incidents is None:
             return None
         name = f"step{step}-{finding.code}"
         with self._survives_disk():
-            staged = (pending.staged if pending else None) or self._incidents.stage(self.calls.passes()[0])
+            staged = (pending.staged if pending else None) or self._incidents.stage(
+                self.calls.passes()[0]
+            )
             what = of_finding(step, finding, pending.diagnosis if pending else None)
-            self._incidents.write(name, staged, what | (pending.facts if pending else {"after": True}), self._ring)
+            self._incidents.write(
+                name, staged, what | (pending.facts if pending else {"after": True}), self._ring
+            )
             return f"incidents/{name}"
         return None
 
@@ -259,7 +311,9 @@ class Recorder:
             staged = pending.staged if pending is not None else None
             staged = staged or self._incidents.stage(self.calls.passes(everything=True)[0])
             what = of_ending(step, code, reason, pending.diagnosis if pending is not None else None)
-            self._incidents.write(name, staged, what | (pending.facts if pending else {}), self._ring)
+            self._incidents.write(
+                name, staged, what | (pending.facts if pending else {}), self._ring
+            )
 
     def stop(self) -> None:
         """Leave everything as it was found."""
@@ -276,7 +330,9 @@ class Recorder:
         """A fault of ours: training and the rest of the watch go on."""
         self._stopped = True
         self.calls.stop()
-        self._problems.report("recorder", f"the flight recorder stopped: {type(error).__name__}: {error}")
+        self._problems.report(
+            "recorder", f"the flight recorder stopped: {type(error).__name__}: {error}"
+        )
 
     @contextmanager
     def _survives(self) -> Iterator[None]:
@@ -290,11 +346,15 @@ class Recorder:
         try:
             yield
         except Exception as error:
-            self._problems.report("incident", f"an incident could not be written: {type(error).__name__}: {error}")
+            self._problems.report(
+                "incident", f"an incident could not be written: {type(error).__name__}: {error}"
+            )
 
 
 def _limits(health: Health | None, optimizers: int) -> Mapping[str, Any]:
-    """The thresholds of the checks whose finding is an incident; norms of several optimizers in turn tell nothing of spikes."""
+    """The thresholds of the checks whose finding is an incident; norms of several optimizers in
+    turn tell nothing of spikes.
+    """
     known = health.limits() if health is not None else {}
     wanted = _DIAGNOSED if optimizers < 2 else (NAN, INF)
     return {code: known[code] for code in wanted if code in known}
@@ -310,7 +370,11 @@ def _own_hooks_silent(model: nn.Module) -> Iterator[None]:
     silenced = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            ours = [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_OWN)]
+            ours = [
+                key
+                for key, hook in hooks.items()
+                if str(getattr(hook, "__module__", "")).startswith(_OWN)
+            ]
             silenced += [(hooks, dict(hooks))] if ours else []
             for key in ours:
                 del hooks[key]
@@ -325,5 +389,7 @@ def _own_hooks_silent(model: nn.Module) -> Iterator[None]:
 def _innermost(model: nn.Module) -> nn.Module:
     """The user's own module below data-parallel and compiling wrappers."""
     name = type(model).__name__
-    inner = model._modules.get({"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(name, ""))
+    inner = model._modules.get(
+        {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(name, "")
+    )
     return model if inner is None else _innermost(inner)

@@ -1,4 +1,6 @@
-"""Runs a recorded incident again: its batch through a model in the state that was recorded, under the same diagnosis."""
+"""Runs a recorded incident again: its batch through a model in the state that was recorded, under
+the same diagnosis.
+"""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from gradsight.incidents.diagnosis.diagnose import diagnose
 from gradsight.incidents.incident import state_of
 from gradsight.store.diagnoses import is_broken, merge_diagnoses, numbered
 from gradsight.store.incidents import rank_parts
-from gradsight.values.records import Diagnosis, GuiltySample
+from gradsight.values.diagnoses import Diagnosis, GuiltySample
 
 _ALIKE = 1e-3
 """Relative difference of norms that another machine may bring."""
@@ -35,7 +37,9 @@ class Replayed:
 
 
 def replay(path: Path, model: nn.Module, seconds: float, found: Diagnosis | None) -> Replayed:
-    """Run an incident again, and compare with what was `found` in process. Ranks' own parts are run one after the other."""
+    """Run an incident again, and compare with what was `found` in process. Ranks' own parts are run
+    one after the other.
+    """
     parts = []
     for folder in (path, *rank_parts(path)):
         body = read_document(folder)
@@ -49,14 +53,20 @@ def replay(path: Path, model: nn.Module, seconds: float, found: Diagnosis | None
 
 
 def _is_reproduced(body: Mapping[str, Any], diagnosis: Diagnosis, agrees: bool | None) -> bool:
-    """Whether what was recorded has come back: something not finite, the samples of a spike, or the exception."""
+    """Whether what was recorded has come back: something not finite, the samples of a spike, or the
+    exception.
+    """
     if body.get("kind") == "spike":
         return bool(diagnosis.samples) and agrees is not False
     raised = f" raised {str(body.get('reason')).partition(':')[0]}:"
-    return is_broken(diagnosis) or (body.get("code") == "exception" and any(raised in note for note in diagnosis.notes))
+    return is_broken(diagnosis) or (
+        body.get("code") == "exception" and any(raised in note for note in diagnosis.notes)
+    )
 
 
-def _replay_part(path: Path, body: Mapping[str, Any], model: nn.Module, seconds: float) -> Diagnosis:
+def _replay_part(
+    path: Path, body: Mapping[str, Any], model: nn.Module, seconds: float
+) -> Diagnosis:
     """One rank's batch."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     tensors = _tensors(path, body, "batch.safetensors", device)
@@ -68,7 +78,9 @@ def _replay_part(path: Path, body: Mapping[str, Any], model: nn.Module, seconds:
     kind: Literal["spike", "nonfinite"] = "spike" if body.get("kind") == "spike" else "nonfinite"
     chosen = [_on_cpu(each) for each in passes[first:]]
     made = diagnose(model, chosen, seconds=seconds, kind=kind, scale=scale)
-    return numbered(replace(made, notes=(*notes, *made.notes)), int(body.get("rank", 0)), first, len(passes))
+    return numbered(
+        replace(made, notes=(*notes, *made.notes)), int(body.get("rank", 0)), first, len(passes)
+    )
 
 
 def _on_cpu(each: Pass) -> Pass:
@@ -76,7 +88,9 @@ def _on_cpu(each: Pass) -> Pass:
     return replace(each, rng={device: state.cpu() for device, state in each.rng.items()})
 
 
-def _tensors(path: Path, body: Mapping[str, Any], name: str, device: torch.device) -> dict[str, Tensor]:
+def _tensors(
+    path: Path, body: Mapping[str, Any], name: str, device: torch.device
+) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -90,12 +104,16 @@ def _tensors(path: Path, body: Mapping[str, Any], name: str, device: torch.devic
         raise RunError(f"{file} is damaged: {error}") from error
 
 
-def restore(path: Path, body: Mapping[str, Any], model: nn.Module, device: torch.device) -> list[str]:
+def restore(
+    path: Path, body: Mapping[str, Any], model: nn.Module, device: torch.device
+) -> list[str]:
     """Put the recorded parameters and buffers into a model; what could not be, in words."""
     state = state_of(model)
     _check_fit(body.get("state", {}), state)
     if "parameters.safetensors" not in body.get("files", {}):
-        return [f"{body.get('parameters', 'no parameters were recorded')}: those of the build function are used as they are"]
+        return [
+            f"{body.get('parameters', 'no parameters were recorded')}: those of the build function are used as they are"
+        ]
     recorded = _tensors(path, body, "parameters.safetensors", device)
     _check_fit({name: [list(each.shape), _dtype(each)] for name, each in recorded.items()}, state)
     with torch.no_grad():
@@ -109,8 +127,12 @@ def _check_fit(recorded: Mapping[str, Any], state: Mapping[str, Tensor]) -> None
     wrong = [f"{name} is missing" for name in recorded if name not in state]
     wrong += [f"{name} was not there then" for name in state if name not in recorded]
     for name, (shape, dtype) in recorded.items():
-        if name in state and (list(state[name].shape) != list(shape) or _dtype(state[name]) != dtype):
-            wrong.append(f"{name} is {list(state[name].shape)} {_dtype(state[name])}, and was {list(shape)} {dtype}")
+        if name in state and (
+            list(state[name].shape) != list(shape) or _dtype(state[name]) != dtype
+        ):
+            wrong.append(
+                f"{name} is {list(state[name].shape)} {_dtype(state[name])}, and was {list(shape)} {dtype}"
+            )
     if wrong:
         more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UsageError(
@@ -126,10 +148,15 @@ def _dtype(tensor: Tensor) -> str:
 def _agree(found: Diagnosis, again: Diagnosis) -> bool:
     """Whether two diagnoses name the same operation and the same worst sample."""
     one, other = found.operation, again.operation
-    if one is not None and one.phase == "loss":  # outside the model: a replay sees only that a bad gradient came in
+    if (
+        one is not None and one.phase == "loss"
+    ):  # outside the model: a replay sees only that a bad gradient came in
         same = other is not None and other.phase == "loss"
     else:
-        names = [None if each is None else (each.operation, each.phase, each.module) for each in (one, other)]
+        names = [
+            None if each is None else (each.operation, each.phase, each.module)
+            for each in (one, other)
+        ]
         same = names[0] == names[1]
     if not found.samples or not again.samples:
         return same and bool(found.samples) == bool(again.samples)
@@ -140,4 +167,6 @@ def _alike(one: GuiltySample, other: GuiltySample) -> bool:
     if (one.rank, one.micro_batch, one.row) != (other.rank, other.micro_batch, other.row):
         return False
     finite = math.isfinite(one.norm), math.isfinite(other.norm)
-    return finite == (False, False) or (all(finite) and abs(one.norm - other.norm) <= _ALIKE * one.norm)
+    return finite == (False, False) or (
+        all(finite) and abs(one.norm - other.norm) <= _ALIKE * one.norm
+    )

@@ -1,4 +1,6 @@
-"""The last steps' statistics in memory, bounded in bytes: what an incident shows of the way that led to it. No torch."""
+"""The last steps' statistics in memory, bounded in bytes: what an incident shows of the way that
+led to it. No torch.
+"""
 
 import math
 from collections import deque
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.values.records import Step
+from gradsight.values.steps import Step
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,7 +26,9 @@ class Ring:
     def __init__(self, names: Sequence[str], most_bytes: int = MOST_BYTES) -> None:
         self._names = list(names)
         self._most_bytes = most_bytes
-        self._steps: deque[tuple[Step, float | None, Sequence[int] | None, Floats | None, Floats | None, int]] = deque()
+        self._steps: deque[
+            tuple[Step, float | None, Sequence[int] | None, Floats | None, Floats | None, int]
+        ] = deque()
         self.width = len(self._names)
         self.bytes = 0
 
@@ -32,9 +36,16 @@ class Ring:
         return len(self._steps)
 
     def add(
-        self, step: Step, loss: float | None, rows: Sequence[int] | None, l2: Floats | None, max_abs: Floats | None
+        self,
+        step: Step,
+        loss: float | None,
+        rows: Sequence[int] | None,
+        l2: Floats | None,
+        max_abs: Floats | None,
     ) -> None:
-        """One step; `rows`: the parameters that the arrays are of, None for all. Arrays are kept, not copied."""
+        """One step; `rows`: the parameters that the arrays are of, None for all. Arrays are kept,
+        not copied.
+        """
         size = _STEP_BYTES + (0 if l2 is None or max_abs is None else l2.nbytes + max_abs.nbytes)
         size += 0 if rows is None else 8 * len(rows)
         self._steps.append((step, loss, rows, l2, max_abs, size))
@@ -51,7 +62,9 @@ class Ring:
             if l2 is not None:
                 where = slice(None) if rows is None else list(rows)
                 tables["l2"][place, where], tables["max_abs"][place, where] = l2, max_abs
-        scalars = {name: np.array([_number(getattr(step, name)) for step in steps]) for name in SCALARS}
+        scalars = {
+            name: np.array([_number(getattr(step, name)) for step in steps]) for name in SCALARS
+        }
         seen = [_number(loss) if step.loss is None else step.loss for step, loss, *_ in self._steps]
         return {
             "step": np.array([step.step for step in steps], dtype=np.int64),
@@ -65,7 +78,11 @@ class Ring:
     def summary(self) -> dict[str, Any]:
         """What the arrays are of, for the incident's own file."""
         steps = [entry[0].step for entry in self._steps]
-        return {"first_step": steps[0], "last_step": steps[-1], "parameters": self._names} if steps else {}
+        return (
+            {"first_step": steps[0], "last_step": steps[-1], "parameters": self._names}
+            if steps
+            else {}
+        )
 
 
 def _number(value: float | None) -> float:

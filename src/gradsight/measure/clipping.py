@@ -1,7 +1,9 @@
-"""By how much gradients were scaled down between a look and the optimizer's step, found from two small pieces of them.
+"""By how much gradients were scaled down between a look and the optimizer's step, found from two
+small pieces of them.
 
-The piece with the largest entry tells: scaling by a norm changes it, and so does clipping by value. If its norm, its largest
-entry and the norm of a second piece all shrank alike, that is the coefficient; if not, there is no such number.
+The piece with the largest entry tells: scaling by a norm changes it, and so does clipping by value.
+If its norm, its largest entry and the norm of a second piece all shrank alike, that is the
+coefficient; if not, there is no such number.
 """
 
 from collections.abc import Callable, Collection
@@ -23,18 +25,26 @@ Place = tuple[int, int]
 
 
 class ClipProbe:
-    """One or two pieces of the gradients of a look, measured again when the optimizer is about to use them."""
+    """One or two pieces of the gradients of a look, measured again when the optimizer is about to
+    use them.
+    """
 
     __slots__ = ("_after", "_alike", "_unchanged")
 
-    def __init__(self, look: NormsLook, allowed: Collection[int] | None, gradient_of: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, look: NormsLook, allowed: Collection[int] | None, gradient_of: Callable[[int], Tensor]
+    ) -> None:
         """`allowed`: the rows of the look that this optimizer uses, None for all. `gradient_of` gives a row's gradient now."""
         self._after: list[tuple[Place, Arrival]] = []
         self._alike = _ALIKE
         self._unchanged = False
         for place in _places(look, allowed):
             piece = self._piece(look, place, gradient_of)
-            if look.pieces and not self._after and self._is_as_before(piece, look.pieces[place[0]][1][place[1]]):
+            if (
+                look.pieces
+                and not self._after
+                and self._is_as_before(piece, look.pieces[place[0]][1][place[1]])
+            ):
                 self._unchanged = True  # the largest entry is what it was: nothing was clipped
                 return
             if piece.numel():
@@ -42,15 +52,24 @@ class ClipProbe:
                     self._after.append((place, Arrival(torch.stack(measure(piece)))))
 
     def coefficient(self, look: NormsLook, scale: float) -> float | None:
-        """What the optimizer used / the gradient, where the look saw `scale` times what it would see now without clipping."""
+        """What the optimizer used / the gradient, where the look saw `scale` times what it would
+        see now without clipping.
+        """
         if self._unchanged and scale == 1.0:
             return 1.0
         ratios = []
         for (array, position), arrival in self._after:
             before, after = look.pieces[array][1][position], arrival.read()
             with np.errstate(all="ignore"):
-                ratios += [np.sqrt(after[0] / before[0]) * scale, _peak(after) / _peak(before) * scale]
-        if not ratios or not np.isfinite(ratios).all() or max(ratios) - min(ratios) > self._alike * max(ratios):
+                ratios += [
+                    np.sqrt(after[0] / before[0]) * scale,
+                    _peak(after) / _peak(before) * scale,
+                ]
+        if (
+            not ratios
+            or not np.isfinite(ratios).all()
+            or max(ratios) - min(ratios) > self._alike * max(ratios)
+        ):
             return None
         return 1.0 if abs(ratios[0] - 1) < 1e-6 else float(ratios[0])
 
@@ -75,9 +94,13 @@ class ClipProbe:
 
 
 def _places(look: NormsLook, allowed: Collection[int] | None) -> list[Place]:
-    """The piece with the largest entry, and a piece that is not zero of another row; anything where nothing is known yet."""
+    """The piece with the largest entry, and a piece that is not zero of another row; anything where
+    nothing is known yet.
+    """
     if not look.pieces:
-        return [(0, position) for position in range(min(2, len(look.rows(0))))] if look.arrays else []
+        return (
+            [(0, position) for position in range(min(2, len(look.rows(0))))] if look.arrays else []
+        )
     found: list[tuple[float, Place]] = []
     for array, (peaks, (rows, _)) in enumerate(zip(look.peaks, look.pieces, strict=True)):
         if allowed is not None:
@@ -85,9 +108,15 @@ def _places(look: NormsLook, allowed: Collection[int] | None) -> list[Place]:
         first = int(peaks.argmax())
         found.append((float(peaks[first]), (array, first)))
         others = np.flatnonzero(peaks)
-        found += [(-1.0, (array, int(position))) for position in others[:2] if rows[position] != rows[first]][:1]
+        found += [
+            (-1.0, (array, int(position)))
+            for position in others[:2]
+            if rows[position] != rows[first]
+        ][:1]
     found.sort(reverse=True)
-    return [place for peak, place in found[:1] if peak > 0] + [place for peak, place in found if peak < 0][:1]
+    return [place for peak, place in found[:1] if peak > 0] + [
+        place for peak, place in found if peak < 0
+    ][:1]
 
 
 def _peak(values: npt.NDArray[np.float64]) -> float:

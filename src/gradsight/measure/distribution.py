@@ -12,21 +12,36 @@ from gradsight.measure.histogram import HistogramLook, histograms, share_within_
 from gradsight.measure.norms import NormsLook, look_closer, merge_ranks
 
 
-def log_gradient_distribution(model: nn.Module, tracker: Any, step: int, log_histogram: bool = False) -> dict[str, float]:
-    """Log `gradients/<parameter>/norm` for every parameter with a gradient, and return {parameter: norm}.
+def log_gradient_distribution(
+    model: nn.Module, tracker: Any, step: int, log_histogram: bool = False
+) -> dict[str, float]:
+    """Log `gradients/<parameter>/norm` for every parameter with a gradient, and return {parameter:
+    norm}.
 
-    With log_histogram also `gradients/histogram`: all gradients together, signed, centred on 0, and beside it the share of
-    entries within +-0.1. What is in `.grad` is what is logged: call it after backward, before clipping, and unscaled.
-    Parameters without a gradient are skipped. Under FSDP2 every rank must call it; norms are those of whole parameters.
+    With log_histogram also `gradients/histogram`: all gradients together, signed, centred on 0, and
+    beside it the share of entries within +-0.1. What is in `.grad` is what is logged: call it after
+    backward, before clipping, and unscaled. Parameters without a gradient are skipped. Under FSDP2
+    every rank must call it; norms are those of whole parameters.
 
-    tracker: anything with log_scalar(name, value, step); the histogram goes to its log_histogram(name, histogram, step).
+    tracker: anything with log_scalar(name, value, step); the histogram goes to its
+    log_histogram(name, histogram, step).
     """
     if not hasattr(tracker, "log_scalar"):
-        raise UsageError(f"a tracker needs a method log_scalar(name, value, step); {type(tracker).__name__} has none")
+        raise UsageError(
+            f"a tracker needs a method log_scalar(name, value, step); {type(tracker).__name__} has none"
+        )
     found = [named for named in named_parameters(model) if named.tensor.grad is not None]
     parts = [dist.local_part(named.tensor.grad) for named in found if named.tensor.grad is not None]
     norms = look_closer(parts, NormsLook(parts).read())
-    table = np.stack([norms.l2, norms.max_abs, *(norms.counts or np.zeros((2, len(found)))), np.ones(len(found))], axis=1)
+    table = np.stack(
+        [
+            norms.l2,
+            norms.max_abs,
+            *(norms.counts or np.zeros((2, len(found)))),
+            np.ones(len(found)),
+        ],
+        axis=1,
+    )
     counters = HistogramLook(parts, offset=step).read() if log_histogram and parts else None
     group = dist.shared_group() if dist.are_spread([named.tensor for named in found]) else None
     if group is not None:

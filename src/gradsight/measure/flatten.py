@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def flat(gradient: Tensor) -> Tensor:
-    """The entries of a dense, sparse or complex tensor as one dimension, in memory order, without a copy where possible.
+    """The entries of a dense, sparse or complex tensor as one dimension, in memory order, without a
+    copy where possible.
 
     To be called without autograd.
 
@@ -24,7 +25,9 @@ def flat(gradient: Tensor) -> Tensor:
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:
-    """Whether a permutation of the dimensions makes the tensor contiguous (channels_last, a transposed matrix)."""
+    """Whether a permutation of the dimensions makes the tensor contiguous (channels_last, a
+    transposed matrix).
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

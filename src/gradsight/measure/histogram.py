@@ -1,7 +1,9 @@
-"""Histograms of gradients by sign and power of two: no minimum, no maximum and no sorting needed, exact bin borders.
+"""Histograms of gradients by sign and power of two: no minimum, no maximum and no sorting needed,
+exact bin borders.
 
-A float32 is sign, 8 bits of exponent and 23 of mantissa. Its class is read off the bits: the exponent is the bin, except that
-exponent 0 holds zero (mantissa 0) and what underflowed, and exponent 255 holds infinity (mantissa 0) and NaN.
+A float32 is sign, 8 bits of exponent and 23 of mantissa. Its class is read off the bits: the
+exponent is the bin, except that exponent 0 holds zero (mantissa 0) and what underflowed, and
+exponent 255 holds infinity (mantissa 0) and NaN.
 """
 
 from collections.abc import Sequence
@@ -13,17 +15,21 @@ from torch import Tensor
 
 from gradsight.measure.host_copy import Arrival
 from gradsight.measure.sample import Sample
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 
 COLUMNS = 2**10
 """Counters per gradient: sign, exponent, and whether the mantissa is zero."""
 _EXTRA = 3
-"""Behind them: how many entries were sampled, how many there are, how many of the sampled lie within +-0.1."""
+"""Behind them: how many entries were sampled, how many there are, how many of the sampled lie
+within +-0.1.
+"""
 _LOWEST_EXPONENT = -126
 
 
 class HistogramLook:
-    """Counters of n gradients, started on the device now and read on the host later as an array [n, COLUMNS + 3]."""
+    """Counters of n gradients, started on the device now and read on the host later as an array [n,
+    COLUMNS + 3].
+    """
 
     __slots__ = ("_parts", "_size")
 
@@ -51,10 +57,14 @@ class HistogramLook:
 
 
 def count_classes(entries: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Per run of `sizes[i]` entries: its counters by class, then how many entries lie within +-0.1. One flat vector."""
+    """Per run of `sizes[i]` entries: its counters by class, then how many entries lie within +-0.1.
+    One flat vector.
+    """
     device = entries.device
     lengths = torch.tensor(sizes, device=device)
-    row = torch.repeat_interleave(torch.arange(len(sizes), device=device), lengths, output_size=entries.numel())
+    row = torch.repeat_interleave(
+        torch.arange(len(sizes), device=device), lengths, output_size=entries.numel()
+    )
     bits = entries.view(torch.int32)
     keys = ((bits >> 22) & 0x3FE).long()
     keys += (bits & 0x7FFFFF) == 0
@@ -66,14 +76,22 @@ def count_classes(entries: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _count(keys: Tensor, size: int) -> Tensor:
-    """How often each key occurs. bincount asks an accelerator for its largest key, and waits; scatter_add_ does not."""
+    """How often each key occurs. bincount asks an accelerator for its largest key, and waits;
+    scatter_add_ does not.
+    """
     if keys.device.type == "cpu":
         return torch.bincount(keys, minlength=size)
-    return torch.zeros(size, dtype=torch.int64, device=keys.device).scatter_add_(0, keys, torch.ones_like(keys))
+    return torch.zeros(size, dtype=torch.int64, device=keys.device).scatter_add_(
+        0, keys, torch.ones_like(keys)
+    )
 
 
-def histograms(counters: npt.NDArray[np.float64], names: Sequence[str], step: int) -> list[Histogram]:
-    """One histogram per gradient, and last the one over all: there each sampled entry stands for those it was taken from."""
+def histograms(
+    counters: npt.NDArray[np.float64], names: Sequence[str], step: int
+) -> list[Histogram]:
+    """One histogram per gradient, and last the one over all: there each sampled entry stands for
+    those it was taken from.
+    """
     result = [_histogram(row, name, step) for row, name in zip(counters, names, strict=True)]
     weights = counters[:, COLUMNS + 1] / np.maximum(counters[:, COLUMNS], 1)
     everything = (counters * weights[:, None]).sum(axis=0)
@@ -85,7 +103,9 @@ def histograms(counters: npt.NDArray[np.float64], names: Sequence[str], step: in
 def share_within_a_tenth(counters: npt.NDArray[np.float64]) -> float:
     """The share of all gradient entries that lie within +-0.1."""
     weights = counters[:, COLUMNS + 1] / np.maximum(counters[:, COLUMNS], 1)
-    return float((counters[:, COLUMNS + 2] * weights).sum() / max(1.0, counters[:, COLUMNS + 1].sum()))
+    return float(
+        (counters[:, COLUMNS + 2] * weights).sum() / max(1.0, counters[:, COLUMNS + 1].sum())
+    )
 
 
 def _histogram(counters: npt.NDArray[np.float64], name: str | None, step: int) -> Histogram:
@@ -115,7 +135,9 @@ def exact_histogram(gradient: Tensor, name: str | None = None, step: int = 0) ->
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     normal = [value for value in finite if abs(value) >= 2.0**_LOWEST_EXPONENT]
     exponents = [int(np.frexp(abs(value))[1]) - 1 for value in normal]
-    low, high = (min(exponents), max(exponents) + 1) if exponents else (_LOWEST_EXPONENT, _LOWEST_EXPONENT)
+    low, high = (
+        (min(exponents), max(exponents) + 1) if exponents else (_LOWEST_EXPONENT, _LOWEST_EXPONENT)
+    )
     positive, negative = [0.0] * (high - low), [0.0] * (high - low)
     for value, exponent in zip(normal, exponents, strict=True):
         (positive if value > 0 else negative)[exponent - low] += 1

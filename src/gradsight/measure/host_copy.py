@@ -9,7 +9,8 @@ from torch import Tensor
 class Arrival:
     """A small vector that is being copied to the host.
 
-    On an accelerator the copy goes to pinned memory and an event marks its end; on the CPU the numbers are there at once.
+    On an accelerator the copy goes to pinned memory and an event marks its end; on the CPU the
+    numbers are there at once.
     """
 
     __slots__ = ("_event", "_host")
@@ -19,7 +20,9 @@ class Arrival:
         if vector.device.type == "cpu":
             self._host = vector
         else:
-            self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=vector.device.type == "cuda")
+            self._host = torch.empty(
+                vector.shape, dtype=vector.dtype, pin_memory=vector.device.type == "cuda"
+            )
             self._host.copy_(vector, non_blocking=True)
             self._event = torch.Event(vector.device)
             self._event.record()

@@ -14,7 +14,9 @@ Floats = npt.NDArray[np.float64]
 
 
 class LocalNorms:
-    """Adds up squared norms on the device. Micro-batches count one by one: their gradients are never added up here."""
+    """Adds up squared norms on the device. Micro-batches count one by one: their gradients are
+    never added up here.
+    """
 
     def __init__(self) -> None:
         self._squares: dict[int, Tensor] = {}
@@ -40,14 +42,18 @@ class LocalLook:
         rows: dict[torch.device, list[int]] = {}
         for row, square in squares.items():
             rows.setdefault(square.device, []).append(row)
-        self._arrivals = [(rows, Arrival(torch.stack([squares[row] for row in rows]))) for rows in rows.values()]
+        self._arrivals = [
+            (rows, Arrival(torch.stack([squares[row] for row in rows]))) for rows in rows.values()
+        ]
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
         return all(arrival.ready() for _, arrival in self._arrivals)
 
     def read(self, size: int, seen: Sequence[int]) -> Floats:
-        """Norms over all parameters: 0 where one was looked at and got nothing, -1 where it was not looked at."""
+        """Norms over all parameters: 0 where one was looked at and got nothing, -1 where it was not
+        looked at.
+        """
         result = np.full(size, -1.0)
         result[list(seen)] = 0.0
         for rows, arrival in self._arrivals:
@@ -56,8 +62,15 @@ class LocalLook:
 
 
 def exact_local_norms(gradients: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The plain twin, over [micro-batch][parameter]: the root of the sum of squares of each parameter's own gradients."""
+    """The plain twin, over [micro-batch][parameter]: the root of the sum of squares of each
+    parameter's own gradients.
+    """
     return [
-        sum(float(value) ** 2 for gradient in of_one for value in gradient.double().flatten().tolist()) ** 0.5
+        sum(
+            float(value) ** 2
+            for gradient in of_one
+            for value in gradient.double().flatten().tolist()
+        )
+        ** 0.5
         for of_one in zip(*gradients, strict=True)
     ]

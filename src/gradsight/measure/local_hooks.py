@@ -1,8 +1,10 @@
-"""A rank's own gradients under DistributedDataParallel, seen as backward brings them, before any reduction.
+"""A rank's own gradients under DistributedDataParallel, seen as backward brings them, before any
+reduction.
 
-DDP reduces inside backward, so `.grad` never shows them. A hook on the parameter does: it runs before the gradient is
-accumulated, and so before DDP puts it into a bucket. Under FSDP2 the parameters that backward reaches are temporary, and
-what is left afterwards is reduced and scattered: there is nothing to see there.
+DDP reduces inside backward, so `.grad` never shows them. A hook on the parameter does: it runs
+before the gradient is accumulated, and so before DDP puts it into a bucket. Under FSDP2 the
+parameters that backward reaches are temporary, and what is left afterwards is reduced and
+scattered: there is nothing to see there.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +17,10 @@ class LocalGradients:
     """Tells `see` of every gradient that a backward pass brings to some parameters."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], see: Callable[[int, Tensor], None], failed: Callable[[Exception], None]
+        self,
+        parameters: Sequence[Tensor],
+        see: Callable[[int, Tensor], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._parameters, self._see, self._failed = parameters, see, failed
         self._handles: dict[int, Any] = {}

@@ -1,7 +1,9 @@
-"""L2 norm and largest magnitude of every gradient, in one pass over the memory and one small copy to the host.
+"""L2 norm and largest magnitude of every gradient, in one pass over the memory and one small copy
+to the host.
 
-The squares of float32 entries overflow above 1.8e19 and vanish below 1e-19, and a NaN says only that there is one.
-So a look that comes back odd is followed by a closer one at the gradients concerned, while they are still what they were.
+The squares of float32 entries overflow above 1.8e19 and vanish below 1e-19, and a NaN says only
+that there is one. So a look that comes back odd is followed by a closer one at the gradients
+concerned, while they are still what they were.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,9 @@ class Norms:
     l2: Floats
     max_abs: Floats
     counts: tuple[Floats, Floats] | None = None
-    """How many entries are NaN and how many infinite, -1 where that is not known; None where all are finite."""
+    """How many entries are NaN and how many infinite, -1 where that is not known; None where all
+    are finite.
+    """
     total: float = 0.0
     """The norm over all of them."""
     wide: bool = False
@@ -41,7 +45,9 @@ class Norms:
         """The same of gradients without a scaler's factor."""
         if factor == 1.0:
             return self
-        return Norms(self.l2 / factor, self.max_abs / factor, self.counts, self.total / factor, self.wide)
+        return Norms(
+            self.l2 / factor, self.max_abs / factor, self.counts, self.total / factor, self.wide
+        )
 
 
 class NormsLook:
@@ -52,7 +58,9 @@ class NormsLook:
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self._size = len(gradients)
         self.pieces: list[tuple[list[int], Floats]] = []
-        """Once read, per device: the rows of its pieces, and an array [n, 3] of sum of squares, smallest and largest."""
+        """Once read, per device: the rows of its pieces, and an array [n, 3] of sum of squares,
+        smallest and largest.
+        """
         self.peaks: list[Floats] = []
         """The same pieces' largest magnitudes."""
         devices: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
@@ -64,11 +72,17 @@ class NormsLook:
                     continue
                 device = entries.device
                 scalars, rows = devices.get(device) or devices.setdefault(device, ([], []))
-                pieces = torch.split(entries, PIECE) if size > PIECE and device.type == "cpu" else (entries,)
+                pieces = (
+                    torch.split(entries, PIECE)
+                    if size > PIECE and device.type == "cpu"
+                    else (entries,)
+                )
                 for piece in pieces:
                     rows.append(row)
                     scalars += measure(piece)
-            self._arrivals = [(Arrival(torch.stack(scalars)), rows) for scalars, rows in devices.values()]
+            self._arrivals = [
+                (Arrival(torch.stack(scalars)), rows) for scalars, rows in devices.values()
+            ]
 
     @property
     def arrays(self) -> int:
@@ -99,10 +113,18 @@ class NormsLook:
 def summed_up(l2: Floats, peaks: Floats) -> Norms:
     """Norms with their total; what is not finite has counts that nobody knows yet."""
     square = float(l2.dot(l2))
-    if 1e-60 < square < 1e60:  # the ordinary case: nothing overflowed, so nothing is NaN or infinite
+    if (
+        1e-60 < square < 1e60
+    ):  # the ordinary case: nothing overflowed, so nothing is NaN or infinite
         return Norms(l2, peaks, None, square**0.5)
     unknown = None if np.isfinite(peaks).all() else np.where(np.isfinite(peaks), 0.0, -1.0)
-    return Norms(l2, peaks, None if unknown is None else (unknown, unknown.copy()), float(combine(l2)), wide=True)
+    return Norms(
+        l2,
+        peaks,
+        None if unknown is None else (unknown, unknown.copy()),
+        float(combine(l2)),
+        wide=True,
+    )
 
 
 def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,23 +133,38 @@ def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if entries.dtype in _DOT_IS_PRECISE and entries.device.type == "cpu":
         return torch.dot(entries, entries), smallest, largest
     wide = torch.float32 if entries.device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(entries, dtype=wide).square(), smallest.to(wide), largest.to(wide)
+    return (
+        torch.linalg.vector_norm(entries, dtype=wide).square(),
+        smallest.to(wide),
+        largest.to(wide),
+    )
 
 
-def _merge(values: Floats, largest: Floats, rows: list[int], squares: Floats, peaks: Floats) -> None:
-    """Combine pieces into rows: squares add up, magnitudes take the largest, and a NaN in any piece stays a NaN."""
-    starts = [position for position, row in enumerate(rows) if position == 0 or rows[position - 1] != row]
+def _merge(
+    values: Floats, largest: Floats, rows: list[int], squares: Floats, peaks: Floats
+) -> None:
+    """Combine pieces into rows: squares add up, magnitudes take the largest, and a NaN in any piece
+    stays a NaN.
+    """
+    starts = [
+        position for position, row in enumerate(rows) if position == 0 or rows[position - 1] != row
+    ]
     found = [rows[start] for start in starts]
     squares[found] = np.add.reduceat(values, starts)
     peaks[found] = np.maximum.reduceat(largest, starts)
 
 
 def look_closer(gradients: Sequence[Tensor], norms: Norms) -> Norms:
-    """Put right what one pass could not say: exact norms of what overflowed or vanished, counts of NaN and Inf.
+    """Put right what one pass could not say: exact norms of what overflowed or vanished, counts of
+    NaN and Inf.
 
     To be called while the gradients are still those of the look.
     """
-    if norms.counts is None and norms.total < _TOO_LARGE_TO_SQUARE and norms.max_abs.min(initial=1) >= _TOO_SMALL_TO_SQUARE:
+    if (
+        norms.counts is None
+        and norms.total < _TOO_LARGE_TO_SQUARE
+        and norms.max_abs.min(initial=1) >= _TOO_SMALL_TO_SQUARE
+    ):
         return norms
     tiny = (norms.max_abs > 0) & (norms.max_abs < _TOO_SMALL_TO_SQUARE)
     doubtful = np.flatnonzero(~np.isfinite(norms.l2) | ~np.isfinite(norms.max_abs) | tiny)
@@ -146,7 +183,8 @@ def look_closer(gradients: Sequence[Tensor], norms: Norms) -> Norms:
 
 
 def combine(l2: Floats) -> Floats:
-    """The norm over the first axis of norms, without squaring what would overflow. A NaN among them stays a NaN.
+    """The norm over the first axis of norms, without squaring what would overflow. A NaN among them
+    stays a NaN.
 
     >>> combine(np.array([3e200, 4e200])) / 1e200
     np.float64(5.0)
@@ -156,12 +194,16 @@ def combine(l2: Floats) -> Floats:
     peak = l2.max(axis=0)
     with np.errstate(invalid="ignore", over="ignore"):
         ratio = l2 / np.where((peak > 0) & np.isfinite(peak), peak, 1)
-        total: Floats = np.where(np.isfinite(peak), peak * np.sqrt((ratio**2).sum(axis=0)), peak)[()]
+        total: Floats = np.where(np.isfinite(peak), peak * np.sqrt((ratio**2).sum(axis=0)), peak)[
+            ()
+        ]
     return total
 
 
 def merge_ranks(tables: Floats) -> Floats:
-    """Tables [ranks, n, 5] of norm, largest, NaN, Inf, seen (0 or 1) as one: an unknown count (-1) stays unknown."""
+    """Tables [ranks, n, 5] of norm, largest, NaN, Inf, seen (0 or 1) as one: an unknown count (-1)
+    stays unknown.
+    """
     counts = tables[:, :, 2:4]
     counted = np.where((counts < 0).any(axis=0), -1.0, counts.sum(axis=0))
     largest, seen = tables[:, :, 1:2].max(axis=0), tables[:, :, 4:].max(axis=0)
@@ -172,13 +214,21 @@ def exact_norms(gradients: Sequence[Tensor]) -> Norms:
     """The plain twin of a look: a loop in float64, one gradient at a time."""
     l2, peak, nan, inf = list[float](), list[float](), list[int](), list[int]()
     for gradient in gradients:
-        values = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
-        values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+        values = (
+            gradient.detach().to_dense()
+            if gradient.layout is not torch.strided
+            else gradient.detach()
+        )
+        values = (
+            torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        ).double()
         largest = float(values.abs().max()) if values.numel() else 0.0
         unit = largest if 0 < largest < float("inf") else 1.0
         l2.append(unit * float((values / unit).norm()))
         peak.append(largest)
         nan.append(int(values.isnan().sum()))
         inf.append(int(values.isinf().sum()))
-    norms, largest_entries, nans, infs = (np.array(column, dtype=np.float64) for column in (l2, peak, nan, inf))
+    norms, largest_entries, nans, infs = (
+        np.array(column, dtype=np.float64) for column in (l2, peak, nan, inf)
+    )
     return Norms(norms, largest_entries, (nans, infs), float(combine(norms)))

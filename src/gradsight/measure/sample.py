@@ -1,4 +1,6 @@
-"""Evenly spread samples of many tensors in one buffer, so that what follows costs the same however large the model is."""
+"""Evenly spread samples of many tensors in one buffer, so that what follows costs the same however
+large the model is.
+"""
 
 from collections.abc import Sequence
 from math import gcd
@@ -15,7 +17,8 @@ LARGEST = 2**16
 
 
 def stride_for(size: int, wanted: int, shape: Sequence[int]) -> int:
-    """The smallest step through `size` entries that takes at most `wanted`, and visits rows and columns alike.
+    """The smallest step through `size` entries that takes at most `wanted`, and visits rows and
+    columns alike.
 
     A step that shares a factor with a dimension would see only some of its columns.
 
@@ -29,7 +32,9 @@ def stride_for(size: int, wanted: int, shape: Sequence[int]) -> int:
 
 
 class Sample:
-    """The sampled entries of some tensors of one device: one float32 buffer, `sizes[i]` entries of tensor i in turn."""
+    """The sampled entries of some tensors of one device: one float32 buffer, `sizes[i]` entries of
+    tensor i in turn.
+    """
 
     __slots__ = ("entries", "full_sizes", "sizes")
 
@@ -48,7 +53,9 @@ class Sample:
 
 
 def _to_float32(entries: Tensor) -> Tensor:
-    """Entries in float32; doubles beyond its range keep their class: finite stays finite, nonzero stays nonzero."""
+    """Entries in float32; doubles beyond its range keep their class: finite stays finite, nonzero
+    stays nonzero.
+    """
     if entries.dtype is not torch.float64:
         return entries.float()
     info = torch.finfo(torch.float32)

@@ -1,4 +1,6 @@
-"""Which units of a layer are alive: rows of a weight whose gradient was not all zero at one of the last looks."""
+"""Which units of a layer are alive: rows of a weight whose gradient was not all zero at one of the
+last looks.
+"""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -10,11 +12,15 @@ _LOOKS = 4
 
 
 class UnitLife:
-    """Remembers the last looks at the rows of some weights. A unit is dead if all of them found its row zero."""
+    """Remembers the last looks at the rows of some weights. A unit is dead if all of them found its
+    row zero.
+    """
 
     def __init__(self, rows: Collection[int]) -> None:
         self._rows = frozenset(rows)
-        self._looks: dict[int, deque[tuple[int, Tensor]]] = {row: deque(maxlen=_LOOKS) for row in self._rows}
+        self._looks: dict[int, deque[tuple[int, Tensor]]] = {
+            row: deque(maxlen=_LOOKS) for row in self._rows
+        }
 
     def look(self, step: int, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Look at these gradients; several looks in one step are one."""
@@ -41,5 +47,8 @@ class UnitLife:
 def exact_dead_share(gradients: Sequence[Tensor]) -> float:
     """The plain twin: the share of rows that are zero in every one of these gradients."""
     size = len(gradients[0])
-    dead = sum(all(not any(gradient[unit].flatten().tolist()) for gradient in gradients) for unit in range(size))
+    dead = sum(
+        all(not any(gradient[unit].flatten().tolist()) for gradient in gradients)
+        for unit in range(size)
+    )
     return dead / size

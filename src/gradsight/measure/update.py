@@ -11,7 +11,9 @@ from gradsight.measure.host_copy import Arrival
 from gradsight.measure.sample import Sample
 
 COLUMNS = 6
-"""Per parameter: entries sampled, entries in all, sums of d**2, d**4, w**2, w**4 (d the update, w the weight before it)."""
+"""Per parameter: entries sampled, entries in all, sums of d**2, d**4, w**2, w**4 (d the update, w
+the weight before it).
+"""
 
 
 class UpdateLook:
@@ -25,7 +27,9 @@ class UpdateLook:
             by_device.setdefault(parameter.device, []).append(row)
         self._tensors = list(parameters)
         self._offset = offset
-        self._before = [(rows, Sample([parameters[row] for row in rows], offset)) for rows in by_device.values()]
+        self._before = [
+            (rows, Sample([parameters[row] for row in rows], offset)) for rows in by_device.values()
+        ]
         self._arrivals: list[tuple[list[int], Sample, Arrival]] = []
 
     def finish(self) -> None:
@@ -56,22 +60,32 @@ def _moments(parts: Sequence[Tensor]) -> list[Tensor]:
     return [square.sum() for square in squares] + [square.square().sum() for square in squares]
 
 
-def update_ratios(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Ratio and its standard error per parameter; NaN where the weight is zero or there are no entries.
+def update_ratios(
+    sums: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Ratio and its standard error per parameter; NaN where the weight is zero or there are no
+    entries.
 
-    With n sampled squares of mean m2 and second moment m4, the mean's relative error is sqrt((m4/m2**2 - 1) / n); a square
-    root halves it; a sample without replacement of n out of N shrinks it by sqrt(1 - n/N).
+    With n sampled squares of mean m2 and second moment m4, the mean's relative error is
+    sqrt((m4/m2**2 - 1) / n); a square root halves it; a sample without replacement of n out of N
+    shrinks it by sqrt(1 - n/N).
     """
     n, size, d2, d4, w2, w4 = sums.T
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(w2 > 0, np.sqrt(d2 / w2), np.nan)
         relative = _relative_error(n, d2, d4) ** 2 + _relative_error(n, w2, w4) ** 2
         left_out = np.clip(1 - n / size, 0, 1)
-        return ratio, np.where(left_out > 0, ratio * np.sqrt(relative * left_out), np.where(np.isnan(ratio), np.nan, 0.0))
+        return ratio, np.where(
+            left_out > 0,
+            ratio * np.sqrt(relative * left_out),
+            np.where(np.isnan(ratio), np.nan, 0.0),
+        )
 
 
 def squares_of_whole(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Sums of squares of the weights before the step, NaN where only a sample was read: two samples cannot be compared."""
+    """Sums of squares of the weights before the step, NaN where only a sample was read: two samples
+    cannot be compared.
+    """
     return np.where(sums[:, 0] == sums[:, 1], sums[:, 4], np.nan)
 
 

@@ -1,4 +1,6 @@
-"""Activation checkpointing put on a model and taken off again, without the model changing in name, type or state."""
+"""Activation checkpointing put on a model and taken off again, without the model changing in name,
+type or state.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -13,17 +15,20 @@ from gradsight.errors import UsageError
 from gradsight.memory.blocks import Named, find_blocks, unwrapped
 from gradsight.memory.policy import NONE, Mode, parse_policy
 from gradsight.memory.selective import contexts
-from gradsight.values.records import CheckpointingPlan
+from gradsight.values.memory import CheckpointingPlan
 
 
 def apply_checkpointing(
-    model: nn.Module, policy: str | CheckpointingPlan = "full", *, blocks: Sequence[str] | None = None
+    model: nn.Module,
+    policy: str | CheckpointingPlan = "full",
+    *,
+    blocks: Sequence[str] | None = None,
 ) -> "CheckpointingHandle":
     """Let the model's blocks recompute their activations in backward instead of keeping them.
 
     Acts in training mode and where gradients are wanted, and nowhere else. Apply it before or after
-    DistributedDataParallel, fully_shard and torch.compile (which then compiles again). `remove()` on what is returned
-    takes it off.
+    DistributedDataParallel, fully_shard and torch.compile (which then compiles again). `remove()`
+    on what is returned takes it off.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"apply_checkpointing takes a torch.nn.Module, got {type(model).__name__}")
@@ -33,11 +38,15 @@ def apply_checkpointing(
         blocks = policy.blocks
     found = find_blocks(inner, blocks)
     modes = parse_policy(policy, len(found))
-    return CheckpointingHandle([(named, mode) for named, mode in zip(found, modes, strict=True) if mode != NONE])
+    return CheckpointingHandle(
+        [(named, mode) for named, mode in zip(found, modes, strict=True) if mode != NONE]
+    )
 
 
 class CheckpointedForward:
-    """Stands in a block's own `forward`, so that hooks, names, copies and pickles of the block stay what they were."""
+    """Stands in a block's own `forward`, so that hooks, names, copies and pickles of the block stay
+    what they were.
+    """
 
     def __init__(self, module: nn.Module, mode: Mode) -> None:
         self.module = module
@@ -53,8 +62,10 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
-        # Every tensor becomes an argument by position, also those in keywords and tuples: torch then notices, and
-        # refuses, when one is changed in place before it is needed again. By keyword the gradients would be wrong
+        # Every tensor becomes an argument by position, also those in keywords and tuples: torch
+        # then notices, and
+        # refuses, when one is changed in place before it is needed again. By keyword the gradients
+        # would be wrong
         # without a word.
         leaves, shape = tree_flatten(without_cache(args, kwargs))
 
@@ -68,8 +79,12 @@ class CheckpointedForward:
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
 
 
-def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without a Hugging Face key-value cache: training reads none, recomputation would fill it twice."""
+def without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without a Hugging Face key-value cache: training reads none, recomputation
+    would fill it twice.
+    """
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     if cache is None or not any(isinstance(value, cache) for value in (*args, *kwargs.values())):
         return args, kwargs
@@ -109,11 +124,15 @@ class CheckpointingHandle:
 
 
 def _refuse_second_checkpointing(model: nn.Module) -> None:
-    """Two layers of checkpointing recompute twice, or break: refuse, and say how to take the first off."""
+    """Two layers of checkpointing recompute twice, or break: refuse, and say how to take the first
+    off.
+    """
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module.__dict__.get("forward"), CheckpointedForward):
-            raise UsageError(f"checkpointing is applied already, at {where}: call remove() on the handle that was returned")
+            raise UsageError(
+                f"checkpointing is applied already, at {where}: call remove() on the handle that was returned"
+            )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UsageError(
                 f"{where} checkpoints itself: call model.gradient_checkpointing_disable() or set the attribute to False"
@@ -125,6 +144,8 @@ def _refuse_second_checkpointing(model: nn.Module) -> None:
 
 
 def _is_composable(module: nn.Module) -> bool:
-    """Whether torch.distributed's composable `checkpoint` stands on a module; never, where it was not imported."""
+    """Whether torch.distributed's composable `checkpoint` stands on a module; never, where it was
+    not imported.
+    """
     composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
     return composable is not None and composable.checkpoint.state(module) is not None

@@ -19,7 +19,9 @@ def available_memory(device: str = "cpu") -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None
+    )
 
 
 def refuse_what_does_not_fit(build: Build, optimizer: str | None, model: nn.Module) -> None:
@@ -31,7 +33,9 @@ def refuse_what_does_not_fit(build: Build, optimizer: str | None, model: nn.Modu
         needed = predict_peak_memory(build, optimizer=optimizer).peak_bytes
     except GradsightError:
         return  # cannot be predicted; the run itself will tell
-    held = 2 * sum(p.numel() * p.element_size() for p in model.parameters())  # copies of the gradients, to compare
+    held = 2 * sum(
+        p.numel() * p.element_size() for p in model.parameters()
+    )  # copies of the gradients, to compare
     if needed + held > free:
         raise GradsightError(
             f"the plain step needs {format_size(needed)}, and {format_size(held)} for the comparison; "

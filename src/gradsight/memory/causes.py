@@ -1,4 +1,5 @@
-"""The likely cause of a step that checkpointing changed. A cause is a function from the evidence to words, or None.
+"""The likely cause of a step that checkpointing changed. A cause is a function from the evidence to
+words, or None.
 
 They are asked in the order of this file: what is certain before what is probable.
 """
@@ -81,7 +82,13 @@ def kept_result_changed(evidence: Evidence) -> str | None:
 def another_path(evidence: Evidence) -> str | None:
     """The recomputation did not even make the same tensors."""
     if not any(
-        text in evidence.error for text in ("number of tensors", "different metadata", "more tensors", "not found in storage")
+        text in evidence.error
+        for text in (
+            "number of tensors",
+            "different metadata",
+            "more tensors",
+            "not found in storage",
+        )
     ):
         return None
     return "a block runs other operations the second time: look for counters, caches and random branches in its forward"
@@ -115,7 +122,9 @@ def spectral_norm(evidence: Evidence) -> str | None:
 
 @cause
 def rrelu(evidence: Evidence) -> str | None:
-    """RReLU fills its slopes in place; recomputation stops at the last tensor it needs, before they are filled."""
+    """RReLU fills its slopes in place; recomputation stops at the last tensor it needs, before they
+    are filled.
+    """
     for name, module in evidence.modules().items():
         if isinstance(module, nn.RReLU):
             return (
@@ -128,7 +137,11 @@ def rrelu(evidence: Evidence) -> str | None:
 @cause
 def own_generator(evidence: Evidence) -> str | None:
     """Checkpointing sets back torch's own generator and no other."""
-    held = {name: source for name, source in _sources(evidence).items() if name in evidence.differences.random}
+    held = {
+        name: source
+        for name, source in _sources(evidence).items()
+        if name in evidence.differences.random
+    }
     for name, source in (held or _sources(evidence, inside=evidence.guilty)).items():
         kind = f"{type(source).__module__.split('.')[0]}.{type(source).__name__}"
         return (
@@ -175,4 +188,8 @@ def _sources(evidence: Evidence, inside: str | None = "") -> dict[str, RandomSou
         if isinstance(source := forward.__globals__.get(name), RandomSource):
             found[name] = source
     cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-    return found | {name: cell.cell_contents for name, cell in cells if isinstance(cell.cell_contents, RandomSource)}
+    return found | {
+        name: cell.cell_contents
+        for name, cell in cells
+        if isinstance(cell.cell_contents, RandomSource)
+    }

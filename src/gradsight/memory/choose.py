@@ -1,9 +1,10 @@
-"""The cheapest way to stay under a limit of memory, block by block. Numbers only: no torch, no model.
+"""The cheapest way to stay under a limit of memory, block by block. Numbers only: no torch, no
+model.
 
-Blocks run forward in order and backward in reverse. While block i runs forward, everything that blocks 0..i-1 hold is
-alive; while it runs backward, everything that blocks 0..i hold is. So a choice is walked from the first block on with
-what is held so far as its only state, and of two partial choices the one that holds no more and costs no more is
-enough.
+Blocks run forward in order and backward in reverse. While block i runs forward, everything that
+blocks 0..i-1 hold is alive; while it runs backward, everything that blocks 0..i hold is. So a
+choice is walked from the first block on with what is held so far as its only state, and of two
+partial choices the one that holds no more and costs no more is enough.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ class Option:
     forward: int
     """The highest rise while it runs forward."""
     backward: int
-    """The highest level in its backward, above the start and everything held by it and the blocks before it."""
+    """The highest level in its backward, above the start and everything held by it and the blocks
+    before it.
+    """
     cost: int
     """Operations that are run a second time."""
 
@@ -79,7 +82,10 @@ def cheapest(problem: Problem, limit: int, buckets: int = BUCKETS) -> Choice | N
         for cost, held, chosen in partial.values():
             for number, option in enumerate(options):
                 after = held + option.held
-                if held + option.forward > limit or after + max(option.backward, problem.head) > limit:
+                if (
+                    held + option.forward > limit
+                    or after + max(option.backward, problem.head) > limit
+                ):
                     continue
                 bucket = (after - problem.start) // width
                 if bucket not in following or (cost + option.cost, after) < following[bucket][:2]:
@@ -109,7 +115,9 @@ def _without_dominated(partial: dict[int, Partial]) -> dict[int, Partial]:
 
 def lowest(problem: Problem, rounds: int = 14) -> Choice:
     """The choice of least peak, by halving the interval of limits."""
-    best = tuple(min(range(len(options)), key=lambda n: options[n].held) for options in problem.blocks)
+    best = tuple(
+        min(range(len(options)), key=lambda n: options[n].held) for options in problem.blocks
+    )
     low, high = 0, peak_of(problem, best)
     for _ in range(rounds):
         middle = (low + high) // 2

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-calls
-"""The exact count of live tensor bytes: every storage that an operator takes or makes, from its first sight to its end.
+"""The exact count of live tensor bytes: every storage that an operator takes or makes, from its
+first sight to its end.
 
-A storage is entered into a log when an operator first shows it and is closed when its last reference goes. Nothing
-else is needed for the exact peak, on real tensors and on fake ones. What a storage was for is judged afterwards, from
-the log: a buffer turns out to be a gradient only once autograd has handed it over.
+A storage is entered into a log when an operator first shows it and is closed when its last
+reference goes. Nothing else is needed for the exact peak, on real tensors and on fake ones. What a
+storage was for is judged afterwards, from the log: a buffer turns out to be a gradient only once
+autograd has handed it over.
 """
 
 import weakref
@@ -14,7 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -54,7 +60,9 @@ def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Logs every storage that operators touch while active, and counts their floating-point operations."""
+    """Logs every storage that operators touch while active, and counts their floating-point
+    operations.
+    """
 
     def __init__(self, granule: int = 1) -> None:
         super().__init__()
@@ -80,9 +88,13 @@ class StorageCounter(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
-        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", self._watching_resizes()))
+        self._patches.enter_context(
+            patch.object(torch.UntypedStorage, "resize_", self._watching_resizes())
+        )
         for name in ("get_rng_state", "from_numpy"):
-            self._patches.enter_context(patch.object(torch, name, self._seeing_the_result(getattr(torch, name))))
+            self._patches.enter_context(
+                patch.object(torch, name, self._seeing_the_result(getattr(torch, name)))
+            )
         super().__enter__()
         return self
 
@@ -96,7 +108,11 @@ class StorageCounter(TorchDispatchMode):
         self._open.clear()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args)  # a fake tensor asked for its device, the most frequent call of all
@@ -105,7 +121,9 @@ class StorageCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         for given in tree_leaves((args, kwargs)):
             if isinstance(given, torch.Tensor):
-                self._see(given, before=func is not torch.ops.aten.lift_fresh.default)  # torch.tensor(...) ends in one
+                self._see(
+                    given, before=func is not torch.ops.aten.lift_fresh.default
+                )  # torch.tensor(...) ends in one
         out = func(*args, **kwargs)
         self.operators.add(func.__name__)
         self.flops += flops_of(func, args, kwargs, out)
@@ -137,10 +155,18 @@ class StorageCounter(TorchDispatchMode):
             self._parameters[tensor] = True
             self._mark(tensor, "parameters")
             if tensor.requires_grad and tensor.is_leaf:
-                self._handles.append(tensor.register_post_accumulate_grad_hook(lambda p: self._mark(p.grad, "gradients")))
+                self._handles.append(
+                    tensor.register_post_accumulate_grad_hook(
+                        lambda p: self._mark(p.grad, "gradients")
+                    )
+                )
 
-    def _enter_log(self, storage: torch.UntypedStorage, *, before: bool, size: int | None = None) -> None:
-        """Open an entry; what an operator was given without our having seen it made was there before."""
+    def _enter_log(
+        self, storage: torch.UntypedStorage, *, before: bool, size: int | None = None
+    ) -> None:
+        """Open an entry; what an operator was given without our having seen it made was there
+        before.
+        """
         phase = self._phase()
         size = -(-(storage.nbytes() if size is None else size) // self._granule) * self._granule
         entry = Allocation(size, -1 if before else self.clock, phase, storage.device.type)
@@ -195,7 +221,9 @@ class StorageCounter(TorchDispatchMode):
                 self._mark(parameter.grad, "gradients")
 
     def _watching_resizes(self) -> Callable[..., Any]:
-        """Storages that are resized by hand (FSDP frees and refills its buffers so) end one life and begin another."""
+        """Storages that are resized by hand (FSDP frees and refills its buffers so) end one life
+        and begin another.
+        """
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -210,7 +238,9 @@ class StorageCounter(TorchDispatchMode):
         return resized
 
     def _seeing_the_result(self, fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A function that makes a tensor without an operator: a checkpointed block keeps the random state so."""
+        """A function that makes a tensor without an operator: a checkpointed block keeps the random
+        state so.
+        """
 
         def seen(*args: Any) -> torch.Tensor:
             result = fn(*args)

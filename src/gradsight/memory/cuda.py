@@ -1,7 +1,8 @@
-"""What CUDA's operators keep, on tensors that are not there: the CPU's dropout and attention swapped for CUDA's.
+"""What CUDA's operators keep, on tensors that are not there: the CPU's dropout and attention
+swapped for CUDA's.
 
-Fake CUDA tensors are not used: on a build of torch without CUDA they abort the process. The step runs on fake CPU
-tensors instead, with the operators replaced whose saved tensors differ.
+Fake CUDA tensors are not used: on a build of torch without CUDA they abort the process. The step
+runs on fake CPU tensors instead, with the operators replaced whose saved tensors differ.
 """
 
 import re
@@ -29,7 +30,9 @@ _autocast_init = torch.autocast.__init__
 
 @contextmanager
 def cuda_operators() -> Iterator[None]:
-    """Inside, dropout keeps a mask of one byte, attention is CUDA's, and what is put on CUDA stays on the CPU."""
+    """Inside, dropout keeps a mask of one byte, attention is CUDA's, and what is put on CUDA stays
+    on the CPU.
+    """
     with ExitStack() as stack:
         stack.enter_context(_StayOnCpu())
         for owner, name, stand_in in (
@@ -42,7 +45,9 @@ def cuda_operators() -> Iterator[None]:
         yield
 
 
-def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     """CUDA's fused dropout: it keeps a boolean mask, where the CPU keeps the scaled noise."""
     if not training or p == 0:
         return input
@@ -66,11 +71,17 @@ def attention(
 ) -> torch.Tensor:
     """CUDA's fused attention: output and log-sum-exp are kept, never the matrix of weights."""
     if query.dim() != 4:
-        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
+    if (
+        attn_mask is None
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] <= 256
+    ):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
@@ -80,7 +91,11 @@ def attention(
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as the additive bias that the kernel takes, in the query's type."""
-    bias = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask.to(query.dtype)
+    bias = (
+        torch.zeros_like(mask, dtype=query.dtype)
+        if mask.dtype == torch.bool
+        else mask.to(query.dtype)
+    )
     return bias.expand(*query.shape[:3], key.shape[2])
 
 
@@ -94,7 +109,9 @@ def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any)
 
 
 class _StayOnCpu(TorchFunctionMode):
-    """Whatever a build function or a model moves to CUDA or makes there is on the CPU instead, where it is fake."""
+    """Whatever a build function or a model moves to CUDA or makes there is on the CPU instead,
+    where it is fake.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:

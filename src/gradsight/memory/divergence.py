@@ -13,10 +13,12 @@ from gradsight.memory.blocks import Named
 
 
 class Locator:
-    """Compares what the modules inside checkpointed blocks take and give in forward and in recomputation.
+    """Compares what the modules inside checkpointed blocks take and give in forward and in
+    recomputation.
 
-    A context manager for one forward and backward. `guilty` is then the module whose own code differed: the first one
-    that gave something else for the same input, or, where the input was different already, the module around it.
+    A context manager for one forward and backward. `guilty` is then the module whose own code
+    differed: the first one that gave something else for the same input, or, where the input was
+    different already, the module around it.
     """
 
     def __init__(self, blocks: Sequence[Named]) -> None:

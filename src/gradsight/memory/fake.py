@@ -18,7 +18,11 @@ from torch.nn import init
 
 from gradsight.errors import GradsightError
 
-NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 
 @contextmanager
@@ -38,13 +42,17 @@ def _copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         copied = tensor.detach().clone()
         wanted = tensor.requires_grad
         memo[id(tensor)] = (
-            torch.nn.Parameter(copied, wanted) if isinstance(tensor, torch.nn.Parameter) else copied.requires_grad_(wanted)
+            torch.nn.Parameter(copied, wanted)
+            if isinstance(tensor, torch.nn.Parameter)
+            else copied.requires_grad_(wanted)
         )
     return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
 def _take_over(tensor: torch.Tensor, converted: torch.Tensor) -> None:
-    """A module converted to another type; torch cannot swap fake tensors that something refers to weakly."""
+    """A module converted to another type; torch cannot swap fake tensors that something refers to
+    weakly.
+    """
     tensor.data = converted.data
 
 
@@ -54,12 +62,17 @@ def _keep(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 @contextmanager
 def _initialisers_do_nothing() -> Iterator[None]:
-    """There is nothing to fill, and initialisers that look at what they drew would fail (trunc_normal_ draws again).
+    """There is nothing to fill, and initialisers that look at what they drew would fail
+    (trunc_normal_ draws again).
 
-    Many modules hold the public functions under names of their own, so what those call inside is replaced as well.
+    Many modules hold the public functions under names of their own, so what those call inside is
+    replaced as well.
     """
     with ExitStack() as stack:
-        for name in [n for n in vars(init) if n.startswith("_no_grad_")] + ["orthogonal_", "sparse_"]:
+        for name in [n for n in vars(init) if n.startswith("_no_grad_")] + [
+            "orthogonal_",
+            "sparse_",
+        ]:
             stack.enter_context(patch.object(init, name, _keep))
         held = getattr(sys.modules.get("transformers.initialization"), "TORCH_INIT_FUNCTIONS", {})
         stack.enter_context(patch.dict(held, dict.fromkeys(held, _keep)))
@@ -68,7 +81,8 @@ def _initialisers_do_nothing() -> Iterator[None]:
 
 @contextmanager
 def sequences_not_packed() -> Iterator[None]:
-    """Hugging Face looks at positions for packed sequences, and takes every fake batch for one; a real one rarely is.
+    """Hugging Face looks at positions for packed sequences, and takes every fake batch for one; a
+    real one rarely is.
 
     Enter it after the model was built: what is not imported yet cannot be replaced.
     """

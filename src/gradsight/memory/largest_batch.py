@@ -5,7 +5,7 @@ from collections.abc import Callable
 from gradsight.errors import UsageError
 from gradsight.memory.predict import predict_peak_memory
 from gradsight.memory.workload import Build
-from gradsight.values.records import CheckpointingPlan
+from gradsight.values.memory import CheckpointingPlan
 
 LIMIT = 1 << 20
 
@@ -18,10 +18,14 @@ def largest_batch(
     optimizer: str | None = "adamw",
     device: str = "cpu",
 ) -> int:
-    """The largest batch size whose predicted peak is at most `memory` bytes; 0 where not even one sample fits."""
+    """The largest batch size whose predicted peak is at most `memory` bytes; 0 where not even one
+    sample fits.
+    """
 
     def peak(size: int) -> int:
-        return predict_peak_memory(build_for(size), policy=policy, optimizer=optimizer, device=device).peak_bytes
+        return predict_peak_memory(
+            build_for(size), policy=policy, optimizer=optimizer, device=device
+        ).peak_bytes
 
     return largest(peak, memory)
 
@@ -29,7 +33,8 @@ def largest_batch(
 def largest(peak: Callable[[int], int], memory: int) -> int:
     """The largest size whose peak fits, for a peak that grows with the size, in few calls of it.
 
-    The peak is a maximum of straight lines, so the line through two known points is a good guess at the next one.
+    The peak is a maximum of straight lines, so the line through two known points is a good guess at
+    the next one.
 
     >>> largest(lambda size: max(500, 100 + 7 * size), 1000)
     128
@@ -47,7 +52,9 @@ def largest(peak: Callable[[int], int], memory: int) -> int:
 
 
 def _guess(known: dict[int, int], memory: int, low: int) -> int:
-    """Where the line through the two known points around the limit, or the two last below it, meets the limit."""
+    """Where the line through the two known points around the limit, or the two last below it, meets
+    the limit.
+    """
     above = [size for size in sorted(known) if known[size] > memory]
     below = [size for size in sorted(known) if known[size] <= memory]
     points = (below[-1:] + above[:1]) if above and below else below[-2:]

@@ -23,9 +23,10 @@ class Tracker(Protocol):
 class MemoryMonitor:
     """Logs memory every `log_every` steps, in GB of 1e9 bytes.
 
-    On CUDA: memory/gpu_allocated_gb, memory/gpu_reserved_gb and memory/gpu_max_allocated_gb, as CUDA's allocator has
-    them. Elsewhere: memory/rss_gb and memory/peak_rss_gb of the process, and memory/tensor_gb, the live tensors that
-    Python knows with their gradients; activations that only autograd holds are in the process, but not among those.
+    On CUDA: memory/gpu_allocated_gb, memory/gpu_reserved_gb and memory/gpu_max_allocated_gb, as
+    CUDA's allocator has them. Elsewhere: memory/rss_gb and memory/peak_rss_gb of the process, and
+    memory/tensor_gb, the live tensors that Python knows with their gradients; activations that only
+    autograd holds are in the process, but not among those.
     """
 
     def __init__(self, log_every: int = 1) -> None:
@@ -55,7 +56,9 @@ def gpu_memory() -> dict[str, float]:
 
 def process_memory() -> dict[str, float]:
     """What the process holds, and the tensors in it."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     now = _resident() or peak
     return {
         "memory/rss_gb": now / 1e9,
@@ -76,11 +79,14 @@ def _resident() -> int | None:
 def tensor_bytes() -> int:
     """Bytes of all live tensors that Python knows, each storage once, and of their gradients.
 
-    Tensors without memory, such as torch.compile leaves behind, do not count; some of them even have no fixed size.
+    Tensors without memory, such as torch.compile leaves behind, do not count; some of them even
+    have no fixed size.
     """
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), FakeTensor | FunctionalTensor):
+        if issubclass(type(thing), torch.Tensor) and not issubclass(
+            type(thing), FakeTensor | FunctionalTensor
+        ):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and tensor.device.type != "meta":
                     sizes.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))

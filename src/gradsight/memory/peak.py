@@ -9,7 +9,7 @@ import torch
 from gradsight.errors import UsageError
 from gradsight.memory.allocations import allocator_peak
 from gradsight.memory.counter import Allocation, StorageCounter
-from gradsight.values.records import MemoryUse
+from gradsight.values.memory import MemoryUse
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "inputs")
 SCRATCH = {
@@ -23,17 +23,20 @@ SCRATCH = {
 def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> MemoryUse:
     """Run fn once and give the exact peak of live tensor bytes.
 
-    Tensors from before that fn uses (parameters, batch) count from the start. On the CPU this is what the tensors
-    take; what an operator allocates and frees inside itself is seen only with `operators=True`, which runs torch's
-    profiler beside the count and reports the difference as `operator_bytes`. Where fn works on a CUDA device, the
-    peak is that of CUDA's allocator, and whatever it holds beyond the tensors seen is counted as temporaries.
+    Tensors from before that fn uses (parameters, batch) count from the start. On the CPU this is
+    what the tensors take; what an operator allocates and frees inside itself is seen only with
+    `operators=True`, which runs torch's profiler beside the count and reports the difference as
+    `operator_bytes`. Where fn works on a CUDA device, the peak is that of CUDA's allocator, and
+    whatever it holds beyond the tensors seen is counted as temporaries.
 
     >>> import torch
     >>> measure_peak_memory(lambda: torch.zeros(250)).peak_bytes
     1000
     """
     if not callable(fn):
-        raise UsageError(f"measure_peak_memory runs a function without arguments, got {type(fn).__name__}")
+        raise UsageError(
+            f"measure_peak_memory runs a function without arguments, got {type(fn).__name__}"
+        )
     counter = StorageCounter()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
@@ -42,11 +45,19 @@ def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> Me
         return cuda_memory_use(counter, torch.cuda.max_memory_allocated())
     use = memory_use(counter)
     inside = None if moved is None else max(0, counter.at(-1) + moved - use.peak_bytes)
-    return MemoryUse(use.peak_bytes, use.by_kind, flops=use.flops, operator_bytes=inside, notes=scratch_notes(counter, inside))
+    return MemoryUse(
+        use.peak_bytes,
+        use.by_kind,
+        flops=use.flops,
+        operator_bytes=inside,
+        notes=scratch_notes(counter, inside),
+    )
 
 
 def _run(fn: Callable[[], Any], counter: StorageCounter, operators: bool) -> int | None:
-    """Run fn under the counter, and under the profiler where asked; its result does not outlive the count."""
+    """Run fn under the counter, and under the profiler where asked; its result does not outlive the
+    count.
+    """
 
     def counted() -> None:
         with counter:
@@ -60,7 +71,11 @@ def _run(fn: Callable[[], Any], counter: StorageCounter, operators: bool) -> int
 
 
 def memory_use(
-    counter: StorageCounter, *, device: str = "cpu", predicted: bool = False, notes: tuple[str, ...] = ()
+    counter: StorageCounter,
+    *,
+    device: str = "cpu",
+    predicted: bool = False,
+    notes: tuple[str, ...] = (),
 ) -> MemoryUse:
     """What a counter has logged, as a value."""
     by_kind = kinds_at_peak(counter)
@@ -87,9 +102,9 @@ def kinds_at_peak(counter: StorageCounter, device: str | None = None) -> dict[st
 def kind_of(entry: Allocation, backward_starts: list[int]) -> str:
     """What a storage was for.
 
-    What was seen in a parameter, its gradient or an optimizer's state is that; other storages from before are inputs.
-    Activations are what the forward pass made and backward still found, and what recomputation made; everything else
-    came and went.
+    What was seen in a parameter, its gradient or an optimizer's state is that; other storages from
+    before are inputs. Activations are what the forward pass made and backward still found, and what
+    recomputation made; everything else came and went.
     """
     if entry.kind is not None:
         return entry.kind
@@ -103,8 +118,16 @@ def kind_of(entry: Allocation, backward_starts: list[int]) -> str:
 
 def scratch_notes(counter: StorageCounter, inside: int | None) -> tuple[str, ...]:
     """Names operators that are known to allocate inside themselves, where nobody looked."""
-    names = sorted({name for op, name in SCRATCH.items() if any(o.split(".")[0] == op for o in counter.operators)})
+    names = sorted(
+        {
+            name
+            for op, name in SCRATCH.items()
+            if any(o.split(".")[0] == op for o in counter.operators)
+        }
+    )
     if inside is not None or not names:
         return ()
     inside_of = ", ".join(names)
-    return (f"not in this number: what {inside_of} uses inside; measure_peak_memory(fn, operators=True) shows it",)
+    return (
+        f"not in this number: what {inside_of} uses inside; measure_peak_memory(fn, operators=True) shows it",
+    )

@@ -11,7 +11,7 @@ from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, poli
 from gradsight.memory.predict import DEVICES
 from gradsight.memory.profile import Bench, Trial, problem_of
 from gradsight.memory.workload import Build, call_build
-from gradsight.values.records import CheckpointingPlan
+from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
 
 ATTEMPTS = 6
@@ -41,11 +41,12 @@ def plan_checkpointing(
     device: str = "cpu",
     blocks: Sequence[str] | None = None,
 ) -> CheckpointingPlan:
-    """The choice of blocks and kept operations that recomputes least and whose predicted peak fits the budget.
+    """The choice of blocks and kept operations that recomputes least and whose predicted peak fits
+    the budget.
 
-    Every mode is weighed once on fake tensors; the best combination is then chosen on those numbers and its true peak
-    predicted before it is returned. It never costs more than checkpointing all blocks, the first few, or recomputing
-    every second product.
+    Every mode is weighed once on fake tensors; the best combination is then chosen on those numbers
+    and its true peak predicted before it is returned. It never costs more than checkpointing all
+    blocks, the first few, or recomputing every second product.
     """
     limit = parse_size(budget)
     if device not in DEVICES:
@@ -83,8 +84,12 @@ class Search:
             self._try_combinations(problem, modes)
         fitting = [tried for tried in self._tried if self._tried[tried].peak <= self._limit]
         if not fitting:
-            raise OverBudget(self._as_plan(min(self._tried, key=lambda tried: self._tried[tried].peak)))
-        return self._as_plan(min(fitting, key=lambda tried: (self._tried[tried].flops, self._tried[tried].peak)))
+            raise OverBudget(
+                self._as_plan(min(self._tried, key=lambda tried: self._tried[tried].peak))
+            )
+        return self._as_plan(
+            min(fitting, key=lambda tried: (self._tried[tried].flops, self._tried[tried].peak))
+        )
 
     def _modes(self) -> list[Mode]:
         """The modes that work on this model, each of them tried on all blocks."""
@@ -101,7 +106,9 @@ class Search:
         return modes
 
     def _try_combinations(self, problem: Problem, modes: Sequence[Mode]) -> None:
-        """Choose on estimates, look at the truth, tighten until the choice fits; then let a simpler one compete."""
+        """Choose on estimates, look at the truth, tighten until the choice fits; then let a simpler
+        one compete.
+        """
         target = self._limit
         for _ in range(ATTEMPTS):
             choice = cheapest(problem, target)
@@ -115,7 +122,9 @@ class Search:
         self._try(_modes_of(lowest(problem), modes))
 
     def _try_cheaper_prefix(self, problem: Problem, modes: Sequence[Mode], cost: int) -> None:
-        """The longest run of first blocks that would cost less, if its estimate says that it may fit."""
+        """The longest run of first blocks that would cost less, if its estimate says that it may
+        fit.
+        """
         full = modes.index(FULL)
         lengths = [k for k in range(self._count) if cost_of(problem, self._first(k, full)) < cost]
         if lengths and peak_of(problem, self._first(lengths[-1], full)) <= 1.05 * self._limit:
@@ -125,11 +134,15 @@ class Search:
         return (mode,) * length + (0,) * (self._count - length)
 
     def _try_first_blocks(self) -> None:
-        """Where blocks run more than once or out of order: the shortest run of first blocks that fits, by halving."""
+        """Where blocks run more than once or out of order: the shortest run of first blocks that
+        fits, by halving.
+        """
         low, high = 0, self._count
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self._try((FULL,) * middle + (NONE,) * (self._count - middle)).peak <= self._limit
+            fits = (
+                self._try((FULL,) * middle + (NONE,) * (self._count - middle)).peak <= self._limit
+            )
             low, high = (low, middle) if fits else (middle, high)
 
     def _try(self, modes: Modes) -> Trial:

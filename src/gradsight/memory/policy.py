@@ -6,8 +6,9 @@
     selective@R              keeps only those whose recomputation costs at least R operations per byte kept
     alternate                as selective, but every second matrix product is recomputed
 
-A policy is one of these for all blocks, `first:K` (full for the first K blocks), or a list that names blocks by
-number, such as "full:0-5,selective@512:6-9"; blocks that no item names keep everything.
+A policy is one of these for all blocks, `first:K` (full for the first K blocks), or a list that
+names blocks by number, such as "full:0-5,selective@512:6-9"; blocks that no item names keep
+everything.
 """
 
 import re
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gradsight.errors import UsageError
-from gradsight.values.records import CheckpointingPlan
+from gradsight.values.memory import CheckpointingPlan
 
 KINDS = ("none", "full", "selective", "alternate")
 
@@ -47,7 +48,9 @@ def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mod
     if policy is None:
         return [NONE] * count
     if not isinstance(policy, str):
-        raise UsageError(f"a policy is text or a CheckpointingPlan, got {type(policy).__name__}; {_known()}")
+        raise UsageError(
+            f"a policy is text or a CheckpointingPlan, got {type(policy).__name__}; {_known()}"
+        )
     if first := re.fullmatch(r"first:(\d+)", policy.strip()):
         _check_range(int(first[1]) - 1, count, policy)
         return [FULL] * int(first[1]) + [NONE] * (count - int(first[1]))
@@ -69,19 +72,25 @@ def _parse_item(item: str, policy: str, count: int) -> tuple[Mode, int, int]:
     try:
         mode = Mode(parts[1], float(parts[2] or 0))
     except ValueError:
-        raise UsageError(f"{policy!r} is not a policy: {parts[2]!r} is not a number of operations per byte") from None
+        raise UsageError(
+            f"{policy!r} is not a policy: {parts[2]!r} is not a number of operations per byte"
+        ) from None
     if parts[3] is None:
         return mode, 0, count
     start, last = int(parts[3]), int(parts[4] or parts[3])
     if last < start:
-        raise UsageError(f"the policy {policy!r} has a range that ends before it starts: {parts[3]}-{parts[4]}")
+        raise UsageError(
+            f"the policy {policy!r} has a range that ends before it starts: {parts[3]}-{parts[4]}"
+        )
     _check_range(last, count, policy)
     return mode, start, last + 1
 
 
 def _check_range(last: int, count: int, policy: str) -> None:
     if last >= count:
-        raise UsageError(f"the policy {policy!r} names block {last}, but the model has {count} blocks, numbered from 0")
+        raise UsageError(
+            f"the policy {policy!r} names block {last}, but the model has {count} blocks, numbered from 0"
+        )
 
 
 def _known() -> str:
@@ -94,10 +103,15 @@ def policy_text(modes: Sequence[Mode]) -> str:
     >>> policy_text([FULL, FULL, SELECTIVE, NONE]), policy_text([FULL, FULL])
     ('full:0-1,selective:2', 'full')
     """
-    runs = [(mode, [number for number, _ in run]) for mode, run in groupby(enumerate(modes), key=lambda pair: pair[1])]
+    runs = [
+        (mode, [number for number, _ in run])
+        for mode, run in groupby(enumerate(modes), key=lambda pair: pair[1])
+    ]
     if len(runs) == 1:
         return str(runs[0][0])
     named = [(mode, run) for mode, run in runs if mode != NONE]
     if len(named) == 1 and named[0][0] == FULL and named[0][1][0] == 0:
         return f"first:{len(named[0][1])}"
-    return ",".join(f"{mode}:{run[0]}-{run[-1]}" if len(run) > 1 else f"{mode}:{run[0]}" for mode, run in named)
+    return ",".join(
+        f"{mode}:{run[0]}-{run[-1]}" if len(run) > 1 else f"{mode}:{run[0]}" for mode, run in named
+    )

@@ -1,4 +1,6 @@
-"""The peak of a training step, predicted on fake tensors: nothing is computed, and nothing needs a GPU."""
+"""The peak of a training step, predicted on fake tensors: nothing is computed, and nothing needs a
+GPU.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,7 +12,7 @@ from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators
 from gradsight.memory.fake import data_dependence_refused, fake_tensors, sequences_not_packed
 from gradsight.memory.peak import memory_use, scratch_notes
 from gradsight.memory.workload import Build, backward, call_build, make_optimizer, warm_up
-from gradsight.values.records import CheckpointingPlan, MemoryUse
+from gradsight.values.memory import CheckpointingPlan, MemoryUse
 
 DEVICES = ("cpu", "cuda")
 
@@ -23,7 +25,8 @@ def predict_peak_memory(
     device: str = "cpu",
     blocks: Sequence[str] | None = None,
 ) -> MemoryUse:
-    """The peak of a training step, as every step but the first has it: with the optimizer's state in place.
+    """The peak of a training step, as every step but the first has it: with the optimizer's state
+    in place.
 
     `optimizer=None` is forward and backward only. `device="cuda"` predicts what CUDA's operators keep, and its notes
     say what cannot be known; no GPU is needed, also where build() puts the model on CUDA.

@@ -44,10 +44,17 @@ class Trial:
 
 
 class Bench:
-    """A model that runs its step again and again, each time in other modes. Use it under fake_tensors()."""
+    """A model that runs its step again and again, each time in other modes. Use it under
+    fake_tensors().
+    """
 
     def __init__(
-        self, workload: Workload, optimizer: str | None, device: str, granule: int, blocks: Sequence[str] | None
+        self,
+        workload: Workload,
+        optimizer: str | None,
+        device: str,
+        granule: int,
+        blocks: Sequence[str] | None,
     ) -> None:
         self.blocks: list[Named] = find_blocks(workload.model, blocks)
         self._workload = workload
@@ -70,7 +77,9 @@ class Bench:
         return self.run([mode] * len(self.blocks))
 
     def keep_levels(self) -> list[float]:
-        """The distinct costs per byte of what a block could keep, the dearest first; a few of them stand for many."""
+        """The distinct costs per byte of what a block could keep, the dearest first; a few of them
+        stand for many.
+        """
         seen = _Costs()
         with seen:
             self._workload.loss()
@@ -81,7 +90,9 @@ class Bench:
 
     def _run(self, modes: tuple[Mode, ...]) -> Trial:
         counter = StorageCounter(self._granule)
-        chosen = [(named, mode) for named, mode in zip(self.blocks, modes, strict=True) if mode != NONE]
+        chosen = [
+            (named, mode) for named, mode in zip(self.blocks, modes, strict=True) if mode != NONE
+        ]
         with CheckpointingHandle(chosen), _Marking(self.blocks, counter) as marking:
             with counter:
                 backward(self._workload)
@@ -98,16 +109,24 @@ class Bench:
         update = StorageCounter(self._granule)
         with update:
             self._optimizer.step()
-        return update.peak() + sum(entry.size for entry in before.log if entry.born < 0 and entry.kind is None)
+        return update.peak() + sum(
+            entry.size for entry in before.log if entry.born < 0 and entry.kind is None
+        )
 
     def _state_bytes(self) -> int:
         states = self._optimizer.state.values() if self._optimizer is not None else ()
-        sizes = [t.numel() * t.element_size() for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+        sizes = [
+            t.numel() * t.element_size()
+            for state in states
+            for t in state.values()
+            if isinstance(t, torch.Tensor)
+        ]
         return sum(-(-size // self._granule) * self._granule for size in sizes)
 
 
 def problem_of(bench: Bench, modes: Sequence[Mode]) -> Problem | None:
-    """The blocks' weights in each mode; None where blocks do not run once each, one after the other.
+    """The blocks' weights in each mode; None where blocks do not run once each, one after the
+    other.
 
     The first mode must be the one that keeps everything: what it runs is what nobody runs twice.
     """
@@ -124,7 +143,10 @@ def problem_of(bench: Bench, modes: Sequence[Mode]) -> Problem | None:
         start=before + _level(counter, first.started),
         around=max(bench.update_peak, before + _highest(counter, 0, first.started)),
         head=_highest(counter, last.ended, last.returned) - _level(counter, last.ended),
-        blocks=[[replace(option, cost=option.cost - row[0].cost) for option in row] for row in zip(*columns, strict=True)],
+        blocks=[
+            [replace(option, cost=option.cost - row[0].cost) for option in row]
+            for row in zip(*columns, strict=True)
+        ],
     )
 
 
@@ -139,7 +161,11 @@ def _option(trial: Trial, number: int) -> Option:
     marks, counter = trial.marks, trial.counter
     mark, last = marks[number], number + 1 == len(marks)
     end = mark.ended if last else marks[number + 1].started
-    done, flops = (marks[number - 1].returned, marks[number - 1].flops) if number else (counter.clock, trial.flops)
+    done, flops = (
+        (marks[number - 1].returned, marks[number - 1].flops)
+        if number
+        else (counter.clock, trial.flops)
+    )
     return Option(
         held=_level(counter, end) - _level(counter, mark.started),
         forward=_highest(counter, mark.started, end) - _level(counter, mark.started),

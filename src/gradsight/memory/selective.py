@@ -22,11 +22,19 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
-EXPENSIVE = (*PRODUCTS, *ATTENTION, "convolution", "_flash_attention_forward", "_efficient_attention_forward")
+EXPENSIVE = (
+    *PRODUCTS,
+    *ATTENTION,
+    "convolution",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
 
 
 def contexts(mode: Mode) -> Callable[[], Contexts] | None:
-    """The pair of contexts that torch's checkpoint runs a block and its recomputation in; None: nothing is kept."""
+    """The pair of contexts that torch's checkpoint runs a block and its recomputation in; None:
+    nothing is kept.
+    """
     if mode.kind == "full":
         return None
     return partial(_contexts, mode)
@@ -47,37 +55,52 @@ class Keeper:
         kept = is_expensive(func, args, kwargs) and self._wanted(context, func, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _wanted(self, context: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _wanted(
+        self, context: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         if self._mode.kind == "alternate":
             if func._overloadpacket.__name__ not in PRODUCTS:
                 return True
             self._products += 1
             return self._products % 2 == 1
-        return not self._mode.threshold or cost_per_byte(func, args, kwargs, context.op_output) >= self._mode.threshold
+        return (
+            not self._mode.threshold
+            or cost_per_byte(func, args, kwargs, context.op_output) >= self._mode.threshold
+        )
 
 
 def is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator's result may be kept.
 
-    An operator that draws random numbers is always run again: were it left out, every draw after it would differ from
-    the forward pass, silently. Attention without dropout draws none.
+    An operator that draws random numbers is always run again: were it left out, every draw after it
+    would differ from the forward pass, silently. Attention without dropout draws none.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet is None or packet.__name__ not in EXPENSIVE or func.namespace != "aten":
         return False
-    return torch.Tag.nondeterministic_seeded not in func.tags or _dropout_of(func, args, kwargs) == 0
+    return (
+        torch.Tag.nondeterministic_seeded not in func.tags or _dropout_of(func, args, kwargs) == 0
+    )
 
 
 def _dropout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The dropout probability of an attention operator; 1 where it cannot be told."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            given = (
+                args[position]
+                if position < len(args)
+                else kwargs.get("dropout_p", argument.default_value)
+            )
             return float(given)
     return 1.0
 
 
 def cost_per_byte(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Operations to compute a result again, per byte that keeping it takes."""
-    size = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+    size = sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in tree_leaves(out)
+        if isinstance(leaf, torch.Tensor)
+    )
     return flops_of(func, args, kwargs, out) / size if size else 0.0

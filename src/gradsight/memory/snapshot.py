@@ -1,5 +1,7 @@
 # mypy: allow-untyped-calls
-"""Everything a training step leaves behind, and the first thing in which two steps differ, bit for bit."""
+"""Everything a training step leaves behind, and the first thing in which two steps differ, bit for
+bit.
+"""
 
 import pickle
 import random
@@ -23,7 +25,9 @@ class Snapshot:
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
     random: Mapping[str, bytes]
-    """The state of every source of randomness: torch, CUDA, numpy, Python, and those that modules hold."""
+    """The state of every source of randomness: torch, CUDA, numpy, Python, and those that modules
+    hold.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,13 @@ def take(model: nn.Module, loss: torch.Tensor) -> Snapshot:
     """A copy of what the step left; nothing in it changes afterwards."""
     return Snapshot(
         loss=loss.detach().clone(),
-        gradients={name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()},
+        gradients={
+            name: None if p.grad is None else p.grad.detach().clone()
+            for name, p in model.named_parameters()
+        },
         buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
-        random={name: _state(source) for name, source in random_sources(model).items()} | shared_random(),
+        random={name: _state(source) for name, source in random_sources(model).items()}
+        | shared_random(),
     )
 
 
@@ -98,7 +106,9 @@ def _state(source: RandomSource) -> bytes:
         return source.get_state().numpy().tobytes()
     if isinstance(source, np.random.Generator):
         return pickle.dumps(source.bit_generator.state)
-    return pickle.dumps(source.get_state() if isinstance(source, np.random.RandomState) else source.getstate())
+    return pickle.dumps(
+        source.get_state() if isinstance(source, np.random.RandomState) else source.getstate()
+    )
 
 
 def compare(plain: Snapshot, other: Snapshot) -> Differences:
@@ -111,7 +121,9 @@ def compare(plain: Snapshot, other: Snapshot) -> Differences:
     )
 
 
-def _differing(plain: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]) -> Iterator[str]:
+def _differing(
+    plain: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]
+) -> Iterator[str]:
     for name in [*plain, *(name for name in other if name not in plain)]:
         if not identical(plain.get(name), other.get(name)):
             yield name

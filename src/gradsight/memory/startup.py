@@ -8,7 +8,7 @@ from gradsight.memory.fake import fake_tensors
 from gradsight.memory.largest_batch import largest_batch
 from gradsight.memory.predict import predict_peak_memory
 from gradsight.memory.workload import Build, call_build
-from gradsight.values.records import CheckpointingPlan, MemoryUse
+from gradsight.values.memory import CheckpointingPlan, MemoryUse
 from gradsight.values.sizes import format_size
 
 HEADROOM = 0.9
@@ -17,7 +17,9 @@ HEADROOM = 0.9
 
 @dataclass(frozen=True, slots=True)
 class StartupReport:
-    """Device, parameters, expected peak, checkpointing and the batch size that would fit; str() is the text."""
+    """Device, parameters, expected peak, checkpointing and the batch size that would fit; str() is
+    the text.
+    """
 
     device: str
     parameters: int
@@ -40,7 +42,9 @@ class StartupReport:
             f"Device: {self.device}, memory available: {available}",
             f"Parameters: {self.parameters:,}",
             f"Expected peak memory: {format_size(self.expected.peak_bytes)} at batch size {self.batch_size} ({parts})",
-            f"✓ Gradient checkpointing: ENABLED ({self.policy})" if self.policy else "✗ Gradient checkpointing: DISABLED",
+            f"✓ Gradient checkpointing: ENABLED ({self.policy})"
+            if self.policy
+            else "✗ Gradient checkpointing: DISABLED",
         ]
         if self.recommended_batch_size is not None:
             lines.append(f"Recommended batch size: {self._recommendation()}")
@@ -63,17 +67,30 @@ def startup_report(
     device: str = "cpu",
     memory: int | None = None,
 ) -> StartupReport:
-    """Predict what training will take; `build_for(size)` is the build function for a batch of that size.
+    """Predict what training will take; `build_for(size)` is the build function for a batch of that
+    size.
 
     `memory` is by default what is available now on the device; where that is unknown, no batch size is recommended.
     """
     memory = available_memory(device) if memory is None else memory
     with fake_tensors():
         parameters = sum(p.numel() for p in call_build(build_for(1)).model.parameters())
-    expected = predict_peak_memory(build_for(batch_size), policy=policy, optimizer=optimizer, device=device)
+    expected = predict_peak_memory(
+        build_for(batch_size), policy=policy, optimizer=optimizer, device=device
+    )
     recommended = None
     if memory is not None:
         room = int(HEADROOM * memory)
-        recommended = largest_batch(build_for, room, policy=policy, optimizer=optimizer, device=device)
+        recommended = largest_batch(
+            build_for, room, policy=policy, optimizer=optimizer, device=device
+        )
     text = policy.policy if isinstance(policy, CheckpointingPlan) else policy
-    return StartupReport(device, parameters, batch_size, expected, None if text == "none" else text, memory, recommended)
+    return StartupReport(
+        device,
+        parameters,
+        batch_size,
+        expected,
+        None if text == "none" else text,
+        memory,
+        recommended,
+    )

@@ -1,5 +1,7 @@
 # mypy: allow-untyped-calls
-"""A plain step against a checkpointed one: what memory it saves, what it costs, and whether anything else changed."""
+"""A plain step against a checkpointed one: what memory it saves, what it costs, and whether
+anything else changed.
+"""
 
 import gc
 import random
@@ -20,7 +22,7 @@ from gradsight.memory.peak import measure_peak_memory
 from gradsight.memory.policy import parse_policy
 from gradsight.memory.snapshot import Differences, Snapshot, compare, seed_everything, take
 from gradsight.memory.workload import Build, Workload, backward, call_build, make_optimizer, warm_up
-from gradsight.values.records import CheckpointingPlan, CheckpointingReport, MemoryUse
+from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ def verify_checkpointing(
 ) -> CheckpointingReport:
     """Run the same step plain and checkpointed, from the same seeds, and compare everything.
 
-    build() is called once for each run and must make the same model and batch each time it is called with the same
-    seeds.
+    build() is called once for each run and must make the same model and batch each time it is
+    called with the same seeds.
     """
     if isinstance(policy, CheckpointingPlan):
         blocks, policy = blocks or policy.blocks, policy.policy
@@ -57,12 +59,20 @@ def verify_checkpointing(
         except Exception as error:
             return _raised(build, policy, blocks, plain, error)
         differences = compare(plain.snapshot, other.snapshot)
-        report = CheckpointingReport(policy, plain.use, other.use, gradients_identical=not differences)
-        return _explained(report, differences, build, blocks, optimizer, plain) if differences else report
+        report = CheckpointingReport(
+            policy, plain.use, other.use, gradients_identical=not differences
+        )
+        return (
+            _explained(report, differences, build, blocks, optimizer, plain)
+            if differences
+            else report
+        )
 
 
 def _built(build: Build, policy: str, blocks: Sequence[str] | None) -> Workload:
-    """The workload from fixed seeds; a policy that does not fit the model is refused before anything runs."""
+    """The workload from fixed seeds; a policy that does not fit the model is refused before
+    anything runs.
+    """
     gc.collect()
     seed_everything()
     workload = call_build(build)
@@ -70,8 +80,15 @@ def _built(build: Build, policy: str, blocks: Sequence[str] | None) -> Workload:
     return workload
 
 
-def _run(workload: Workload, optimizer: str | None, policy: str | None = None, blocks: Sequence[str] | None = None) -> Outcome:
-    """Measure forward and backward, take the snapshot, then measure the optimizer's step: copies never count."""
+def _run(
+    workload: Workload,
+    optimizer: str | None,
+    policy: str | None = None,
+    blocks: Sequence[str] | None = None,
+) -> Outcome:
+    """Measure forward and backward, take the snapshot, then measure the optimizer's step: copies
+    never count.
+    """
     if policy is not None:
         apply_checkpointing(workload.model, policy, blocks=blocks)
     made = make_optimizer(optimizer, workload.model)
@@ -82,12 +99,19 @@ def _run(workload: Workload, optimizer: str | None, policy: str | None = None, b
     snapshot = take(workload.model, losses[0])
     if made is None:
         return Outcome(use, snapshot)
-    state = sum(t.numel() * t.element_size() for s in made.state.values() for t in s.values() if torch.is_tensor(t))
+    state = sum(
+        t.numel() * t.element_size()
+        for s in made.state.values()
+        for t in s.values()
+        if torch.is_tensor(t)
+    )
     return Outcome(_larger(_with_state(use, state), measure_peak_memory(made.step)), snapshot)
 
 
 def _with_state(use: MemoryUse, state: int) -> MemoryUse:
-    """Forward and backward do not touch the optimizer's state, but it is there; CUDA's allocator counts it already."""
+    """Forward and backward do not touch the optimizer's state, but it is there; CUDA's allocator
+    counts it already.
+    """
     if use.device == "cuda":
         return use
     by_kind = {**use.by_kind, "optimizer": state}
@@ -97,7 +121,9 @@ def _with_state(use: MemoryUse, state: int) -> MemoryUse:
 def _larger(step: MemoryUse, update: MemoryUse) -> MemoryUse:
     """The peak of both parts of a step, with the work of both."""
     top = max(step, update, key=lambda use: use.peak_bytes)
-    return MemoryUse(top.peak_bytes, top.by_kind, top.device, flops=step.flops + update.flops, notes=step.notes)
+    return MemoryUse(
+        top.peak_bytes, top.by_kind, top.device, flops=step.flops + update.flops, notes=step.notes
+    )
 
 
 def _explained(
@@ -124,9 +150,15 @@ def _explained(
     )
 
 
-def _raised(build: Build, policy: str, blocks: Sequence[str] | None, plain: Outcome, error: Exception) -> CheckpointingReport:
-    """A checkpointed step that raises where the plain one did not is a difference too; it saved nothing."""
-    evidence = Evidence(_built(build, policy, blocks).model, Differences(False, (), (), ()), error=str(error))
+def _raised(
+    build: Build, policy: str, blocks: Sequence[str] | None, plain: Outcome, error: Exception
+) -> CheckpointingReport:
+    """A checkpointed step that raises where the plain one did not is a difference too; it saved
+    nothing.
+    """
+    evidence = Evidence(
+        _built(build, policy, blocks).model, Differences(False, (), (), ()), error=str(error)
+    )
     lines = str(error).strip().splitlines() or [""]
     return CheckpointingReport(
         policy,

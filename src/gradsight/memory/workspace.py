@@ -11,13 +11,22 @@ _known: dict[Any, int] = {}
 
 
 def workspace_of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[torch.Tensor, int] | None:
-    """The workspace among an operator's results and its true size, where a fake run makes it empty: oneDNN's LSTM.
+    """The workspace among an operator's results and its true size, where a fake run makes it empty:
+    oneDNN's LSTM.
 
-    The library alone knows the size, so the layer is run once on zeros of the same shapes; a second time it is known.
+    The library alone knows the size, so the layer is run once on zeros of the same shapes; a second
+    time it is known.
     """
-    if getattr(func, "_overloadpacket", None) is not torch.ops.aten.mkldnn_rnn_layer or not isinstance(out[3], FakeTensor):
+    if getattr(
+        func, "_overloadpacket", None
+    ) is not torch.ops.aten.mkldnn_rnn_layer or not isinstance(out[3], FakeTensor):
         return None
-    key = str(tree_map(lambda value: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value, args))
+    key = str(
+        tree_map(
+            lambda value: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value,
+            args,
+        )
+    )
     if key not in _known:
         with _disable_current_modes(), torch.enable_grad():
             workspace = func(*tree_map(_zeros, args))[3]

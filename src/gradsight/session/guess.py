@@ -1,4 +1,6 @@
-"""What a loss would be if the model knew nothing: read from the operation that made it, without touching any data."""
+"""What a loss would be if the model knew nothing: read from the operation that made it, without
+touching any data.
+"""
 
 import math
 from typing import Any
@@ -7,11 +9,14 @@ from torch import Tensor
 
 _MEAN, _SUM = 1, 2
 _DEPTH = 4
-"""Multiplications and divisions after the loss itself that are followed: by a GradScaler, for accumulation, by a weight."""
+"""Multiplications and divisions after the loss itself that are followed: by a GradScaler, for
+accumulation, by a weight.
+"""
 
 
 def loss_of_a_guess(loss: Tensor) -> float | None:
-    """The cross-entropy of equal probabilities, times what it was multiplied by since; None for any other loss.
+    """The cross-entropy of equal probabilities, times what it was multiplied by since; None for any
+    other loss.
 
     >>> import torch
     >>> logits, labels = torch.zeros(8, 5, requires_grad=True), torch.arange(8) % 5
@@ -37,8 +42,14 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
 
 
 def _chance(node: Any, name: str) -> float | None:
-    """Of the loss itself. A sum counts all rows: where labels are ignored that is a little too much, and on the safe side."""
-    if name not in ("BinaryCrossEntropyWithLogitsBackward0", "NllLossBackward0", "NllLoss2DBackward0"):
+    """Of the loss itself. A sum counts all rows: where labels are ignored that is a little too
+    much, and on the safe side.
+    """
+    if name not in (
+        "BinaryCrossEntropyWithLogitsBackward0",
+        "NllLossBackward0",
+        "NllLoss2DBackward0",
+    ):
         return None
     if node._saved_reduction not in (_MEAN, _SUM):
         return None
@@ -46,4 +57,6 @@ def _chance(node: Any, name: str) -> float | None:
     entries = math.prod(shape)
     classes = 1 if name.startswith("Binary") else int(shape[1] if len(shape) > 1 else shape[0])
     chance = math.log(max(classes, 2)) if classes > 1 or name.startswith("Binary") else None
-    return chance if chance is None or node._saved_reduction == _MEAN else chance * entries / classes
+    return (
+        chance if chance is None or node._saved_reduction == _MEAN else chance * entries / classes
+    )

@@ -1,6 +1,7 @@
 """When the gradient is true and when a step ends, whatever the training loop looks like.
 
-A *round* is one step of the run: every watched optimizer steps in it at most once. Its gradients are looked at
+A *round* is one step of the run: every watched optimizer steps in it at most once. Its gradients
+are looked at
 
 - when a backward pass has returned: accumulated so far, reduced, not yet clipped; the last look before a step counts;
 - inside a closure handed to the optimizer: after its first evaluation, which is where the step starts from;
@@ -21,20 +22,30 @@ from gradsight.core import moments as interception
 from gradsight.errors import UsageError
 
 TRUE, LATE, LOCAL, NONE = "true", "at the optimizer", "not reduced over ranks", "none seen"
-"""What a step's numbers are measured on. LATE: seen only when the optimizer stepped, so possibly clipped already."""
+"""What a step's numbers are measured on. LATE: seen only when the optimizer stepped, so possibly
+clipped already.
+"""
 
 
 class Listener(Protocol):
     """The one who measures and records. `rows` are positions in the list of parameters."""
 
     def look(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
-        """The gradients of these parameters are true now. The scaler's factor is in them if there is one."""
+        """The gradients of these parameters are true now. The scaler's factor is in them if there
+        is one.
+        """
 
     def before_update(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
-        """The optimizer of these parameters is about to use their gradients, still scaled if a scaler is given."""
+        """The optimizer of these parameters is about to use their gradients, still scaled if a
+        scaler is given.
+        """
 
-    def after_update(self, rows: Sequence[int], optimizer: Optimizer | None, scaled: bool, skipped: bool | Tensor) -> None:
-        """It has stepped, or was skipped. `rows` were looked at; `scaled`: a scaler's factor was in them then."""
+    def after_update(
+        self, rows: Sequence[int], optimizer: Optimizer | None, scaled: bool, skipped: bool | Tensor
+    ) -> None:
+        """It has stepped, or was skipped. `rows` were looked at; `scaled`: a scaler's factor was in
+        them then.
+        """
 
     def end_step(self, gradient: str) -> None:
         """The round is complete."""
@@ -47,7 +58,11 @@ class OptimizerCapture:
     """Watches the optimizers of a model and tells a listener about looks, updates and steps."""
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[Tensor], optimizers: Iterable[Optimizer], listener: Listener
+        self,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        optimizers: Iterable[Optimizer],
+        listener: Listener,
     ) -> None:
         self._model = model
         self._listener = listener
@@ -58,7 +73,9 @@ class OptimizerCapture:
         self._stepped_in_backward = False
         self._closure_evaluated = False
         self._scaled_loss_by: torch.amp.GradScaler | None = None  # since an optimizer last stepped
-        self._scaler: torch.amp.GradScaler | None = None  # whose factor was in the gradients at the last look
+        self._scaler: torch.amp.GradScaler | None = (
+            None  # whose factor was in the gradients at the last look
+        )
         self._unscaled: set[int] = set()
         self._by_scaler: set[int] = set()
         self._called_by_scaler = False
@@ -105,16 +122,24 @@ class OptimizerCapture:
         if not self._called_by_scaler and any(inner is known for known in self._optimizers):
             self._guarded(self._stepped, inner, True)
 
-    def _pre_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _pre_hook(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         """`args` begins with the optimizer itself; a closure is the next argument or a keyword."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._guarded(self._ready, optimizer)
             return None
         told = self._ready_after(closure, optimizer)
-        return (args, {**kwargs, "closure": told}) if "closure" in kwargs else ((args[0], told, *args[2:]), kwargs)
+        return (
+            (args, {**kwargs, "closure": told})
+            if "closure" in kwargs
+            else ((args[0], told, *args[2:]), kwargs)
+        )
 
-    def _post_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _post_hook(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._called_by_scaler = True
         self._guarded(self._stepped, optimizer, getattr(optimizer, "found_inf", None))
 
@@ -137,7 +162,13 @@ class OptimizerCapture:
                 self._end_round()
         elif not self._closure_evaluated:
             self._local = not dist.reduces_gradients(self._model)
-            self._look([row for row, parameter in enumerate(self._parameters) if parameter.grad is not None])
+            self._look(
+                [
+                    row
+                    for row, parameter in enumerate(self._parameters)
+                    if parameter.grad is not None
+                ]
+            )
 
     def _look(self, rows: list[int]) -> None:
         if rows:
@@ -146,7 +177,9 @@ class OptimizerCapture:
             self._listener.look(rows, self._scaler)
 
     def _ready_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """The same closure, which also tells when its first evaluation is done: the step starts from that gradient."""
+        """The same closure, which also tells when its first evaluation is done: the step starts
+        from that gradient.
+        """
 
         @functools.wraps(closure)
         def told() -> Any:
@@ -166,7 +199,11 @@ class OptimizerCapture:
         if interception.inside_backward():
             self._look([row for row in rows if self._parameters[row].grad is not None])
         else:
-            late = [row for row in rows if row not in self._seen and self._parameters[row].grad is not None]
+            late = [
+                row
+                for row in rows
+                if row not in self._seen and self._parameters[row].grad is not None
+            ]
             self._any_late |= bool(late)
             self._look(late)
         still_scaled = id(optimizer) in self._by_scaler and id(optimizer) not in self._unscaled
@@ -190,12 +227,22 @@ class OptimizerCapture:
             self._end_round()
 
     def _end_round(self) -> None:
-        gradient = NONE if not self._any_seen else LATE if self._any_late else LOCAL if self._any_local else TRUE
+        gradient = (
+            NONE
+            if not self._any_seen
+            else LATE
+            if self._any_late
+            else LOCAL
+            if self._any_local
+            else TRUE
+        )
         self._begin_round()
         self._listener.end_step(gradient)
 
     def _rows_of(self, optimizer: Optimizer) -> list[int]:
-        """The rows this optimizer updates; the first one also answers for parameters that no optimizer was given."""
+        """The rows this optimizer updates; the first one also answers for parameters that no
+        optimizer was given.
+        """
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._rows.get(id(optimizer))
         if known is None or known[0] != size:
@@ -215,13 +262,21 @@ def check_optimizers(optimizer: Any) -> list[Optimizer]:
     """One optimizer or several as a list; anything else is an error that says what came."""
     if optimizer is None:
         return []
-    found = [optimizer] if isinstance(optimizer, Optimizer) or hasattr(optimizer, "param_groups") else optimizer
+    found = (
+        [optimizer]
+        if isinstance(optimizer, Optimizer) or hasattr(optimizer, "param_groups")
+        else optimizer
+    )
     if isinstance(found, (str, dict)) or not isinstance(found, Iterable):
-        raise UsageError(f"optimizer must be a torch optimizer or a sequence of them, got {type(optimizer).__name__}")
+        raise UsageError(
+            f"optimizer must be a torch optimizer or a sequence of them, got {type(optimizer).__name__}"
+        )
     found = list(found)
     for each in found:
         if not isinstance(unwrapped(each), Optimizer):
-            raise UsageError(f"optimizer must be a torch optimizer or a sequence of them, got one {type(each).__name__}")
+            raise UsageError(
+                f"optimizer must be a torch optimizer or a sequence of them, got one {type(each).__name__}"
+            )
     return found
 
 

@@ -12,7 +12,7 @@ from gradsight.session.step_builder import Measured
 from gradsight.store.sinks.queue import Feed
 from gradsight.store.store import Store
 from gradsight.store.tail_format import pack_statistics
-from gradsight.values.records import block_of
+from gradsight.values.steps import block_of
 
 _MANY_PARAMETERS = 500
 
@@ -33,7 +33,13 @@ class Delivery:
         self._names = names
         wanted = sink_detail == "blocks" or (sink_detail is None and len(names) > _MANY_PARAMETERS)
         self._blocks = [block_of(name) for name in names] if wanted else []
-        self._store, self._feed, self._problems, self._judge, self._recorder = store, feed, problems, judge, recorder
+        self._store, self._feed, self._problems, self._judge, self._recorder = (
+            store,
+            feed,
+            problems,
+            judge,
+            recorder,
+        )
 
     def __call__(self, measured: Measured) -> None:
         step = measured.step
@@ -50,7 +56,9 @@ class Delivery:
         if self._store is not None:
             packed = b""
             if measured.norms is not None:
-                packed = pack_statistics(None if everything else measured.rows, columns, measured.norms.wide)
+                packed = pack_statistics(
+                    None if everything else measured.rows, columns, measured.norms.wide
+                )
             self._store.add_step(step, self._names, packed)
         if measured.histogram_counters is not None and measured.kept:
             self._deliver_histograms(measured, names)
@@ -67,7 +75,9 @@ class Delivery:
             judge(measured)
         except Exception as error:
             self._judge = None
-            self._problems.report("judge", f"Gradsight stopped judging: {type(error).__name__}: {error}")
+            self._problems.report(
+                "judge", f"Gradsight stopped judging: {type(error).__name__}: {error}"
+            )
 
     def _deliver_histograms(self, measured: Measured, names: list[str]) -> None:
         assert measured.histogram_counters is not None
@@ -83,7 +93,9 @@ class Delivery:
                 if histogram.parameter is None:
                     self._feed.histogram("gradients/histogram", histogram, number)
                 elif not self._blocks:
-                    self._feed.histogram(f"gradients/{histogram.parameter}/histogram", histogram, number)
+                    self._feed.histogram(
+                        f"gradients/{histogram.parameter}/histogram", histogram, number
+                    )
 
     def log_scalar(self, step: int, name: str, value: float) -> None:
         """A number that is not of an optimizer step, but of whatever the caller counts."""
@@ -101,31 +113,47 @@ class Delivery:
 
 
 def _columns(measured: Measured) -> dict[str, Any]:
-    """What is stored per parameter: counts only where there is something to count, ratios only where they were measured."""
+    """What is stored per parameter: counts only where there is something to count, ratios only
+    where they were measured.
+    """
     columns: dict[str, Any] = {}
     if measured.norms is not None:
         columns = {"l2": measured.norms.l2, "max_abs": measured.norms.max_abs}
         if measured.norms.counts is not None:
             columns["nan"], columns["inf"] = measured.norms.counts
         if measured.kept and measured.update_sums is not None and measured.update_sums.any():
-            columns["update_ratio"], columns["update_ratio_error"] = update_ratios(measured.update_sums)
+            columns["update_ratio"], columns["update_ratio_error"] = update_ratios(
+                measured.update_sums
+            )
     return columns
 
 
-def _shown(measured: Measured, names: list[str], columns: dict[str, Any], blocks: list[str]) -> dict[str, float]:
+def _shown(
+    measured: Measured, names: list[str], columns: dict[str, Any], blocks: list[str]
+) -> dict[str, float]:
     """What sinks get of a step."""
     step = measured.step
-    known = {"loss": step.loss, "lr": step.lr, "gradients/total_norm": step.total_norm, "gradients/clip_coef": step.clip_coef}
+    known = {
+        "loss": step.loss,
+        "lr": step.lr,
+        "gradients/total_norm": step.total_norm,
+        "gradients/clip_coef": step.clip_coef,
+    }
     shown = {name: value for name, value in known.items() if value is not None} | dict(step.scalars)
     if not columns:
         return shown
     if blocks:
         return shown | _block_norms(columns["l2"], [blocks[row] for row in measured.rows])
-    shown |= {f"gradients/{name}/norm": value for name, value in zip(names, columns["l2"].tolist(), strict=True)}
+    shown |= {
+        f"gradients/{name}/norm": value
+        for name, value in zip(names, columns["l2"].tolist(), strict=True)
+    }
     for column, suffix in (("nan", "nan"), ("inf", "inf"), ("update_ratio", "update_ratio")):
         values = columns[column].tolist() if column in columns else ()
         shown |= {
-            f"gradients/{name}/{suffix}": value for name, value in zip(names, values, strict=False) if value and value == value
+            f"gradients/{name}/{suffix}": value
+            for name, value in zip(names, values, strict=False)
+            if value and value == value
         }
     return shown
 
@@ -134,4 +162,7 @@ def _block_norms(l2: Any, blocks: list[str]) -> dict[str, float]:
     members: dict[str, list[int]] = {}
     for position, block in enumerate(blocks):
         members.setdefault(block, []).append(position)
-    return {f"gradients/{block}/norm": float(combine(l2[positions])) for block, positions in members.items()}
+    return {
+        f"gradients/{block}/norm": float(combine(l2[positions]))
+        for block, positions in members.items()
+    }

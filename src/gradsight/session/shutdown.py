@@ -1,4 +1,6 @@
-"""Something closes when the process exits or is asked to, and leaves both as they were. A forked child only lets go of it."""
+"""Something closes when the process exits or is asked to, and leaves both as they were. A forked
+child only lets go of it.
+"""
 
 import atexit
 import contextlib
@@ -16,7 +18,8 @@ _endings: "weakref.WeakSet[Ending]" = weakref.WeakSet()
 
 
 class Ending:
-    """Calls `close` at exit and on SIGTERM, and `let_go` in a forked child, unless cancelled before.
+    """Calls `close` at exit and on SIGTERM, and `let_go` in a forked child, unless cancelled
+    before.
 
     `asked` hears of SIGTERM first, `failed` of an exception that nobody has caught.
     """
@@ -51,21 +54,27 @@ class Ending:
         _endings.discard(self)
         in_main = threading.current_thread() is threading.main_thread()
         if self._installed and in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            signal.signal(
+                signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous
+            )
             self._installed = False
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
             self._close()
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Nobody has caught it: say so, then do what would have been done without us."""
         if self._failed is not None and os.getpid() == self._process:
             self._failed(error)
         self._previous_hook(kind, error, trace)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        """Close, then do what would have been done without us. A forked child (a data loader's worker) only does the latter."""
+        """Close, then do what would have been done without us. A forked child (a data loader's
+        worker) only does the latter.
+        """
         previous: Callable[..., Any] | int | None = self._previous
         if os.getpid() == self._process:
             if self._asked is not None:
@@ -80,7 +89,9 @@ class Ending:
 
 @functools.cache
 def in_forked_children() -> None:
-    """From now on, tell forked children: they inherit all that watches their parent, and must not touch its record."""
+    """From now on, tell forked children: they inherit all that watches their parent, and must not
+    touch its record.
+    """
 
     def forked() -> None:
         for ending in list(_endings):

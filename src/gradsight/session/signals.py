@@ -1,6 +1,8 @@
-"""What a judge wants to know beyond gradients: the loss, whether gradients were cleared, whether batches are always the same.
+"""What a judge wants to know beyond gradients: the loss, whether gradients were cleared, whether
+batches are always the same.
 
-All of it is noticed in passing: references and version numbers on every step, a few hundred entries of the batch on a few.
+All of it is noticed in passing: references and version numbers on every step, a few hundred entries
+of the batch on a few.
 """
 
 import weakref
@@ -35,7 +37,8 @@ class Vitals:
         self._loss: Tensor | None = None
         self._guesses = 0
         self.guess: float | None = None
-        """What the loss of one of the first backward passes would have been without any knowledge."""
+        """What the loss of one of the first backward passes would have been without any knowledge.
+        """
         self.half: bool | None = None
         """Whether the last forward pass ran under float16 autocast."""
 
@@ -46,8 +49,12 @@ class Vitals:
             clearing.start()
             self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
             self._handles.append(optimizer.register_step_post_hook(self._step_ends))
-        if getattr(self._model, "_compiled_call_impl", None) is None:  # hooks inside a compiled call would break its graph
-            self._handle = self._model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
+        if (
+            getattr(self._model, "_compiled_call_impl", None) is None
+        ):  # hooks inside a compiled call would break its graph
+            self._handle = self._model.register_forward_pre_hook(
+                _ForwardHook(self), with_kwargs=True
+            )
 
     def stop(self) -> None:
         """Leave everything as it was found."""
@@ -60,8 +67,12 @@ class Vitals:
 
     @property
     def uncleared(self) -> bool | None:
-        """Whether some optimizer last stepped on gradients that nobody had cleared; None where none has stepped twice."""
-        known = [clearing.uncleared for clearing in self._clearing if clearing.uncleared is not None]
+        """Whether some optimizer last stepped on gradients that nobody had cleared; None where none
+        has stepped twice.
+        """
+        known = [
+            clearing.uncleared for clearing in self._clearing if clearing.uncleared is not None
+        ]
         return any(known) if known else None
 
     @property
@@ -110,7 +121,9 @@ class Vitals:
             clearing.after_backward()
 
     def on_forward(self, values: Sequence[Any]) -> None:
-        """The model is called with these arguments, in training. After a few batches enough has been seen."""
+        """The model is called with these arguments, in training. After a few batches enough has
+        been seen.
+        """
         self.half = _autocast_to_float16()
         self._batches.see(values)
         if self._batches.count >= _BATCHES:
@@ -123,7 +136,9 @@ class Vitals:
 
 
 class _ForwardHook:
-    """Tells vitals of a forward pass. A copy of the model, or one that was saved and loaded, has a hook that does nothing."""
+    """Tells vitals of a forward pass. A copy of the model, or one that was saved and loaded, has a
+    hook that does nothing.
+    """
 
     def __init__(self, vitals: Vitals | None = None) -> None:
         self._vitals = vitals
@@ -144,14 +159,17 @@ class _ForwardHook:
 class Clearing:
     """Whether an optimizer's gradients are cleared between its steps, told by its smallest one.
 
-    Clearing puts another tensor (or None) in the place of `.grad`, or changes it in place, which raises its version. If it is
-    the same at the beginning of every backward pass as when we last looked, nobody has touched it.
+    Clearing puts another tensor (or None) in the place of `.grad`, or changes it in place, which
+    raises its version. If it is the same at the beginning of every backward pass as when we last
+    looked, nobody has touched it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._parameter: Tensor | None = None
-        self._left: tuple[weakref.ref[Tensor], int] | None = None  # the gradient when we last looked
+        self._left: tuple[weakref.ref[Tensor], int] | None = (
+            None  # the gradient when we last looked
+        )
         self._cleared = False
         self._passes = 0
         self._handle: Any = None
@@ -172,8 +190,15 @@ class Clearing:
         if self._parameter is None or self._cleared:
             return
         now = self._parameter.grad
-        touched = now is None or self._left is None or now is not self._left[0]() or now._version != self._left[1]
-        self._cleared = touched or (self._passes == 0 and now is not None and not bool((now != 0).any()))
+        touched = (
+            now is None
+            or self._left is None
+            or now is not self._left[0]()
+            or now._version != self._left[1]
+        )
+        self._cleared = touched or (
+            self._passes == 0 and now is not None and not bool((now != 0).any())
+        )
 
     def after_backward(self) -> None:
         """A backward pass may have added to them."""
@@ -186,7 +211,12 @@ class Clearing:
         if self._parameter is not None and self._passes:
             self.uncleared = not self._cleared
         if self._parameter is None or self._parameter.grad is None:
-            candidates = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.numel()]
+            candidates = [
+                p
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None and p.numel()
+            ]
             dense = [p for p in candidates if p.grad.layout is torch.strided]
             self._parameter = min(dense, key=lambda p: p.numel(), default=None)
         self._cleared, self._passes = False, 0
@@ -222,7 +252,8 @@ class Batches:
             not same_objects
             and len(samples) == len(self._before)
             and all(
-                one.shape == other.shape and torch.equal(one, other) for one, other in zip(samples, self._before, strict=True)
+                one.shape == other.shape and torch.equal(one, other)
+                for one, other in zip(samples, self._before, strict=True)
             )
             and any(sample.numel() > 1 and bool((sample != sample[0]).any()) for sample in samples)
         )

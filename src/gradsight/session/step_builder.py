@@ -1,4 +1,6 @@
-"""Puts together what capture sees and measure says: one value per step, read when it has arrived and merged over ranks."""
+"""Puts together what capture sees and measure says: one value per step, read when it has arrived
+and merged over ranks.
+"""
 
 import time
 from collections import deque
@@ -22,7 +24,7 @@ from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, 
 from gradsight.measure.units import UnitLife
 from gradsight.measure.update import COLUMNS as UPDATE_COLUMNS
 from gradsight.measure.update import UpdateLook
-from gradsight.values.records import Schedule, Step
+from gradsight.values.steps import Schedule, Step
 
 Floats = npt.NDArray[np.float64]
 
@@ -93,9 +95,11 @@ class Measured:
     histogram_counters: Floats | None
     update_sums: Floats | None
     kept: bool = True
-    """Whether histograms and updates go to the record; else they were measured for the judge alone."""
+    """Whether histograms and updates go to the record; else they were measured for the judge alone.
+    """
     dead_shares: dict[int, float] = field(default_factory=dict)
-    """By row: the share of a weight's units that got no gradient at any of the last closer looks."""
+    """By row: the share of a weight's units that got no gradient at any of the last closer looks.
+    """
     notes: Noted = field(default_factory=Noted)
     loss: float | None = None
     """What backward was called on, where that was a single number."""
@@ -128,13 +132,19 @@ class Companion(Protocol):
     """One who needs the gradients themselves, at the same moments."""
 
     everywhere: bool
-    """Whether every rank is to look at its gradients for this one, also where rank 0's are the same."""
+    """Whether every rank is to look at its gradients for this one, also where rank 0's are the
+    same.
+    """
 
     def look(self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None) -> None:
-        """The gradients are true now, with these norms (a scaler's factor in them) where they are known already."""
+        """The gradients are true now, with these norms (a scaler's factor in them) where they are
+        known already.
+        """
 
     def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
-        """An optimizer is about to use gradients of this total norm before clipping. Told where that is known already."""
+        """An optimizer is about to use gradients of this total norm before clipping. Told where
+        that is known already.
+        """
 
     def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
         """The step is made, and `gradient` says what its gradients were."""
@@ -161,7 +171,9 @@ class Assembler:
         self._stats, self._histograms = stats, histograms
         self._deliver, self._on_failure, self._companions = deliver, on_failure, companions
         self._group = group if dist.are_spread(parameters) else None
-        self._left_out = [not dist.counts_here(parameter) for parameter in parameters] if self._group else []
+        self._left_out = (
+            [not dist.counts_here(parameter) for parameter in parameters] if self._group else []
+        )
         self._measures = self._group is not None or dist.rank() == 0
         self._looks_here = self._measures or any(companion.everywhere for companion in companions)
         self._looks: dict[int, Look] = {}  # by row, until its optimizer has stepped
@@ -171,8 +183,12 @@ class Assembler:
         self._looked = False
         self._sequence = -1
 
-    def serve(self, closer: Callable[[int], bool], units: UnitLife, notes: Callable[[int], Noted]) -> None:
-        """Measure for a judge too: closer looks on these steps also, units, and what else was noticed in a step."""
+    def serve(
+        self, closer: Callable[[int], bool], units: UnitLife, notes: Callable[[int], Noted]
+    ) -> None:
+        """Measure for a judge too: closer looks on these steps also, units, and what else was
+        noticed in a step.
+        """
         self._closer, self._units, self._notes = closer, units, notes
 
     # What capture tells.
@@ -206,13 +222,21 @@ class Assembler:
         looks = {id(look): look for row in rows if (look := self._looks.get(row)) is not None}
         if len(looks) == 1:
             look = next(iter(looks.values()))
-            mine = None if len(rows) >= len(look.rows) else {look.rows.index(row) for row in rows if row in look.rows}
-            self._draft.probe = ClipProbe(look.norms, mine, lambda place: self._gradient(look.rows[place]))
+            mine = (
+                None
+                if len(rows) >= len(look.rows)
+                else {look.rows.index(row) for row in rows if row in look.rows}
+            )
+            self._draft.probe = ClipProbe(
+                look.norms, mine, lambda place: self._gradient(look.rows[place])
+            )
             self._draft.still_scaled = scaler is not None
             self._tell_companions(look, self._draft.probe)
         if looks and self._measures and self._looks_closer():
             self._draft.update_rows = list(rows)
-            self._draft.update = UpdateLook([dist.local_part(self._parameters[row]) for row in rows], offset=self.step)
+            self._draft.update = UpdateLook(
+                [dist.local_part(self._parameters[row]) for row in rows], offset=self.step
+            )
 
     def _tell_companions(self, look: Look, probe: ClipProbe) -> None:
         """Of the norm that is about to be used, where knowing it takes no waiting."""
@@ -221,10 +245,14 @@ class Assembler:
             still = factor if self._draft.still_scaled else 1.0
             for companion in self._companions:
                 companion.before_update(
-                    self.step, look.read.total / factor, lambda: probe.coefficient(look.norms, factor / still)
+                    self.step,
+                    look.read.total / factor,
+                    lambda: probe.coefficient(look.norms, factor / still),
                 )
 
-    def after_update(self, rows: Sequence[int], optimizer: Optimizer | None, scaled: bool, skipped: bool | Tensor) -> None:
+    def after_update(
+        self, rows: Sequence[int], optimizer: Optimizer | None, scaled: bool, skipped: bool | Tensor
+    ) -> None:
         """Take what was looked at as what this optimizer stepped with."""
         draft = self._draft
         if draft.update is not None:
@@ -235,7 +263,17 @@ class Assembler:
             if look is not None:
                 by_look.setdefault(id(look), (look, []))[1].append(row)
         for look, taken in by_look.values():
-            draft.used.append(Used(look, taken, scaled, draft.probe, draft.still_scaled, draft.update, draft.update_rows))
+            draft.used.append(
+                Used(
+                    look,
+                    taken,
+                    scaled,
+                    draft.probe,
+                    draft.still_scaled,
+                    draft.update,
+                    draft.update_rows,
+                )
+            )
             draft.update = None
         draft.probe, draft.update, draft.update_rows = None, None, []
         draft.skipped.append(skipped)
@@ -270,7 +308,9 @@ class Assembler:
 
     @property
     def begun(self) -> bool:
-        """Whether the step under way has begun: its gradients were looked at, or autograd has recorded a forward pass since."""
+        """Whether the step under way has begun: its gradients were looked at, or autograd has
+        recorded a forward pass since.
+        """
         return self._looked or self._sequence < 0 or _sequence_number() != self._sequence
 
     def jump_to(self, step: int) -> None:
@@ -337,7 +377,9 @@ class Assembler:
                 norms.counts = (table[rows, 2], table[rows, 3])
             self._deliver(self._measured(draft, rows, norms, wide))
 
-    def _measured(self, draft: _Draft, rows: list[int], norms: Norms, wide: Floats | None) -> Measured:
+    def _measured(
+        self, draft: _Draft, rows: list[int], norms: Norms, wide: Floats | None
+    ) -> Measured:
         kept = norms if rows and self._stats.due(draft.step) else None
         scalars = draft.scalars
         step = Step(
@@ -352,9 +394,14 @@ class Assembler:
             gradient=draft.gradient,
             scalars={name: _arrived(value) for name, value in scalars.items()} | draft.group_lrs,  # type: ignore[arg-type]
         )
-        measured = Measured(step, rows, kept, None, None, notes=draft.notes, loss=_arrived(draft.loss))
+        measured = Measured(
+            step, rows, kept, None, None, notes=draft.notes, loss=_arrived(draft.loss)
+        )
         if wide is not None:
-            measured.histogram_counters, measured.update_sums = wide[rows, :-UPDATE_COLUMNS], wide[rows, -UPDATE_COLUMNS:]
+            measured.histogram_counters, measured.update_sums = (
+                wide[rows, :-UPDATE_COLUMNS],
+                wide[rows, -UPDATE_COLUMNS:],
+            )
             measured.kept = self._histograms.due(draft.step)
             measured.dead_shares = self._units.dead_shares() if self._units is not None else {}
         return measured
@@ -388,23 +435,31 @@ def _wide_of(draft: _Draft, size: int) -> Floats | None:
             continue
         counters = used.look.histograms.read()
         wide = np.zeros((size, counters.shape[1] + UPDATE_COLUMNS)) if wide is None else wide
-        wide[used.rows, :-UPDATE_COLUMNS] = counters[[used.look.rows.index(row) for row in used.rows]]
+        wide[used.rows, :-UPDATE_COLUMNS] = counters[
+            [used.look.rows.index(row) for row in used.rows]
+        ]
         if used.update is not None:
             wide[used.update_rows, -UPDATE_COLUMNS:] = used.update.read()
     return wide
 
 
 def _clip_coefficient(all_used: Sequence[Used]) -> float | None:
-    """The one number by which every optimizer's gradients were scaled down; None where there is none."""
+    """The one number by which every optimizer's gradients were scaled down; None where there is
+    none.
+    """
     found = []
     for used in all_used:
         if used.probe is None:
             return None
         factor = used.look.factor() if used.scaled else 1.0
         used.look.numbers()
-        found.append(used.probe.coefficient(used.look.norms, factor / (factor if used.still_scaled else 1.0)))
+        found.append(
+            used.probe.coefficient(used.look.norms, factor / (factor if used.still_scaled else 1.0))
+        )
     first = found[0] if found else None
-    alike = first is not None and all(value is not None and abs(value - first) <= 1e-4 * first for value in found)
+    alike = first is not None and all(
+        value is not None and abs(value - first) <= 1e-4 * first for value in found
+    )
     return first if alike else None
 
 
@@ -412,7 +467,11 @@ def _learning_rates(optimizer: Optimizer) -> tuple[float | Tensor | None, dict[s
     """The first group's learning rate, and all of them by name where groups differ."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     plain = [rate for rate in rates if isinstance(rate, (int, float))]
-    named = {f"lr/{number}": float(rate) for number, rate in enumerate(plain)} if len(set(plain)) > 1 else {}
+    named = (
+        {f"lr/{number}": float(rate) for number, rate in enumerate(plain)}
+        if len(set(plain)) > 1
+        else {}
+    )
     first = rates[0] if rates else None
     return (first.detach().clone() if isinstance(first, Tensor) else first), named
 
@@ -422,7 +481,11 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> Arrival | None:
     if scaler is None:
         return None
     factor = getattr(scaler, "_scale", None)
-    return Arrival(factor.detach().clone().view(1) if isinstance(factor, Tensor) else torch.tensor([scaler.get_scale()]))
+    return Arrival(
+        factor.detach().clone().view(1)
+        if isinstance(factor, Tensor)
+        else torch.tensor([scaler.get_scale()])
+    )
 
 
 def _plain(value: float | Tensor | None) -> float | None:
@@ -445,7 +508,9 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | Arrival]:
         if isinstance(value, Tensor):
             tensor = value.detach().reshape(-1)
             if tensor.numel() != 1:
-                raise UsageError(f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}")
+                raise UsageError(
+                    f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}"
+                )
             taken[name] = float(tensor) if tensor.device.type == "cpu" else Arrival(tensor.clone())
         elif isinstance(value, (int, float, np.number)):
             taken[name] = float(value)

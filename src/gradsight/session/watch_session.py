@@ -1,4 +1,6 @@
-"""The composer: introduces capture, measure, record and show to each other, and cleans up after them."""
+"""The composer: introduces capture, measure, record and show to each other, and cleans up after
+them.
+"""
 
 import contextlib
 import os
@@ -34,12 +36,14 @@ from gradsight.store.sinks import open_sinks
 from gradsight.store.sinks.queue import Feed
 from gradsight.store.store import Store, open_store, write_config
 from gradsight.values.health_report import HealthReport
-from gradsight.values.records import Schedule
+from gradsight.values.steps import Schedule
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
 _FAILED = -1
 _PATIENCE = 5.0
-"""Seconds to wait at the end for what other ranks are still sending, where all of them end together."""
+"""Seconds to wait at the end for what other ranks are still sending, where all of them end
+together.
+"""
 _FORKED = (
     "this process was forked from one that is being recorded; what it trains is not. "
     "To record it too, call gradsight.watch in it, with a run_dir of its own."
@@ -79,11 +83,25 @@ def watch(
     diagnose_seconds: how long a diagnosis may hold training up; 0 diagnoses nothing.
     """
     options = (recorder, diagnose_seconds)
-    return Watch(model, optimizer, run_dir, sinks, stats, histograms, health, dump, start_step, sink_detail, *options)
+    return Watch(
+        model,
+        optimizer,
+        run_dir,
+        sinks,
+        stats,
+        histograms,
+        health,
+        dump,
+        start_step,
+        sink_detail,
+        *options,
+    )
 
 
 class Watch:
-    """A run being recorded. Use `watch(...)`; a context manager, closed at the latest when the process ends."""
+    """A run being recorded. Use `watch(...)`; a context manager, closed at the latest when the
+    process ends.
+    """
 
     def __init__(
         self,
@@ -110,21 +128,44 @@ class Watch:
         self._feed: Feed | None = None
         self._closed = self._forked = False
         self._run_dir = None if run_dir is None else Path(run_dir).resolve()
-        self._health = None if health is False else Health(model, self._parameters, optimizers, health)
+        self._health = (
+            None if health is False else Health(model, self._parameters, optimizers, health)
+        )
         self._group = dist.own_group()
         first_step = self._open_record(run_dir, sinks, start_step)
         judge = self._health
         self._recorder: Recorder | None = None
         if recorder is not False:
-            settings = (recorder, diagnose_seconds, self._names, run_dir, judge, self._problems, len(optimizers))
+            settings = (
+                recorder,
+                diagnose_seconds,
+                self._names,
+                run_dir,
+                judge,
+                self._problems,
+                len(optimizers),
+            )
             self._recorder = Recorder(model, *settings)
         told = self._recorder.delivered if self._recorder is not None else None
-        self._deliver = Delivery(self._names, sink_detail, self._store, self._feed, self._problems, judge, told)
+        self._deliver = Delivery(
+            self._names, sink_detail, self._store, self._feed, self._problems, judge, told
+        )
         tensors = [parameter.tensor for parameter in self._parameters]
-        self._dumping = Dumping(dump, model, len(optimizers), self._problems) if dump is not None else None
-        companions = [companion for companion in (self._dumping, self._recorder) if companion is not None]
+        self._dumping = (
+            Dumping(dump, model, len(optimizers), self._problems) if dump is not None else None
+        )
+        companions = [
+            companion for companion in (self._dumping, self._recorder) if companion is not None
+        ]
         self._assembler = Assembler(
-            tensors, stats, histogram_schedule, first_step, self._group, self._deliver, self._failed, companions
+            tensors,
+            stats,
+            histogram_schedule,
+            first_step,
+            self._group,
+            self._deliver,
+            self._failed,
+            companions,
         )
         if judge is not None:
             judge.begin(first_step, self._store)
@@ -137,10 +178,20 @@ class Watch:
             self._capture = OptimizerCapture(model, tensors, optimizers, self._assembler)
         else:
             self._capture = ManualCapture(model, tensors, self._assembler)
-        self._ending = Ending(lambda: self._close(wait=False), self._let_go, self._asked_to_end, self._ended_by)
+        self._ending = Ending(
+            lambda: self._close(wait=False), self._let_go, self._asked_to_end, self._ended_by
+        )
         if self._store is not None:
-            used: dict[str, Any] = {"stats": stats, "histograms": histogram_schedule, "start_step": first_step}
-            used |= {"sink_detail": sink_detail, "recorder": recorder, "diagnose_seconds": diagnose_seconds}
+            used: dict[str, Any] = {
+                "stats": stats,
+                "histograms": histogram_schedule,
+                "start_step": first_step,
+            }
+            used |= {
+                "sink_detail": sink_detail,
+                "recorder": recorder,
+                "diagnose_seconds": diagnose_seconds,
+            }
             used["health"] = os.fspath(health) if isinstance(health, os.PathLike) else health
             write_config(self._store.path, _config(used, self._parameters, optimizers))
         self._capture.start()
@@ -150,13 +201,15 @@ class Watch:
             judge.vitals.start()
 
     def step(self, step: int | None = None, **scalars: Any) -> None:
-        """The gradient is in place, not yet clipped: record it, go on to the next step. For loops without a watched optimizer.
+        """The gradient is in place, not yet clipped: record it, go on to the next step. For loops
+        without a watched optimizer.
 
         step: your own number for this step; steps only go forward.
         """
         if isinstance(self._capture, OptimizerCapture):
             self._problems.report(
-                "step-by-hand", "Watch.step() does nothing beside a watched optimizer but log: its steps are counted already"
+                "step-by-hand",
+                "Watch.step() does nothing beside a watched optimizer but log: its steps are counted already",
             )
             self.log(**scalars)
             return
@@ -174,19 +227,25 @@ class Watch:
             self._capture.step()
 
     def ids(self, sample_ids: Sequence[int | str] | torch.Tensor) -> None:
-        """What the samples of the next call of the model are called: a diagnosis then names them so, not by their row."""
+        """What the samples of the next call of the model are called: a diagnosis then names them
+        so, not by their row.
+        """
         if self._recorder is not None and not self._closed:
             self._recorder.calls.name_samples(sample_ids)
 
     def log(self, **scalars: Any) -> None:
-        """Add loss=, lr= or anything else to the current step: the one under way, or the one just made if none has begun."""
+        """Add loss=, lr= or anything else to the current step: the one under way, or the one just
+        made if none has begun.
+        """
         values = take_scalars(scalars)
         if self._closed or not values:
             return
         if self._assembler.begun:
             self._assembler.log(values)
         else:
-            self._deliver.log(self._assembler.step - 1, {name: _value(value) for name, value in values.items()})
+            self._deliver.log(
+                self._assembler.step - 1, {name: _value(value) for name, value in values.items()}
+            )
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """One number under a step of the caller's, as trackers take it: a watch is a tracker too."""
@@ -199,7 +258,9 @@ class Watch:
         return self._assembler.step
 
     def know(self, optimizer: Any) -> None:
-        """An optimizer that holds some of these parameters, but is watched elsewhere: what it holds is not missing."""
+        """An optimizer that holds some of these parameters, but is watched elsewhere: what it holds
+        is not missing.
+        """
         if self._health is not None:
             self._health.elsewhere += check_optimizers(optimizer)
 
@@ -210,7 +271,11 @@ class Watch:
         if not self._closed:
             self._assembler.flush()
         report = self._health.report()
-        return report if self._run_dir is None else replace(report, findings=tuple(with_ranks(self._run_dir, report.findings)))
+        return (
+            report
+            if self._run_dir is None
+            else replace(report, findings=tuple(with_ranks(self._run_dir, report.findings)))
+        )
 
     def close(self) -> None:
         """Write what is left, take every hook away. Closing again does nothing."""
@@ -219,7 +284,9 @@ class Watch:
     def __enter__(self) -> "Watch":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         if error is not None:
             self._ended_by(error)
         self._close(wait=kind is None)
@@ -267,7 +334,9 @@ class Watch:
                 self._store.close()
 
     def _let_go(self) -> None:
-        """In a forked child: the record is the parent's. Whoever trains on here is told that nothing of it is recorded."""
+        """In a forked child: the record is the parent's. Whoever trains on here is told that
+        nothing of it is recorded.
+        """
         self._closed = self._forked = True
         interception.renew_lock()
         self._capture.stop()
@@ -280,7 +349,9 @@ class Watch:
 
     # Opening.
 
-    def _open_record(self, run_dir: str | os.PathLike[str] | None, sinks: Iterable[Any], start_step: int | None) -> int:
+    def _open_record(
+        self, run_dir: str | os.PathLike[str] | None, sinks: Iterable[Any], start_step: int | None
+    ) -> int:
         """Open store and sinks, on rank 0; tell the first step, on all ranks."""
         if start_step is not None and start_step < 0:
             raise UsageError(f"start_step must be 0 or more, got {start_step}")
@@ -296,13 +367,17 @@ class Watch:
             raise RunError("rank 0 could not open the run; its own error says why")
         return first
 
-    def _open_on_first_rank(self, run_dir: str | os.PathLike[str] | None, sinks: Iterable[Any], start_step: int | None) -> int:
+    def _open_on_first_rank(
+        self, run_dir: str | os.PathLike[str] | None, sinks: Iterable[Any], start_step: int | None
+    ) -> int:
         first = start_step or 0
         try:
             if run_dir is not None:
                 self._store = open_store(run_dir, self._problems)
                 if self._store.recording:
-                    raise UsageError(f"this process is already recording steps into {run_dir}; give each watch its own run_dir")
+                    raise UsageError(
+                        f"this process is already recording steps into {run_dir}; give each watch its own run_dir"
+                    )
                 if start_step is None:
                     last = self._store.last_step()
                     first = 0 if last is None else last + 1
@@ -327,7 +402,10 @@ class Watch:
         if self._health is not None:
             self._health.stop()
         where = _place(error)
-        self._problems.report("capture", f"Gradsight stopped looking at gradients: {type(error).__name__}: {error} ({where})")
+        self._problems.report(
+            "capture",
+            f"Gradsight stopped looking at gradients: {type(error).__name__}: {error} ({where})",
+        )
 
     @contextlib.contextmanager
     def _survives(self, what: str) -> Any:
@@ -350,8 +428,14 @@ def _check_model(model: nn.Module) -> list[Any]:
         raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     parameters = named_parameters(model)
     if not any(parameter.tensor.requires_grad for parameter in parameters):
-        what = "no parameters" if not parameters else f"{len(parameters)} parameters, all of them frozen"
-        raise UsageError(f"{type(model).__name__} has nothing to watch: {what}. Set requires_grad on what is to be trained.")
+        what = (
+            "no parameters"
+            if not parameters
+            else f"{len(parameters)} parameters, all of them frozen"
+        )
+        raise UsageError(
+            f"{type(model).__name__} has nothing to watch: {what}. Set requires_grad on what is to be trained."
+        )
     return parameters
 
 
@@ -367,8 +451,13 @@ def _check_recorder(recorder: bool | str, seconds: float) -> None:
         raise UsageError(f"diagnose_seconds must be 0 or more, got {seconds!r}")
 
 
-def _config(settings: dict[str, Any], parameters: list[Any], optimizers: list[Any]) -> dict[str, Any]:
-    plain = {name: _fields(value) if isinstance(value, Schedule) else value for name, value in settings.items()}
+def _config(
+    settings: dict[str, Any], parameters: list[Any], optimizers: list[Any]
+) -> dict[str, Any]:
+    plain = {
+        name: _fields(value) if isinstance(value, Schedule) else value
+        for name, value in settings.items()
+    }
     described = [parameter.describe() for parameter in parameters]
     return {
         "settings": {"watch": plain},
@@ -399,4 +488,8 @@ def _place(error: Exception) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "unknown place"
+    return (
+        f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        if trace is not None
+        else "unknown place"
+    )

@@ -11,12 +11,18 @@ from gradsight.show.influence import Influence
 Floats = npt.NDArray[np.float64]
 
 
-def keep_lines(found: Influence, by: str, drop: float | None, unscored: Iterable[str] = ()) -> list[str]:
-    """The ids of the samples to keep, one per line: those that were scored well enough, and those that were never scored."""
+def keep_lines(
+    found: Influence, by: str, drop: float | None, unscored: Iterable[str] = ()
+) -> list[str]:
+    """The ids of the samples to keep, one per line: those that were scored well enough, and those
+    that were never scored.
+    """
     kept = ~_dropped(_values(found, by), drop)
     lines = [*(str(sample_id) for sample_id in found.sample_ids[kept]), *unscored]
     if any("\n" in line for line in lines):
-        raise UsageError("a sample id holds a line break: export NAME.csv instead, which can quote it")
+        raise UsageError(
+            "a sample id holds a line break: export NAME.csv instead, which can quote it"
+        )
     if not lines:
         raise UsageError(
             "nothing would be left to keep: every sample scores below 0. Say how many to leave out, for example --drop 0.1"
@@ -25,14 +31,21 @@ def keep_lines(found: Influence, by: str, drop: float | None, unscored: Iterable
 
 
 def weight_lines(found: Influence, by: str, drop: float | None) -> list[str]:
-    """sample_id,weight: in proportion to the score, 0 for what is left out; 1 on average, like a sample without a score."""
+    """sample_id,weight: in proportion to the score, 0 for what is left out; 1 on average, like a
+    sample without a score.
+    """
     values = _values(found, by)
     weights = np.where(_dropped(values, drop), 0.0, np.maximum(values, 0.0))
     if not weights.any():
-        raise UsageError("every weight would be 0: no sample scores above 0, so there is nothing to weigh by")
+        raise UsageError(
+            "every weight would be 0: no sample scores above 0, so there is nothing to weigh by"
+        )
     weights /= weights.mean()
     rows = zip(found.sample_ids.tolist(), weights.tolist(), strict=True)
-    return ["sample_id,weight", *(f"{_quoted(sample_id)},{weight:.4g}" for sample_id, weight in rows)]
+    return [
+        "sample_id,weight",
+        *(f"{_quoted(sample_id)},{weight:.4g}" for sample_id, weight in rows),
+    ]
 
 
 def _values(found: Influence, by: str) -> Floats:

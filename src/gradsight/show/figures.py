@@ -24,19 +24,28 @@ def figure(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A curve on a logarithmic scale, one sign per stretch of steps; '!' marks a stretch with a value that is not finite.
+    """A curve on a logarithmic scale, one sign per stretch of steps; '!' marks a stretch with a
+    value that is not finite.
 
     >>> sparkline([1, 10, 100, 1000])
     '▁▃▆█'
     >>> sparkline([1, float("nan"), 1])
     '▄!▄'
     """
-    stretches = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
-    kept = [list(stretch) for stretch in stretches if len(stretch)] if len(values) > width else [[value] for value in values]
+    stretches = [
+        values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)
+    ]
+    kept = (
+        [list(stretch) for stretch in stretches if len(stretch)]
+        if len(values) > width
+        else [[value] for value in values]
+    )
     heights = [_height(stretch) for stretch in kept]
     finite = [height for height in heights if height is not None]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    return "".join("!" if height is None else _LEVELS[_level(height, low, high)] for height in heights)
+    return "".join(
+        "!" if height is None else _LEVELS[_level(height, low, high)] for height in heights
+    )
 
 
 def _height(stretch: list[float]) -> float | None:
@@ -58,7 +67,9 @@ def trend(values: Sequence[float | None], low: float, high: float) -> str:
     >>> trend([-1.0, 0.0, None, 1.0], -1.0, 1.0)
     '▁▅ █'
     """
-    return "".join(" " if value is None else _LEVELS[_plain_level(value, low, high)] for value in values)
+    return "".join(
+        " " if value is None else _LEVELS[_plain_level(value, low, high)] for value in values
+    )
 
 
 def _plain_level(value: float, low: float, high: float) -> int:

@@ -1,4 +1,6 @@
-"""What every sample and domain did to a target's loss: a run's scores, made comparable and added up. No torch."""
+"""What every sample and domain did to a target's loss: a run's scores, made comparable and added
+up. No torch.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 UNSETTLED = 0.1
-"""The share of a run whose scores do not count: at first a model learns which tokens are common, and that from any sample."""
+"""The share of a run whose scores do not count: at first a model learns which tokens are common,
+and that from any sample.
+"""
 STRETCHES = 24
 
 
@@ -55,12 +59,14 @@ class Influence:
     """The best first."""
 
     def histogram(self, bins: int = 12) -> tuple[Ints, Floats]:
-        """Counts of samples and edges of about this many bins of a round width, one of the edges 0; the few samples beyond them
-        count in the outer bins.
+        """Counts of samples and edges of about this many bins of a round width, one of the edges 0;
+        the few samples beyond them count in the outer bins.
         """
         low, high = (float(value) for value in np.quantile(self.scores, (0.005, 0.995)))
         width = _round_width((max(high, 0.0) - min(low, 0.0)) / bins)
-        edges = width * np.arange(np.floor(min(low, -width) / width), np.ceil(max(high, width) / width) + 1)
+        edges = width * np.arange(
+            np.floor(min(low, -width) / width), np.ceil(max(high, width) / width) + 1
+        )
         counts, _ = np.histogram(np.clip(self.scores, edges[0], edges[-1]), edges)
         return counts.astype(np.int64), edges
 
@@ -78,7 +84,8 @@ def _round_width(width: float) -> float:
 
 
 def normalised(steps: npt.NDArray[Any], scores: Floats) -> Floats:
-    """Each score divided by the typical size (root mean square) of its step's: raw ones shrink as training goes on.
+    """Each score divided by the typical size (root mean square) of its step's: raw ones shrink as
+    training goes on.
 
     The sign stays: below 0 still hurts. Nothing but the step's own scores enters.
 
@@ -110,18 +117,24 @@ def means(groups: npt.NDArray[Any], values: Floats, count: int) -> Floats:
     [2.0, nan, 5.0]
     """
     sizes = np.bincount(groups, minlength=count)
-    found: Floats = np.divide(np.bincount(groups, values, count), sizes, out=np.full(count, np.nan), where=sizes > 0)
+    found: Floats = np.divide(
+        np.bincount(groups, values, count), sizes, out=np.full(count, np.nan), where=sizes > 0
+    )
     return found
 
 
 def influence(table: "pyarrow.Table", target: str | None = None, *, raw: bool = False) -> Influence:
-    """The influence of a table of scores on one target: by default normalised by step, without the unsettled beginning."""
+    """The influence of a table of scores on one target: by default normalised by step, without the
+    unsettled beginning.
+    """
     targets, chosen = _of_target(table["target"], target)
     steps, scores = table["step"].to_numpy(), table["score"].to_numpy().astype(np.float64)
     finite = np.isfinite(scores)
     wanted = chosen & finite
     if not wanted.any():
-        raise RunError(f"none of the {int(chosen.sum())} scores for this target is finite: there is nothing to compare")
+        raise RunError(
+            f"none of the {int(chosen.sum())} scores for this target is finite: there is nothing to compare"
+        )
     if not raw:
         wanted[wanted] = settled(steps[wanted])
         scores[wanted] = normalised(steps[wanted], scores[wanted])
@@ -149,19 +162,27 @@ def influence(table: "pyarrow.Table", target: str | None = None, *, raw: bool = 
 
 
 def _of_target(column: Any, target: str | None) -> tuple[list[str], npt.NDArray[np.bool_]]:
-    """The targets of a table, the chosen one first, and which rows are its; by default the one that has most rows."""
+    """The targets of a table, the chosen one first, and which rows are its; by default the one that
+    has most rows.
+    """
     names, codes = _codes(column)
     if not len(names):
         raise RunError("there are no scores")
     if target is None:
         target = names[int(np.bincount(codes).argmax())]
     if target not in names:
-        raise UsageError(f"there is no target {target!r} in this run; it has {', '.join(sorted(names))}")
+        raise UsageError(
+            f"there is no target {target!r} in this run; it has {', '.join(sorted(names))}"
+        )
     return [target, *(name for name in names if name != target)], codes == list(names).index(target)
 
 
-def _codes(column: Any, wanted: npt.NDArray[np.bool_] | None = None) -> tuple[npt.NDArray[np.object_], Ints]:
-    """The different values of a column of text and each row's number among them; None is a value too, and the last."""
+def _codes(
+    column: Any, wanted: npt.NDArray[np.bool_] | None = None
+) -> tuple[npt.NDArray[np.object_], Ints]:
+    """The different values of a column of text and each row's number among them; None is a value
+    too, and the last.
+    """
     encoded = column.dictionary_encode().combine_chunks()
     names = np.array([*encoded.dictionary.to_pylist(), None], dtype=object)
     codes = encoded.indices.fill_null(len(names) - 1).to_numpy(zero_copy_only=False)
@@ -171,14 +192,22 @@ def _codes(column: Any, wanted: npt.NDArray[np.bool_] | None = None) -> tuple[np
 
 
 def _domains(
-    names: npt.NDArray[np.object_], domain: Ints, values: Floats, steps: Ints, home: Ints, by_sample: Floats
+    names: npt.NDArray[np.object_],
+    domain: Ints,
+    values: Floats,
+    steps: Ints,
+    home: Ints,
+    by_sample: Floats,
 ) -> tuple[Domain, ...]:
     """The roll-up by domain, overall and over time, without the samples that have none."""
     first, length = int(steps.min()), int(steps.max()) - int(steps.min()) + 1
     stretches = min(STRETCHES, length)
     cell = domain * stretches + (steps - first) * stretches // length
     over_time = means(cell, values, len(names) * stretches).reshape(len(names), stretches)
-    score, hurting = means(domain, values, len(names)), means(home, (by_sample < 0).astype(np.float64), len(names))
+    score, hurting = (
+        means(domain, values, len(names)),
+        means(home, (by_sample < 0).astype(np.float64), len(names)),
+    )
     samples = np.bincount(home, minlength=len(names))
     found = [
         Domain(name, float(score[k]), int(samples[k]), float(hurting[k]), _known(over_time[k]))

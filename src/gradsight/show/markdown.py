@@ -10,8 +10,19 @@ from gradsight.errors import GradsightError
 from gradsight.show.figures import bar, figure, sparkline
 from gradsight.show.influence import Influence, influence
 from gradsight.show.samples import TextOf, markdown_section
-from gradsight.values.health_report import SEVERITIES, Abstention, HealthReport, headline, make_report, markdown_sections
-from gradsight.values.records import Finding, Histogram, Incident, ParameterStat, Problem, Step, block_of
+from gradsight.values.diagnoses import Incident
+from gradsight.values.findings import Finding
+from gradsight.values.health_report import (
+    SEVERITIES,
+    Abstention,
+    HealthReport,
+    headline,
+    make_report,
+    markdown_sections,
+)
+from gradsight.values.histograms import Histogram
+from gradsight.values.problems import Problem
+from gradsight.values.steps import ParameterStat, Step, block_of
 from gradsight.values.wording import describe
 
 _MOST_ROWS = 40
@@ -50,7 +61,9 @@ class _Block:
 
     @property
     def norms(self) -> list[float]:
-        return [math.sqrt(square) if square == square else math.nan for square in self.squares.values()]
+        return [
+            math.sqrt(square) if square == square else math.nan for square in self.squares.values()
+        ]
 
 
 @dataclass
@@ -76,7 +89,9 @@ class Summary:
             return "⚠️ nothing was recorded"
         if self.health.findings:
             return headline(self.health)
-        unhandled = [step.step for step in self.steps if step.step in self.broken and not step.skipped]
+        unhandled = [
+            step.step for step in self.steps if step.step in self.broken and not step.skipped
+        ]
         if unhandled:
             where = ", ".join(self.broken[unhandled[0]][:3])
             return f"❌ NaN or Inf in the gradient of {len(unhandled)} steps, first at step {unhandled[0]} in {where}"
@@ -84,7 +99,9 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """0 fine; 1 a warning, or nothing recorded; 2 something critical, or a gradient that is not finite."""
+        """0 fine; 1 a warning, or nothing recorded; 2 something critical, or a gradient that is not
+        finite.
+        """
         return {"✅": 0, "⚠": 1, "❌": 2}[self.verdict[0]]
 
 
@@ -107,7 +124,9 @@ def summarize(run: ReadableRun) -> Summary:
     health = _health(run, steps, last)
     samples, troubles = _samples(run)
     problems, incidents = [*run.problems(), *troubles], list(run.incidents())
-    return Summary(steps, blocks, broken, histogram, problems, run.config, health, incidents, samples)
+    return Summary(
+        steps, blocks, broken, histogram, problems, run.config, health, incidents, samples
+    )
 
 
 def _samples(run: ReadableRun) -> tuple[Influence | None, list[Problem]]:
@@ -129,8 +148,13 @@ def _health(run: ReadableRun, steps: list[Step], last: list[ParameterStat]) -> H
     nan, inf, zero = (sum(test(stat) for stat in last) for test in (_has_nan, _has_inf, _is_zero))
     measured = [step for step in steps if step.total_norm is not None]
     number, norm = (measured[-1].step, measured[-1].total_norm or 0.0) if measured else (0, 0.0)
-    findings = sorted(run.findings(), key=lambda each: (-SEVERITIES.index(each.severity), each.first_step, each.code))
-    return make_report(number, norm, (nan, inf, zero, len(last)), findings, list(run.abstentions()), len(steps))
+    findings = sorted(
+        run.findings(),
+        key=lambda each: (-SEVERITIES.index(each.severity), each.first_step, each.code),
+    )
+    return make_report(
+        number, norm, (nan, inf, zero, len(last)), findings, list(run.abstentions()), len(steps)
+    )
 
 
 def _has_nan(stat: ParameterStat) -> bool:
@@ -148,12 +172,20 @@ def _is_zero(stat: ParameterStat) -> bool:
 def report(summary: Summary, text_of: TextOf = lambda sample_id: None) -> str:
     """The whole report as markdown; text_of gives the samples' text, where it is known."""
     sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
-    if summary.steps and summary.config.get("settings", {}).get("watch", {}).get("health", True) is not False:
+    if (
+        summary.steps
+        and summary.config.get("settings", {}).get("watch", {}).get("health", True) is not False
+    ):
         sections += markdown_sections(summary.health)
     sections.append(_block_table(summary))
     if summary.samples is not None:
         sections.append(markdown_section(summary.samples, text_of))
-    sections += [_histogram(summary.histogram), _broken(summary), _incidents(summary), _problems(summary.problems)]
+    sections += [
+        _histogram(summary.histogram),
+        _broken(summary),
+        _incidents(summary),
+        _problems(summary.problems),
+    ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
@@ -162,15 +194,24 @@ def _overview(summary: Summary) -> list[str]:
         return []
     steps = summary.steps
     norms = [step.total_norm for step in steps if step.total_norm is not None]
-    rows = [("Steps", f"{steps[0].step} to {steps[-1].step}"), ("Loss", _from_to([step.loss for step in steps]))]
-    rows.append(("Total gradient norm", f"{_from_to(norms)} `{sparkline(norms)}`" if norms else "–"))
+    rows = [
+        ("Steps", f"{steps[0].step} to {steps[-1].step}"),
+        ("Loss", _from_to([step.loss for step in steps])),
+    ]
+    rows.append(
+        ("Total gradient norm", f"{_from_to(norms)} `{sparkline(norms)}`" if norms else "–")
+    )
     rows.append(("Learning rate", _from_to([step.lr for step in steps])))
     clipped = [step for step in steps if step.clip_coef is not None and step.clip_coef < 1]
     rows.append(("Steps with clipping", f"{len(clipped)} of {len(steps)}"))
     skipped = sum(step.skipped for step in steps)
     if skipped:
         rows.append(("Steps left out by the GradScaler", str(skipped)))
-    within = [step.scalars["gradients/share_within_0.1"] for step in steps if "gradients/share_within_0.1" in step.scalars]
+    within = [
+        step.scalars["gradients/share_within_0.1"]
+        for step in steps
+        if "gradients/share_within_0.1" in step.scalars
+    ]
     if within:
         rows.append(("Entries within ±0.1", f"{within[-1]:.1%} at the last look"))
     parameters = summary.config.get("parameters", [])
@@ -198,7 +239,11 @@ def _from_to(values: Iterable[float | None]) -> str:
 def _block_table(summary: Summary) -> list[str]:
     if not summary.blocks:
         return []
-    lines = ["## Gradient norms by block", "", "| block | first | median | last | largest entry | update/weight | over time |"]
+    lines = [
+        "## Gradient norms by block",
+        "",
+        "| block | first | median | last | largest entry | update/weight | over time |",
+    ]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
     shown = list(summary.blocks.items())[:_MOST_ROWS]
     for name, block in shown:
@@ -229,18 +274,34 @@ def _histogram(histogram: Histogram | None) -> list[str]:
     sampled = f"sampled: {histogram.sampled:,} of {histogram.size:,}, standard error of a share at most {histogram.error:.2%}"
     exact = f"all {histogram.size:,} counted"
     total = sum(histogram.positive) + sum(histogram.negative) + histogram.zero + histogram.underflow
-    lines = [title, "", sampled if histogram.error else exact, "", "```", f"{'magnitude':>12}  share"]
+    lines = [
+        title,
+        "",
+        sampled if histogram.error else exact,
+        "",
+        "```",
+        f"{'magnitude':>12}  share",
+    ]
     rows = list(
-        zip(range(histogram.low, histogram.low + len(histogram.positive)), histogram.negative, histogram.positive, strict=True)
+        zip(
+            range(histogram.low, histogram.low + len(histogram.positive)),
+            histogram.negative,
+            histogram.positive,
+            strict=True,
+        )
     )
     if not rows or not total:
         return [*lines[:3], "every entry is zero or not finite"]
     grouped = [rows[start : start + 2] for start in range(0, len(rows), 2)]
-    shares = [sum(negative + positive for _, negative, positive in group) / total for group in grouped]
+    shares = [
+        sum(negative + positive for _, negative, positive in group) / total for group in grouped
+    ]
     top = max(shares)
     for group, share in zip(grouped, shares, strict=True):
         if share >= 0.0005:
-            lines.append(f"{'≥ ' + figure(2.0 ** group[0][0]):>12}  {share:6.1%} {bar(share / top)}")
+            lines.append(
+                f"{'≥ ' + figure(2.0 ** group[0][0]):>12}  {share:6.1%} {bar(share / top)}"
+            )
     zero = (histogram.zero + histogram.underflow) / total
     lines.append(f"{'zero':>12}  {zero:6.1%} {bar(min(1.0, zero / top))}")
     return [*lines, "```"]
@@ -280,4 +341,7 @@ def _problems(problems: list[Problem]) -> list[str]:
     if not problems:
         return []
     lines = ["## What Gradsight could not do", ""]
-    return lines + [f"- {problem.message} (from step {problem.first_step}, {problem.count}x)" for problem in problems]
+    return lines + [
+        f"- {problem.message} (from step {problem.first_step}, {problem.count}x)"
+        for problem in problems
+    ]

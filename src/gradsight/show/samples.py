@@ -1,4 +1,6 @@
-"""The influence of samples and domains as text: for a terminal of 80 columns, and for report.md. No torch."""
+"""The influence of samples and domains as text: for a terminal of 80 columns, and for report.md. No
+torch.
+"""
 
 import math
 import re
@@ -18,9 +20,14 @@ _OFTEN = 3
 """Times that a typical sample must have been seen for its mean to say much."""
 
 
-def terminal_lines(found: Influence, top: int, text_of: TextOf, by: str = "sample", colour: bool = False) -> list[str]:
+def terminal_lines(
+    found: Influence, top: int, text_of: TextOf, by: str = "sample", colour: bool = False
+) -> list[str]:
     """Everything about a run's samples, or about its domains alone."""
-    lines = [_tinted(f"Influence on {found.target!r}: {_extent(found)}", "1", colour), *_notes(found)]
+    lines = [
+        _tinted(f"Influence on {found.target!r}: {_extent(found)}", "1", colour),
+        *_notes(found),
+    ]
     if by == "domain":
         return [*lines, "", *_domain_table(found, len(found.domains), colour)]
     lines += ["", _tinted("Samples by score", "1", colour), *_histogram(found, colour)]
@@ -35,9 +42,17 @@ def terminal_lines(found: Influence, top: int, text_of: TextOf, by: str = "sampl
 
 def markdown_section(found: Influence, text_of: TextOf, top: int = 3) -> list[str]:
     """A short section of report.md: the domains, and the samples at both ends."""
-    lines = [f"## Samples: their influence on {found.target!r}", "", f"{_extent(found)}. {' '.join(_notes(found))}", ""]
+    lines = [
+        f"## Samples: their influence on {found.target!r}",
+        "",
+        f"{_extent(found)}. {' '.join(_notes(found))}",
+        "",
+    ]
     if found.domains:
-        lines += ["| domain | score | samples | below 0 | over time |", "| --- | ---: | ---: | ---: | --- |"]
+        lines += [
+            "| domain | score | samples | below 0 | over time |",
+            "| --- | ---: | ---: | ---: | --- |",
+        ]
         scale = _scale(found.domains)
         lines += [
             f"| {_cell(each.name)} | {_number(found, each.score)} | {each.samples:,} | {each.below_zero:.0%} "
@@ -45,11 +60,16 @@ def markdown_section(found: Influence, text_of: TextOf, top: int = 3) -> list[st
             for each in found.domains[:_MOST_DOMAINS]
         ]
         if len(found.domains) > _MOST_DOMAINS:
-            lines.append(f"\n{len(found.domains) - _MOST_DOMAINS} more domains: `gradsight influence --by domain`.")
+            lines.append(
+                f"\n{len(found.domains) - _MOST_DOMAINS} more domains: `gradsight influence --by domain`."
+            )
         lines.append("")
     few = max(1, min(top, len(found.scores) // 2))
     lines += ["| sample | domain | score | seen | text |", "| --- | --- | ---: | ---: | --- |"]
-    for place in [*range(len(found.scores) - 1, len(found.scores) - 1 - few, -1), *range(few - 1, -1, -1)]:
+    for place in [
+        *range(len(found.scores) - 1, len(found.scores) - 1 - few, -1),
+        *range(few - 1, -1, -1),
+    ]:
         sample_id, domain, score, seen, text = _sample(found, place, text_of)
         shown = "–" if text is None else f"`{_cell(shortened(text, 48)).rstrip()}`"
         lines.append(f"| {_cell(sample_id)} | {_cell(domain)} | {score} | {seen} | {shown} |")
@@ -65,7 +85,11 @@ def shortened(text: str, width: int) -> str:
     'abcd…'
     """
     line = _plain(text)
-    return set_cell_size(line, width) if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+    return (
+        set_cell_size(line, width)
+        if cell_len(line) <= width
+        else set_cell_size(line, width - 1) + "…"
+    )
 
 
 def _plain(text: str) -> str:
@@ -108,22 +132,34 @@ def _number(found: Influence, value: float) -> str:
 def _histogram(found: Influence, colour: bool) -> list[str]:
     counts, edges = found.histogram()
     lines = [f"  {'score':>9}  {'samples':>7}"]
-    for count, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+    for count, low, high in zip(
+        counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True
+    ):
         drawn = bar(count / max(counts.max(), 1), 50) or ("▏" if count else "")
         reach = f"< {_number(found, high)}" if low == edges[0] else f"≥ {_number(found, low)}"
-        lines.append(f"  {reach:>9}  {count:>7,}  {_tinted(drawn, '31' if low + high < 0 else '32', colour)}".rstrip())
+        lines.append(
+            f"  {reach:>9}  {count:>7,}  {_tinted(drawn, '31' if low + high < 0 else '32', colour)}".rstrip()
+        )
     below = float((found.scores < 0).mean())
-    return [*lines, f"  mean {_number(found, float(found.scores.mean()))}; {below:.1%} of the samples are below 0"]
+    return [
+        *lines,
+        f"  mean {_number(found, float(found.scores.mean()))}; {below:.1%} of the samples are below 0",
+    ]
 
 
 def _sample_table(found: Influence, places: Sequence[int], text_of: TextOf) -> list[str]:
     rows = [_sample(found, place, text_of) for place in places]
-    wide = [min(max(6, *(cell_len(cell) for cell in cells)), 18) for cells in zip(*(row[:2] for row in rows), strict=True)]
+    wide = [
+        min(max(6, *(cell_len(cell) for cell in cells)), 18)
+        for cells in zip(*(row[:2] for row in rows), strict=True)
+    ]
     room = _WIDTH - 24 - sum(wide)
     lines = [f"  {'score':>9}  {'seen':>5}  {'sample':<{wide[0]}}  {'domain':<{wide[1]}}"]
     lines[0] += "" if all(row[-1] is None for row in rows) else "  text"
     for sample_id, domain, score, seen, text in rows:
-        cells = f"{score:>9}  {seen:>5}  {shortened(sample_id, wide[0])}  {shortened(domain, wide[1])}"
+        cells = (
+            f"{score:>9}  {seen:>5}  {shortened(sample_id, wide[0])}  {shortened(domain, wide[1])}"
+        )
         lines.append(f"  {cells}  {'' if text is None else shortened(text, room)}".rstrip())
     return lines
 
@@ -131,14 +167,22 @@ def _sample_table(found: Influence, places: Sequence[int], text_of: TextOf) -> l
 def _sample(found: Influence, place: int, text_of: TextOf) -> tuple[str, str, str, str, str | None]:
     sample_id = str(found.sample_ids[place])
     domain, score = found.sample_domains[place], _number(found, float(found.scores[place]))
-    return _plain(sample_id), _plain(domain or "–"), score, f"{found.seen[place]}x", text_of(sample_id)
+    return (
+        _plain(sample_id),
+        _plain(domain or "–"),
+        score,
+        f"{found.seen[place]}x",
+        text_of(sample_id),
+    )
 
 
 def _domain_table(found: Influence, most: int, colour: bool) -> list[str]:
     domains = found.domains
     if not domains:
         return ["The samples of this run have no domains."]
-    shown = [*domains] if len(domains) <= most else [*domains[: most // 2], *domains[-(most // 2) :]]
+    shown = (
+        [*domains] if len(domains) <= most else [*domains[: most // 2], *domains[-(most // 2) :]]
+    )
     wide = min(max(6, *(cell_len(_plain(each.name)) for each in shown)), 24)
     scale = _scale(shown)
     lines = [_tinted("Domains, the best first", "1", colour)]
@@ -153,7 +197,12 @@ def _domain_table(found: Influence, most: int, colour: bool) -> list[str]:
 
 def _scale(domains: Sequence[Domain]) -> tuple[float, float]:
     """One scale for the curves of all domains, so that they can be compared."""
-    values = [value for each in domains for value in each.over_time if value is not None and math.isfinite(value)]
+    values = [
+        value
+        for each in domains
+        for value in each.over_time
+        if value is not None and math.isfinite(value)
+    ]
     return (min(values), max(values)) if values else (0.0, 0.0)
 
 

@@ -1,11 +1,13 @@
-"""A health report on a terminal of 80 columns: the verdict, each finding with evidence and layers, what to do. No torch."""
+"""A health report on a terminal of 80 columns: the verdict, each finding with evidence and layers,
+what to do. No torch.
+"""
 
 import os
 import textwrap
 from typing import TextIO
 
+from gradsight.values.findings import Finding
 from gradsight.values.health_report import SIGNS, HealthReport, headline, shortened
-from gradsight.values.records import Finding
 from gradsight.values.wording import describe
 
 _WIDTH = 79
@@ -31,7 +33,9 @@ def terminal_lines(report: HealthReport, colour: bool = False) -> list[str]:
 def _cause(finding: Finding) -> list[str]:
     """The diagnosis, and where the incident is kept."""
     told = describe(finding.diagnosis, _WIDTH - 10) if finding.diagnosis is not None else []
-    lines = [f"   {'cause: ' if number == 0 else '       '}{line}" for number, line in enumerate(told)]
+    lines = [
+        f"   {'cause: ' if number == 0 else '       '}{line}" for number, line in enumerate(told)
+    ]
     return lines + _wrapped(finding.incident, "kept: ") if finding.incident is not None else lines
 
 
@@ -42,7 +46,9 @@ def wants_colour(stream: TextIO) -> bool:
 
 def _wrapped(text: str, label: str = "") -> list[str]:
     indent = "   " + " " * len(label)
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"   {label}", subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=f"   {label}", subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def _tinted(text: str, status: str, colour: bool) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradsight.values.records import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary, plain
+from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.plain import plain
 
 _MOST_SAMPLES = 64
 
@@ -34,18 +35,25 @@ def _operation(value: Mapping[str, Any]) -> GuiltyOperation:
 
 
 def _summary(value: Mapping[str, Any]) -> TensorSummary:
-    limits = {name: None if value[name] is None else float(value[name]) for name in ("smallest", "largest")}
+    limits = {
+        name: None if value[name] is None else float(value[name])
+        for name in ("smallest", "largest")
+    }
     return TensorSummary(**{**value, "shape": tuple(value["shape"]), **limits})
 
 
 def _sample(value: Mapping[str, Any]) -> GuiltySample:
     share = value["share"]
-    return GuiltySample(**{**value, "norm": float(value["norm"]), "share": None if share is None else float(share)})
+    return GuiltySample(
+        **{**value, "norm": float(value["norm"]), "share": None if share is None else float(share)}
+    )
 
 
 def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagnosis:
     """With the rank's number, and micro-batches counted from the step's first one of `passes`."""
-    samples = tuple(replace(each, rank=rank, micro_batch=each.micro_batch + first) for each in diagnosis.samples)
+    samples = tuple(
+        replace(each, rank=rank, micro_batch=each.micro_batch + first) for each in diagnosis.samples
+    )
     operation = diagnosis.operation
     if operation is not None:
         operation = replace(operation, rank=rank, micro_batch=operation.micro_batch + first)
@@ -53,10 +61,11 @@ def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagno
 
 
 def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
-    """What the ranks found, as one: the first operation, the samples of all with shares of the whole, the longest time.
+    """What the ranks found, as one: the first operation, the samples of all with shares of the
+    whole, the longest time.
 
-    Each rank knows its own samples only, and shares of their sum; the sums are had back from norms and shares. Where some rank
-    found something that is not finite, the others have nothing to add.
+    Each rank knows its own samples only, and shares of their sum; the sums are had back from norms
+    and shares. Where some rank found something that is not finite, the others have nothing to add.
     """
     parts = [part for part in parts if is_broken(part)] or parts
     if len(parts) < 2:
@@ -64,16 +73,28 @@ def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
     found = [part.operation for part in parts if part.operation is not None]
     first = min(found, key=lambda operation: (operation.micro_batch, operation.rank), default=None)
     total = sum(_sum_of_squares(part.samples) for part in parts)
-    samples = [replace(sample, share=_share(sample, total)) for part in parts for sample in part.samples]
-    samples.sort(key=lambda sample: (math.isfinite(sample.norm), -sample.norm if math.isfinite(sample.norm) else 0.0))
+    samples = [
+        replace(sample, share=_share(sample, total)) for part in parts for sample in part.samples
+    ]
+    samples.sort(
+        key=lambda sample: (
+            math.isfinite(sample.norm),
+            -sample.norm if math.isfinite(sample.norm) else 0.0,
+        )
+    )
     notes = dict.fromkeys(note for part in parts for note in part.notes)
-    seconds, micro_batches = max(part.seconds for part in parts), max(part.micro_batches for part in parts)
+    seconds, micro_batches = (
+        max(part.seconds for part in parts),
+        max(part.micro_batches for part in parts),
+    )
     return Diagnosis(first, tuple(samples[:_MOST_SAMPLES]), seconds, tuple(notes), micro_batches)
 
 
 def is_broken(part: Diagnosis) -> bool:
     """Whether something that is not finite was found."""
-    return part.operation is not None or any(not math.isfinite(sample.norm) for sample in part.samples)
+    return part.operation is not None or any(
+        not math.isfinite(sample.norm) for sample in part.samples
+    )
 
 
 def _sum_of_squares(samples: Sequence[GuiltySample]) -> float:

@@ -8,7 +8,8 @@ from typing import Any
 from gradsight.errors import RunError
 from gradsight.incidents.bundle import read_document
 from gradsight.store.diagnoses import merge_diagnoses, unpack_diagnosis
-from gradsight.values.records import Diagnosis, Finding, Incident
+from gradsight.values.diagnoses import Diagnosis, Incident
+from gradsight.values.findings import Finding
 
 INCIDENTS = "incidents"
 
@@ -28,7 +29,11 @@ def _is_part(run_dir: Path, folder: Path) -> bool:
     step, _, code = folder.name.partition("-")
     if not (code.startswith("rank") and code[4:].isdigit()):
         return False
-    return any("-rank" not in other.name for other in (run_dir / INCIDENTS).glob(f"{step}-*") if not other.suffix)
+    return any(
+        "-rank" not in other.name
+        for other in (run_dir / INCIDENTS).glob(f"{step}-*")
+        if not other.suffix
+    )
 
 
 def _read(folder: Path, step: int, code: str) -> Incident:
@@ -49,7 +54,11 @@ def merged(folder: Path, body: dict[str, Any]) -> Diagnosis | None:
 def rank_parts(folder: Path) -> list[Path]:
     """What other ranks wrote beside this incident."""
     step = folder.name.partition("-")[0]
-    return [part for part in sorted(folder.parent.glob(f"{step}-rank*")) if part.name != folder.name and not part.suffix]
+    return [
+        part
+        for part in sorted(folder.parent.glob(f"{step}-rank*"))
+        if part.name != folder.name and not part.suffix
+    ]
 
 
 def _parts(folder: Path) -> Iterator[Diagnosis | None]:

@@ -16,15 +16,23 @@ from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.scores import all_scores, read_scores, score_files
 from gradsight.store.store import TAIL, recover
+from gradsight.values.diagnoses import Incident
+from gradsight.values.findings import Finding
 from gradsight.values.health_report import Abstention
-from gradsight.values.records import Finding, Histogram, Incident, ParameterStat, Problem, SampleScore, Scalar, Step, plain
+from gradsight.values.histograms import Histogram
+from gradsight.values.plain import plain
+from gradsight.values.problems import Problem
+from gradsight.values.scores import SampleScore
+from gradsight.values.steps import ParameterStat, Scalar, Step
 
 if TYPE_CHECKING:
     import pyarrow
 
 
 def open_run(run_dir: str | os.PathLike[str]) -> "Run":
-    """A run directory for reading. A run that was killed is put in order first: what it had handed over is in it."""
+    """A run directory for reading. A run that was killed is put in order first: what it had handed
+    over is in it.
+    """
     path = Path(run_dir)
     if not path.is_dir():
         raise RunError(f"there is no run directory at {path}")
@@ -93,7 +101,9 @@ class Run:
                     yield stat
 
     def histograms(self, parameter: str | None = "*") -> Iterator[Histogram]:
-        """All histograms; those of one parameter; or, with None, those over all parameters together."""
+        """All histograms; those of one parameter; or, with None, those over all parameters
+        together.
+        """
         for step, packed in self._rows("SELECT step, packed FROM histograms ORDER BY step, source"):
             for histogram in frames.unpack_histograms(step, packed):
                 if parameter in ("*", histogram.parameter):
@@ -102,7 +112,9 @@ class Run:
     def scalars(self, name: str | None = None) -> Iterator[Scalar]:
         """Whatever was logged by name, apart from loss and lr, which are in the steps."""
         where, values = ("WHERE name = ?", (name,)) if name is not None else ("", ())
-        for step, found, value in self._rows(f"SELECT step, name, value FROM scalars {where} ORDER BY step, name", values):
+        for step, found, value in self._rows(
+            f"SELECT step, name, value FROM scalars {where} ORDER BY step, name", values
+        ):
             yield Scalar(step, found, float(value))
 
     def findings(self) -> Iterator[Finding]:
@@ -110,7 +122,11 @@ class Run:
         found = []
         for value in self._records("finding"):
             diagnosis = unpack_diagnosis(value.get("diagnosis"))
-            found.append(Finding(**{**value, "parameters": tuple(value["parameters"]), "diagnosis": diagnosis}))
+            found.append(
+                Finding(
+                    **{**value, "parameters": tuple(value["parameters"]), "diagnosis": diagnosis}
+                )
+            )
         yield from with_ranks(self.path, found)
 
     def problems(self) -> Iterator[Problem]:
@@ -124,8 +140,14 @@ class Run:
             yield Abstention(**value)
 
     def memory(self) -> Iterator[Scalar]:
-        """What the memory monitor saw, and what the verification of activation checkpointing measured."""
-        return (scalar for scalar in self.scalars() if scalar.name.startswith(("memory/", "checkpointing/")))
+        """What the memory monitor saw, and what the verification of activation checkpointing
+        measured.
+        """
+        return (
+            scalar
+            for scalar in self.scalars()
+            if scalar.name.startswith(("memory/", "checkpointing/"))
+        )
 
     def scores(self) -> Iterator[SampleScore]:
         """Every training sample's score, as the ghost engine saved them."""
@@ -134,7 +156,9 @@ class Run:
                 yield SampleScore(**row)
 
     def score_table(self) -> "tuple[pyarrow.Table, list[str]] | None":
-        """All scores as a table, and what to say of files that cannot be read; None where there are no scores at all."""
+        """All scores as a table, and what to say of files that cannot be read; None where there are
+        no scores at all.
+        """
         return all_scores(self.path) if score_files(self.path) else None
 
     def incidents(self) -> Iterator[Incident]:
@@ -157,7 +181,9 @@ class Run:
             "problems": (Problem, self.problems),
         }
         if name not in kinds:
-            raise UsageError(f"a run has no table {name!r}; it has {', '.join(sorted([*kinds, 'parameter_stats', 'scores']))}")
+            raise UsageError(
+                f"a run has no table {name!r}; it has {', '.join(sorted([*kinds, 'parameter_stats', 'scores']))}"
+            )
         return _table(*kinds[name])
 
     def close(self) -> None:
@@ -171,7 +197,9 @@ class Run:
             raise _damaged(self.path, error) from error
 
     def _records(self, kind: str) -> Iterator[dict[str, Any]]:
-        for (value,) in self._rows("SELECT value FROM records WHERE kind = ? ORDER BY step, key", (kind,)):
+        for (value,) in self._rows(
+            "SELECT value FROM records WHERE kind = ? ORDER BY step, key", (kind,)
+        ):
             yield json.loads(value)
 
     def _scalars_by_step(self) -> Iterator[tuple[int, dict[str, float]]]:
@@ -187,11 +215,18 @@ class Run:
 
     def _packed_stats(self) -> Iterator[tuple[int, list[str], bytes]]:
         layouts: dict[int, list[str]] = {}
-        for step, layout, packed in self._rows("SELECT step, layout, packed FROM stats ORDER BY step"):
+        for step, layout, packed in self._rows(
+            "SELECT step, layout, packed FROM stats ORDER BY step"
+        ):
             if layout not in layouts:
-                layouts = {number: json.loads(names) for number, names in self._rows("SELECT layout, names FROM layouts")}
+                layouts = {
+                    number: json.loads(names)
+                    for number, names in self._rows("SELECT layout, names FROM layouts")
+                }
             if layout not in layouts:
-                raise RunError(f"{self.path / schema.FILE} is damaged: step {step} has an unknown layout {layout}")
+                raise RunError(
+                    f"{self.path / schema.FILE} is damaged: step {step} has an unknown layout {layout}"
+                )
             yield step, layouts[layout], packed
 
     def _scores_table(self) -> "pyarrow.Table":
@@ -201,7 +236,9 @@ class Run:
         return table
 
     def _stats_table(self) -> "pyarrow.Table":
-        """Fifteen million rows are nothing unusual here, so columns are built from the packed arrays."""
+        """Fifteen million rows are nothing unusual here, so columns are built from the packed
+        arrays.
+        """
         import numpy as np
         import pyarrow
 
@@ -209,16 +246,22 @@ class Run:
         parts: dict[str, list[Any]] = {name: [] for name in ("step", "parameter", *frames.COLUMNS)}
         for step, names, packed in self._packed_stats():
             rows, columns = frames.unpack_statistics(packed, len(names))
-            known = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int32)
+            known = np.array(
+                [numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int32
+            )
             parts["step"].append(np.full(len(rows), step, dtype=np.int64))
             parts["parameter"].append(known[rows])
             for name in frames.COLUMNS:
                 empty = np.full(len(rows), np.nan if name.startswith("update") else 0.0)
                 parts[name].append(columns.get(name, empty))
-        arrays = {name: np.concatenate(part) if part else np.zeros(0) for name, part in parts.items()}
+        arrays = {
+            name: np.concatenate(part) if part else np.zeros(0) for name, part in parts.items()
+        }
         table = {"step": pyarrow.array(arrays["step"].astype(np.int64))}
         codes = pyarrow.array(arrays["parameter"].astype(np.int32))
-        table["parameter"] = pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(list(numbers), pyarrow.string()))
+        table["parameter"] = pyarrow.DictionaryArray.from_arrays(
+            codes, pyarrow.array(list(numbers), pyarrow.string())
+        )
         for name in frames.COLUMNS:
             values = arrays[name]
             if name in ("nan", "inf"):
@@ -239,7 +282,9 @@ def _table(kind: type, rows: Callable[[], Iterator[Any]]) -> "pyarrow.Table":
         values = [getattr(record, field.name) for record in records]
         if field.name == "scalars":
             values = [list(value.items()) for value in values]
-            columns[field.name] = pyarrow.array(values, pyarrow.map_(pyarrow.string(), pyarrow.float64()))
+            columns[field.name] = pyarrow.array(
+                values, pyarrow.map_(pyarrow.string(), pyarrow.float64())
+            )
         elif field.name == "diagnosis":
             texts = [None if value is None else json.dumps(plain(value)) for value in values]
             columns[field.name] = pyarrow.array(texts, pyarrow.string())
@@ -251,11 +296,23 @@ def _table(kind: type, rows: Callable[[], Iterator[Any]]) -> "pyarrow.Table":
 def _arrow_type(annotation: str) -> Any:
     import pyarrow
 
-    plain = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bool": pyarrow.bool_()}
+    plain = {
+        "int": pyarrow.int64(),
+        "float": pyarrow.float64(),
+        "str": pyarrow.string(),
+        "bool": pyarrow.bool_(),
+    }
     for name, arrow in plain.items():
         if f"tuple[{name}, ...]" in annotation:
             return pyarrow.list_(arrow)
-    return next((arrow for name, arrow in plain.items() if f"'{name}'" in annotation or annotation.startswith(name)), None)
+    return next(
+        (
+            arrow
+            for name, arrow in plain.items()
+            if f"'{name}'" in annotation or annotation.startswith(name)
+        ),
+        None,
+    )
 
 
 def _number(value: Any) -> float | None:
@@ -269,7 +326,12 @@ def _damaged(path: Path, error: sqlite3.Error) -> RunError:
 def _finish_killed_run(path: Path) -> None:
     """Bring in the tail of a run that nobody is writing any more."""
     tail = path / TAIL
-    if not tail.exists() or tail.stat().st_size == 0 or not os.access(tail, os.W_OK) or not os.access(path, os.W_OK):
+    if (
+        not tail.exists()
+        or tail.stat().st_size == 0
+        or not os.access(tail, os.W_OK)
+        or not os.access(path, os.W_OK)
+    ):
         return
     descriptor = os.open(tail, os.O_RDWR)
     try:
@@ -287,11 +349,17 @@ def _finish_killed_run(path: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Read only. Where nothing may be written at all, the file is read as it is, and a left tail from memory."""
+    """Read only. Where nothing may be written at all, the file is read as it is, and a left tail
+    from memory.
+    """
     file = path / schema.FILE
     if os.access(path, os.W_OK):
-        return sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=10, check_same_thread=False)
-    unchanging = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+        return sqlite3.connect(
+            f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=10, check_same_thread=False
+        )
+    unchanging = sqlite3.connect(
+        f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
+    )
     tail = path / TAIL
     if not tail.exists() or tail.stat().st_size == 0:
         return unchanging

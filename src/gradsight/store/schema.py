@@ -1,7 +1,7 @@
 """The tables of run.sqlite, and how rows get into them.
 
-One packed row per step keeps a long run small: 16 KiB pages hold about seven steps of 150 parameters. SQLite stores no NaN (it
-becomes NULL), so a NaN is kept as the text 'nan'.
+One packed row per step keeps a long run small: 16 KiB pages hold about seven steps of 150
+parameters. SQLite stores no NaN (it becomes NULL), so a NaN is kept as the text 'nan'.
 """
 
 import sqlite3
@@ -98,7 +98,9 @@ def _apply_step(connection: sqlite3.Connection, payload: bytes) -> None:
     )
     _add_scalars(connection, step.step, dict(step.scalars))
     if packed:
-        connection.execute("INSERT OR REPLACE INTO stats VALUES (?, ?, ?)", (step.step, layout, packed))
+        connection.execute(
+            "INSERT OR REPLACE INTO stats VALUES (?, ?, ?)", (step.step, layout, packed)
+        )
 
 
 def _apply_scalars(connection: sqlite3.Connection, payload: bytes) -> None:
@@ -122,16 +124,22 @@ def _add_scalars(connection: sqlite3.Connection, step: int, values: dict[str, fl
 
 
 def _apply_histograms(connection: sqlite3.Connection, payload: bytes) -> None:
-    connection.execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?)", frames.unpack_histogram_step(payload))
+    connection.execute(
+        "INSERT OR REPLACE INTO histograms VALUES (?, ?, ?)", frames.unpack_histogram_step(payload)
+    )
 
 
 def _apply_record(connection: sqlite3.Connection, payload: bytes) -> None:
     kind, key, step, value = frames.unpack_record(payload)
-    connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", (kind, key, step, value))
+    connection.execute(
+        "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", (kind, key, step, value)
+    )
 
 
 def _apply_layout(connection: sqlite3.Connection, payload: bytes) -> None:
-    connection.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", frames.unpack_layout(payload))
+    connection.execute(
+        "INSERT OR REPLACE INTO layouts VALUES (?, ?)", frames.unpack_layout(payload)
+    )
 
 
 _APPLY = {

@@ -1,11 +1,13 @@
-"""The scores that the ghost engine saved, as columns: millions of rows are nothing unusual here. No torch."""
+"""The scores that the ghost engine saved, as columns: millions of rows are nothing unusual here. No
+torch.
+"""
 
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsight.errors import RunError
-from gradsight.values.records import SampleScore
+from gradsight.values.scores import SampleScore
 
 if TYPE_CHECKING:
     import pyarrow
@@ -32,8 +34,8 @@ def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.
 
 
 def all_scores(run_dir: Path) -> "tuple[pyarrow.Table, list[str]]":
-    """All scores of a run, and what to say of files that cannot be read. Of a step that two files hold, the later one counts:
-    a resumed run writes steps anew.
+    """All scores of a run, and what to say of files that cannot be read. Of a step that two files
+    hold, the later one counts: a resumed run writes steps anew.
     """
     import pyarrow
 
@@ -62,5 +64,11 @@ def _each_step_once(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
 
 def _schema(pyarrow: Any) -> "pyarrow.Schema":
     """One for all files: sample ids are text, whatever they were, so that files agree."""
-    kinds = [pyarrow.int64(), pyarrow.string(), pyarrow.string(), pyarrow.string(), *[pyarrow.float64()] * 3]
+    kinds = [
+        pyarrow.int64(),
+        pyarrow.string(),
+        pyarrow.string(),
+        pyarrow.string(),
+        *[pyarrow.float64()] * 3,
+    ]
     return pyarrow.schema(list(zip(_NAMES, kinds, strict=True)))

@@ -1,7 +1,8 @@
 """Writes run.sqlite off the training thread, and loses nothing that was handed over.
 
-The training thread appends a frame to `run.sqlite-tail`: one small write, which a kill -9 does not undo. A thread brings the
-frames into the tables several times a second and empties the tail. Whoever opens the run next brings in what a killed run left.
+The training thread appends a frame to `run.sqlite-tail`: one small write, which a kill -9 does not
+undo. A thread brings the frames into the tables several times a second and empties the tail.
+Whoever opens the run next brings in what a killed run left.
 """
 
 import contextlib
@@ -21,7 +22,10 @@ from gradsight.errors import RunError
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import pack_diagnosis
-from gradsight.values.records import Finding, Histogram, Problem, Step
+from gradsight.values.findings import Finding
+from gradsight.values.histograms import Histogram
+from gradsight.values.problems import Problem
+from gradsight.values.steps import Step
 
 TAIL = "run.sqlite-tail"
 _PERIOD = 0.25
@@ -36,7 +40,9 @@ _open_lock = threading.Lock()
 
 @functools.cache
 def _in_forked_children() -> None:
-    """A forked child lets go of every open store: it shares the parent's files, but has neither its thread nor its locks."""
+    """A forked child lets go of every open store: it shares the parent's files, but has neither its
+    thread nor its locks.
+    """
 
     def let_go() -> None:
         global _open_lock
@@ -49,7 +55,9 @@ def _in_forked_children() -> None:
 
 
 def open_store(run_dir: str | os.PathLike[str], problems: Problems | None = None) -> "Store":
-    """The store of a run directory; those who open it in one process share it, and each closes it once."""
+    """The store of a run directory; those who open it in one process share it, and each closes it
+    once.
+    """
     _in_forked_children()
     path = Path(run_dir).resolve()
     with _open_lock:
@@ -90,14 +98,19 @@ class Store:
 
     def add_step(self, step: Step, names: Sequence[str], statistics: bytes = b"") -> None:
         """One step, with what `frames.pack_statistics` made of its parameters `names`."""
-        self._add(frames.STEP, frames.pack_step(step, self._layout(names) if statistics else 0, statistics))
+        self._add(
+            frames.STEP,
+            frames.pack_step(step, self._layout(names) if statistics else 0, statistics),
+        )
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars by name; their step may be an epoch or anything else."""
         self._add(frames.SCALARS, frames.pack_scalars(step, values))
 
     def add_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of an optimizer step, before or after the step itself; loss and lr become its own."""
+        """Scalars of an optimizer step, before or after the step itself; loss and lr become its
+        own.
+        """
         self._add(frames.STEP_SCALARS, frames.pack_scalars(step, values))
 
     def add_histograms(self, step: int, histograms: Sequence[Histogram], source: str = "") -> None:
@@ -110,20 +123,31 @@ class Store:
 
     def add_problem(self, problem: Problem) -> None:
         """A fault of ours that training survived."""
-        value = {"key": problem.key, "message": problem.message, "first_step": problem.first_step, "count": problem.count}
+        value = {
+            "key": problem.key,
+            "message": problem.message,
+            "first_step": problem.first_step,
+            "count": problem.count,
+        }
         self.add_record("problem", problem.key, max(0, problem.first_step), value)
 
     def add_finding(self, finding: Finding) -> None:
-        """A judged fact; told again with more parameters or evidence, it replaces what was told before."""
+        """A judged fact; told again with more parameters or evidence, it replaces what was told
+        before.
+        """
         value = {name: getattr(finding, name) for name in Finding.__slots__}
         value["diagnosis"] = pack_diagnosis(finding.diagnosis)
-        self.add_record("finding", f"{finding.code}:{finding.first_step}", finding.first_step, value)
+        self.add_record(
+            "finding", f"{finding.code}:{finding.first_step}", finding.first_step, value
+        )
 
     def last_step(self) -> int | None:
         """The last recorded step."""
         self.flush()
         with self._database:
-            found: int | None = self._connection.execute("SELECT max(step) FROM steps WHERE time IS NOT NULL").fetchone()[0]
+            found: int | None = self._connection.execute(
+                "SELECT max(step) FROM steps WHERE time IS NOT NULL"
+            ).fetchone()[0]
         return found
 
     def forget_from(self, step: int) -> None:
@@ -151,7 +175,9 @@ class Store:
             os.close(self._tail)
 
     def let_go(self) -> None:
-        """In a forked child: whatever is handed over from now on is dropped. Closing the tail here leaves the parent's lock."""
+        """In a forked child: whatever is handed over from now on is dropped. Closing the tail here
+        leaves the parent's lock.
+        """
         self._lock, self._database = threading.RLock(), threading.RLock()
         self._let_go, self._pending, self._pending_bytes = True, [], 0
         os.close(self._tail)
@@ -171,7 +197,8 @@ class Store:
             self._number += 1
             if self._pending_bytes > _BACKLOG:
                 self._problems.report(
-                    "store-full", "the record cannot be written and its backlog is full: steps are being dropped"
+                    "store-full",
+                    "the record cannot be written and its backlog is full: steps are being dropped",
                 )
                 return
             frame = (self._number, kind, payload)
@@ -180,7 +207,9 @@ class Store:
             try:
                 _append(self._tail, frames.pack(*frame))
             except OSError as error:
-                self._problems.report("store-tail", f"{self.path / TAIL} cannot be written: {error}")
+                self._problems.report(
+                    "store-tail", f"{self.path / TAIL} cannot be written: {error}"
+                )
 
     # For the thread.
 
@@ -194,7 +223,9 @@ class Store:
             try:
                 schema.apply(self._connection, batch)
             except sqlite3.Error as error:
-                self._problems.report("store", f"{self.path / schema.FILE} cannot be written: {error}; trying again")
+                self._problems.report(
+                    "store", f"{self.path / schema.FILE} cannot be written: {error}; trying again"
+                )
                 with self._lock:
                     self._pending = batch + self._pending
                     self._pending_bytes += size
@@ -232,7 +263,9 @@ def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
 
 def _make_directory(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise RunError(f"run_dir {path} is a file; give a directory, or a name that does not exist yet")
+        raise RunError(
+            f"run_dir {path} is a file; give a directory, or a name that does not exist yet"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -250,7 +283,9 @@ def _lock_tail(path: Path) -> int:
         fcntl.flock(tail, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(tail)
-        raise RunError(f"another process is recording into {path}; give this run a directory of its own") from error
+        raise RunError(
+            f"another process is recording into {path}; give this run a directory of its own"
+        ) from error
     return tail
 
 
@@ -260,5 +295,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(file, check_same_thread=False, timeout=10)
         schema.prepare(connection, file)
     except sqlite3.DatabaseError as error:
-        raise RunError(f"{file} cannot be opened: {error}. Move it away to start this run anew") from error
+        raise RunError(
+            f"{file} cannot be opened: {error}. Move it away to start this run anew"
+        ) from error
     return connection

@@ -1,11 +1,13 @@
-"""What the training thread hands over, as bytes. The same frames are the tail of a run that was killed.
+"""What the training thread hands over, as bytes. The same frames are the tail of a run that was
+killed.
 
     frame      u32 length of the payload, u32 crc32 of number, kind and payload, u64 number, u8 kind, payload
     number     counts up by one from frame to frame of a run
     kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON, 5 scalars of a step (also loss, lr),
                6 layout: the names of the parameters that rows of statistics stand for
 
-All numbers are little-endian. A frame that is cut off or damaged ends the reading: what follows it is not trusted.
+All numbers are little-endian. A frame that is cut off or damaged ends the reading: what follows it
+is not trusted.
 """
 
 import hashlib
@@ -18,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradsight.errors import RunError
-from gradsight.values.records import Histogram, ParameterStat, Step
+from gradsight.values.histograms import Histogram
+from gradsight.values.steps import ParameterStat, Step
 
 STEP, SCALARS, HISTOGRAMS, RECORD, STEP_SCALARS, LAYOUT = 1, 2, 3, 4, 5, 6
 Frame = tuple[int, int, bytes]
@@ -73,23 +76,36 @@ def pack_step(step: Step, layout: int, statistics: bytes) -> bytes:
 
 def unpack_step(payload: bytes) -> tuple[Step, int, bytes]:
     """Step, layout and packed statistics."""
-    number, time, *values, skipped, present, layout, gradient_size, scalars_size = _STEP.unpack_from(payload)
+    number, time, *values, skipped, present, layout, gradient_size, scalars_size = (
+        _STEP.unpack_from(payload)
+    )
     known = {
-        name: value for position, (name, value) in enumerate(zip(_OPTIONAL, values, strict=True)) if present >> position & 1
+        name: value
+        for position, (name, value) in enumerate(zip(_OPTIONAL, values, strict=True))
+        if present >> position & 1
     }
     start = _STEP.size
     gradient = payload[start : start + gradient_size].decode()
     scalars = payload[start + gradient_size : start + gradient_size + scalars_size]
     step = Step(
-        step=number, time=time, **known, skipped=skipped, gradient=gradient, scalars=json.loads(scalars) if scalars else {}
+        step=number,
+        time=time,
+        **known,
+        skipped=skipped,
+        gradient=gradient,
+        scalars=json.loads(scalars) if scalars else {},
     )
     return step, layout, payload[start + gradient_size + scalars_size :]
 
 
-def pack_statistics(rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]], wide: bool = False) -> bytes:
-    """Columns of statistics, each of the same length, for all parameters of the layout or only for some `rows` of it.
+def pack_statistics(
+    rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]], wide: bool = False
+) -> bytes:
+    """Columns of statistics, each of the same length, for all parameters of the layout or only for
+    some `rows` of it.
 
-    u8 mask of columns, u8 flags (1 doubles, for norms that do not fit a float32; 2 rows), u32 how many, rows as u32, columns.
+    u8 mask of columns, u8 flags (1 doubles, for norms that do not fit a float32; 2 rows), u32 how
+    many, rows as u32, columns.
     """
     names = [name for name in COLUMNS if name in columns]
     mask = sum(1 << COLUMNS.index(name) for name in names)
@@ -102,7 +118,9 @@ def pack_statistics(rows: Sequence[int] | None, columns: Mapping[str, npt.NDArra
     return b"".join(parts)
 
 
-def unpack_statistics(packed: bytes, size: int) -> tuple[npt.NDArray[np.intp], dict[str, npt.NDArray[np.float64]]]:
+def unpack_statistics(
+    packed: bytes, size: int
+) -> tuple[npt.NDArray[np.intp], dict[str, npt.NDArray[np.float64]]]:
     """Rows of the layout (which has `size` parameters) and the columns measured for them."""
     try:
         mask, flags, count = struct.unpack_from("<BBI", packed)
@@ -129,8 +147,14 @@ def statistics(step: int, names: Sequence[str], packed: bytes) -> Iterator[Param
     rows, columns = unpack_statistics(packed, len(names))
     zero = np.zeros(len(rows))
     l2, peak, nan, inf = (columns.get(name, zero).tolist() for name in COLUMNS[:4])
-    ratio = [None if value != value else value for value in columns.get("update_ratio", zero * np.nan).tolist()]
-    error = [None if value != value else value for value in columns.get("update_ratio_error", zero * np.nan).tolist()]
+    ratio = [
+        None if value != value else value
+        for value in columns.get("update_ratio", zero * np.nan).tolist()
+    ]
+    error = [
+        None if value != value else value
+        for value in columns.get("update_ratio_error", zero * np.nan).tolist()
+    ]
     for index, row in enumerate(rows.tolist()):
         yield ParameterStat(
             step=step,
@@ -145,7 +169,9 @@ def statistics(step: int, names: Sequence[str], packed: bytes) -> Iterator[Param
 
 
 def pack_layout(names: Sequence[str]) -> tuple[int, bytes]:
-    """A list of parameter names, and the number by which steps refer to it: the same wherever the names are the same."""
+    """A list of parameter names, and the number by which steps refer to it: the same wherever the
+    names are the same.
+    """
     text = json.dumps(list(names)).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     return number, struct.pack("<q", number) + text
@@ -169,7 +195,19 @@ def unpack_scalars(payload: bytes) -> tuple[int, dict[str, float]]:
 def pack_histograms(step: int, source: str, histograms: Sequence[Histogram]) -> bytes:
     """All histograms of a step from one source, compressed: most counts are small."""
     rows = [
-        [h.parameter, h.low, h.negative, h.positive, h.zero, h.nan, h.inf, h.underflow, h.size, h.sampled] for h in histograms
+        [
+            h.parameter,
+            h.low,
+            h.negative,
+            h.positive,
+            h.zero,
+            h.nan,
+            h.inf,
+            h.underflow,
+            h.size,
+            h.sampled,
+        ]
+        for h in histograms
     ]
     name = source.encode("utf-8", "surrogatepass")
     return struct.pack("<qI", step, len(name)) + name + zlib.compress(json.dumps(rows).encode(), 1)

@@ -9,7 +9,7 @@ from gradsight.core.problems import say
 from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks import open_sinks
 from gradsight.store.store import Store, open_store
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 
 
 class MetricsTracker:
@@ -22,7 +22,11 @@ class MetricsTracker:
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str] | None = None, *, use_wandb: bool = False, use_tensorboard: bool = False
+        self,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        use_wandb: bool = False,
+        use_tensorboard: bool = False,
     ) -> None:
         self._path = Path(run_dir) if run_dir is not None else None
         self.use_wandb = use_wandb
@@ -89,7 +93,9 @@ class MetricsTracker:
                 getattr(sink, method)(*args)
             except Exception as error:
                 self._sinks.remove(sink)
-                say(f"the sink {type(sink).__name__} failed and is switched off: {type(error).__name__}: {error}")
+                say(
+                    f"the sink {type(sink).__name__} failed and is switched off: {type(error).__name__}: {error}"
+                )
 
 
 def _whole(step: int) -> int:

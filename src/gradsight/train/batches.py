@@ -1,4 +1,6 @@
-"""The batches of every step, cut from one global order: the same samples whatever the number of processes."""
+"""The batches of every step, cut from one global order: the same samples whatever the number of
+processes.
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +27,9 @@ class Batch:
         return self.inputs, self.targets
 
 
-def make_batch(samples: Samples, sample_ids: list[int], vocabulary: int, device: torch.device) -> Batch:
+def make_batch(
+    samples: Samples, sample_ids: list[int], vocabulary: int, device: torch.device
+) -> Batch:
     """The named samples as a batch."""
     blocks = np.stack([samples.tokens(sample_id) for sample_id in sample_ids])
     if blocks.max() >= vocabulary:
@@ -34,7 +38,12 @@ def make_batch(samples: Samples, sample_ids: list[int], vocabulary: int, device:
             f"choose an --architecture with a larger vocabulary, or give --model.vocab_size"
         )
     tokens = torch.from_numpy(blocks).to(device)
-    return Batch(tokens[:, :-1], tokens[:, 1:], sample_ids, [samples.domain(sample_id) for sample_id in sample_ids])
+    return Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        sample_ids,
+        [samples.domain(sample_id) for sample_id in sample_ids],
+    )
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,13 @@ class Batches:
         return self.batch_size * self.accumulation * self.world
 
     def get(self, position: int, micro: int) -> Batch:
-        """This process's part of a micro-batch, of the step that begins at a position in the stream of samples."""
+        """This process's part of a micro-batch, of the step that begins at a position in the stream
+        of samples.
+        """
         start = position + (micro * self.world + self.rank) * self.batch_size
-        return make_batch(self.samples, self.order.take(start, self.batch_size), self.vocabulary, self.device)
+        return make_batch(
+            self.samples, self.order.take(start, self.batch_size), self.vocabulary, self.device
+        )
 
 
 def spread_evenly(count: int, wanted: int) -> list[int]:
@@ -69,7 +82,9 @@ def spread_evenly(count: int, wanted: int) -> list[int]:
 def validation_pair(
     samples: Samples, wanted: int, rank: int, world: int, vocabulary: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """This process's rows of the validation batch; where they cannot be shared equally, every process takes them all."""
+    """This process's rows of the validation batch; where they cannot be shared equally, every
+    process takes them all.
+    """
     rows = spread_evenly(len(samples), wanted)
     if not rows:
         raise UsageError(

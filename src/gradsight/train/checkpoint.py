@@ -1,4 +1,6 @@
-"""Checkpoints: all that a run needs to go on bit for bit. Safetensors and JSON, no pickle; complete or not there at all."""
+"""Checkpoints: all that a run needs to go on bit for bit. Safetensors and JSON, no pickle; complete
+or not there at all.
+"""
 
 import json
 import os
@@ -27,8 +29,17 @@ def newest(run_dir: Path) -> Path | None:
     return max(found, key=_step, default=None)
 
 
-def save(run_dir: Path, model: nn.Module, optimizer: Optimizer, processes: Processes, facts: dict[str, Any], keep: int) -> None:
-    """Write a checkpoint of the step in `facts`; to be called by all processes. The oldest beyond `keep` go."""
+def save(
+    run_dir: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    processes: Processes,
+    facts: dict[str, Any],
+    keep: int,
+) -> None:
+    """Write a checkpoint of the step in `facts`; to be called by all processes. The oldest beyond
+    `keep` go.
+    """
     tensors = {name: value for name, value in _gathered(model, optimizer) if processes.first}
     for kind, state in _random_state(processes.device).items():
         for rank, one in enumerate(processes.gather(state) or ()):
@@ -37,15 +48,24 @@ def save(run_dir: Path, model: nn.Module, optimizer: Optimizer, processes: Proce
         folder = run_dir / "checkpoints" / f"step_{facts['step']:06d}"
         try:
             _write(folder, tensors, facts)
-        except (OSError, SafetensorError) as error:  # a full disk must not end what the checkpoint was to protect
-            say(f"the checkpoint {folder} cannot be written: {error}. Training goes on; the one before stays")
+        except (
+            OSError,
+            SafetensorError,
+        ) as error:  # a full disk must not end what the checkpoint was to protect
+            say(
+                f"the checkpoint {folder} cannot be written: {error}. Training goes on; the one before stays"
+            )
         for old in sorted(folder.parent.glob("step_*"), key=_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     processes.wait()
 
 
-def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, processes: Processes) -> dict[str, Any]:
-    """Fill model, optimizer and this process's random generators from a checkpoint; gives its facts back."""
+def load(
+    folder: Path, model: nn.Module, optimizer: Optimizer | None, processes: Processes
+) -> dict[str, Any]:
+    """Fill model, optimizer and this process's random generators from a checkpoint; gives its facts
+    back.
+    """
     try:
         facts: dict[str, Any] = json.loads((folder / _FACTS).read_text())
         tensors = load_file(folder / _TENSORS)
@@ -59,7 +79,9 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, processes:
     for name, parameter in _parameters(model):
         prefix = f"optimizer/{name}/"
         keys = [key for key in tensors if key.startswith(prefix)]
-        optimizer.state[parameter] = {key.removeprefix(prefix): _state(parameter, tensors[key]) for key in keys}
+        optimizer.state[parameter] = {
+            key.removeprefix(prefix): _state(parameter, tensors[key]) for key in keys
+        }
     if f"rng/{processes.rank}/cpu" in tensors:
         torch.set_rng_state(tensors[f"rng/{processes.rank}/cpu"])
     if processes.device.type == "cuda" and f"rng/{processes.rank}/cuda" in tensors:

@@ -127,10 +127,13 @@ class Settings:
     """Everything that decides what a run computes, and where it is kept."""
 
     data: Annotated[str | None, Parameter(group=DATA)] = None
-    """A text file, a folder of text (sub-folders are domains), a .bin of uint16 tokens, or a folder of such files. Without it:
-    the source of Python's standard library."""
+    """A text file, a folder of text (sub-folders are domains), a .bin of uint16 tokens, or a folder
+    of such files. Without it: the source of Python's standard library.
+    """
     data_weights: Annotated[str | None, Parameter(group=DATA)] = None
-    """Sample ids to keep, one per line, or a CSV of sample_id,weight; `gradsight influence --export` writes both."""
+    """Sample ids to keep, one per line, or a CSV of sample_id,weight; `gradsight influence
+    --export` writes both.
+    """
     tokenizer: Annotated[str | None, Parameter(group=DATA)] = None
     """A tokenizer.json of Hugging Face's, by which the tokens of a .bin are shown as text."""
     block_size: Annotated[int | None, Parameter(group=DATA)] = None
@@ -141,7 +144,8 @@ class Settings:
     """true or false: recompute activations in backward instead of keeping them."""
     model: Annotated[ModelShape, Parameter(group=MODEL)] = ModelShape()
     method: Annotated[Literal["GradDotProd", "Regular"], Parameter(group=TRAINING)] = "GradDotProd"
-    """GradDotProd scores every training sample against the validation batch; Regular only trains."""
+    """GradDotProd scores every training sample against the validation batch; Regular only trains.
+    """
     batch_size: Annotated[int, Parameter(group=TRAINING)] = 4
     """Samples per process and micro-batch."""
     gradient_accumulation_steps: Annotated[int, Parameter(group=TRAINING)] = 1
@@ -205,7 +209,14 @@ _POSITIVE = (
     "model.vocab_size", "trainer.callbacks.ghost.refresh_every", "trainer.callbacks.watch.histogram_interval",
     "trainer.callbacks.grad_dump.step_interval",
 )  # fmt: skip
-_NOT_NEGATIVE = ("learning_rate", "warmup_steps", "grad_clip", "log_grad_dist_every", "checkpoint_interval", "seed")
+_NOT_NEGATIVE = (
+    "learning_rate",
+    "warmup_steps",
+    "grad_clip",
+    "log_grad_dist_every",
+    "checkpoint_interval",
+    "seed",
+)
 
 
 def _refuse_bounds(settings: Settings) -> None:
@@ -218,9 +229,15 @@ def _refuse_bounds(settings: Settings) -> None:
         if not (values[name] >= 0 and math.isfinite(values[name])):
             raise UsageError(f"--{name} must be 0 or more, got {values[name]}")
     if not 0 <= settings.model.dropout < 1:
-        raise UsageError(f"--model.dropout must be at least 0 and below 1, got {settings.model.dropout}")
-    if settings.experiment is not None and (not settings.experiment.strip("./ ") or "/" in settings.experiment):
-        raise UsageError(f"--experiment is the name of a folder inside --results_dir, got {settings.experiment!r}")
+        raise UsageError(
+            f"--model.dropout must be at least 0 and below 1, got {settings.model.dropout}"
+        )
+    if settings.experiment is not None and (
+        not settings.experiment.strip("./ ") or "/" in settings.experiment
+    ):
+        raise UsageError(
+            f"--experiment is the name of a folder inside --results_dir, got {settings.experiment!r}"
+        )
 
 
 def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -239,21 +256,31 @@ def to_dict(settings: Settings) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], where: str) -> Settings:
-    """Settings from nested plain values: what is missing has its default, what is unknown or wrong is an error."""
+    """Settings from nested plain values: what is missing has its default, what is unknown or wrong
+    is an error.
+    """
     return _build(Settings, values, where, "")  # type: ignore[no-any-return]
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
     if not isinstance(values, Mapping):
-        raise UsageError(f"{where}: {prefix.rstrip('.') or 'it'} should hold settings by name, but holds {values!r}")
+        raise UsageError(
+            f"{where}: {prefix.rstrip('.') or 'it'} should hold settings by name, but holds {values!r}"
+        )
     hints, given = get_type_hints(kind), {}
     for key, value in values.items():
         name = ALIASES.get(key, key) if not prefix else key
         if name not in hints:
-            raise UsageError(f"{where}: unknown setting {prefix + str(key)!r}.{nearest(prefix + str(key))}")
+            raise UsageError(
+                f"{where}: unknown setting {prefix + str(key)!r}.{nearest(prefix + str(key))}"
+            )
         nested = dataclasses.is_dataclass(hints[name])
         full = f"{prefix}{name}"
-        given[name] = _build(hints[name], value, where, f"{full}.") if nested else _value(hints[name], value, where, full)
+        given[name] = (
+            _build(hints[name], value, where, f"{full}.")
+            if nested
+            else _value(hints[name], value, where, full)
+        )
     return kind(**given)
 
 
@@ -264,7 +291,12 @@ def _value(kind: Any, value: Any, where: str, name: str) -> Any:
         if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
             raise UsageError(f"{where}: {name} should be a list of names, got {value!r}")
         return tuple(items)
-    choices = [choice for part in (kind, *get_args(kind)) for choice in get_args(part) if isinstance(choice, str)]
+    choices = [
+        choice
+        for part in (kind, *get_args(kind))
+        for choice in get_args(part)
+        if isinstance(choice, str)
+    ]
     types = [part for part in (kind, *get_args(kind)) if isinstance(part, type)]
     if isinstance(value, bool) and "true" in choices:  # YAML reads the words true and false so
         value = str(value).lower()
@@ -278,7 +310,9 @@ def _value(kind: Any, value: Any, where: str, name: str) -> Any:
         or (isinstance(value, int | float) and not isinstance(value, bool) and float in types)
     )
     if not fits:
-        wanted = ", ".join(choices) or " or ".join(part.__name__ for part in types if part is not NoneType)
+        wanted = ", ".join(choices) or " or ".join(
+            part.__name__ for part in types if part is not NoneType
+        )
         raise UsageError(f"{where}: {name} should be {wanted}, got {value!r}")
     return float(value) if float in types and value is not None else value
 

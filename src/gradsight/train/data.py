@@ -1,7 +1,9 @@
-"""Text and tokens, by split and domain. Without a path: the Python standard library's own source, which every machine has.
+"""Text and tokens, by split and domain. Without a path: the Python standard library's own source,
+which every machine has.
 
-Text is bytes. Of ten pages eight train, one validates, one tests. Tokens (.bin, uint16, as nanoGPT writes them) stay on disk:
-of a file, the last tenth tests and the one before validates, unless its name says which split it is (train.bin, web_val.bin).
+Text is bytes. Of ten pages eight train, one validates, one tests. Tokens (.bin, uint16, as nanoGPT
+writes them) stay on disk: of a file, the last tenth tests and the one before validates, unless its
+name says which split it is (train.bin, web_val.bin).
 """
 
 import re
@@ -19,7 +21,16 @@ from gradsight.errors import GradsightError, UsageError
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 Parts = dict[str, dict[str, Tokens]]
 
-_LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__", "lib2to3", "ensurepip"}
+_LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "ensurepip",
+}
 _SMALLEST_DOMAIN = 100_000
 _PAGE = 4096
 SPLITS = ("train", "val", "test")
@@ -57,12 +68,16 @@ def standard_library() -> Corpus:
     """The packages of the standard library with enough source."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = {}
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name not in _LEFT_OUT):
+    for folder in sorted(
+        path for path in root.iterdir() if path.is_dir() and path.name not in _LEFT_OUT
+    ):
         text = b"\n".join(file.read_bytes() for file in _sources(folder))
         if len(text) >= _SMALLEST_DOMAIN:
             texts[folder.name] = text
     if not texts:
-        raise GradsightError(f"there is no Python source under {root}: this Python came without its library's text")
+        raise GradsightError(
+            f"there is no Python source under {root}: this Python came without its library's text"
+        )
     return Corpus(_text_parts(texts))
 
 
@@ -76,7 +91,9 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def _texts(path: Path) -> dict[str, bytes]:
-    """The text of each domain: a file is one, as is each sub-folder; files beside sub-folders share the folder's name."""
+    """The text of each domain: a file is one, as is each sub-folder; files beside sub-folders share
+    the folder's name.
+    """
     if path.is_file():
         return {path.stem: _read(path)} if _is_text(path) else {}
     files: dict[str, list[Path]] = {}
@@ -84,7 +101,9 @@ def _texts(path: Path) -> dict[str, bytes]:
         inside = file.relative_to(path).parts
         if not any(part.startswith(".") for part in inside) and _is_text(file):
             files.setdefault(inside[0] if len(inside) > 1 else path.resolve().name, []).append(file)
-    return {domain: b"\n".join(_read(file) for file in found) for domain, found in sorted(files.items())}
+    return {
+        domain: b"\n".join(_read(file) for file in found) for domain, found in sorted(files.items())
+    }
 
 
 def _is_text(file: Path) -> bool:
@@ -113,7 +132,10 @@ def _split(text: bytes) -> dict[str, bytes]:
     """Pages dealt out to the splits; a short text has shorter pages, so that each split gets some."""
     size = max(1, min(_PAGE, len(text) // 10))
     pages = [text[start : start + size] for start in range(0, len(text), size)]
-    kept = {split: [page for number, page in enumerate(pages) if _SPLIT_OF_PAGE[number % 10] == split] for split in SPLITS}
+    kept = {
+        split: [page for number, page in enumerate(pages) if _SPLIT_OF_PAGE[number % 10] == split]
+        for split in SPLITS
+    }
     return {split: b"".join(found) for split, found in kept.items()}
 
 
@@ -130,7 +152,8 @@ def _token_parts(root: Path, files: list[Path]) -> Parts:
     joined: Parts = {split: {} for split in SPLITS}
     for split, domains in found.items():
         joined[split] = {
-            name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in sorted(domains.items())
+            name: parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for name, parts in sorted(domains.items())
         }
     return joined
 
@@ -148,7 +171,9 @@ def _domain_and_split(root: Path, file: Path) -> tuple[str, str | None]:
 def _open_tokens(file: Path) -> Tokens:
     size = file.stat().st_size
     if size == 0 or size % 2:
-        raise UsageError(f"--data {file}: expected uint16 tokens, two bytes each, but the file has {size} bytes")
+        raise UsageError(
+            f"--data {file}: expected uint16 tokens, two bytes each, but the file has {size} bytes"
+        )
     tokens: Tokens = np.memmap(file, dtype="<u2", mode="r")
     return tokens
 
@@ -158,7 +183,9 @@ def _tenths(tokens: Tokens) -> dict[str, Tokens]:
     return {"train": tokens[:first], "val": tokens[first:second], "test": tokens[second:]}
 
 
-def sample_windows(text: Tokens, length: int, count: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+def sample_windows(
+    text: Tokens, length: int, count: int, generator: np.random.Generator
+) -> npt.NDArray[np.int64]:
     """`count` random stretches of `length` tokens."""
     starts = generator.integers(0, len(text) - length, size=count)
     windows: npt.NDArray[np.int64] = text[starts[:, None] + np.arange(length)].astype(np.int64)

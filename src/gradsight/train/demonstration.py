@@ -1,4 +1,6 @@
-"""The demo's training run: a small GPT under all five instruments, with one poisoned sample on the way."""
+"""The demo's training run: a small GPT under all five instruments, with one poisoned sample on the
+way.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from gradsight.train.data import open_corpus
 from gradsight.train.gpt import GPT, GPTConfig
 from gradsight.train.samples import Order, Samples
 from gradsight.train.schedule import learning_rate
-from gradsight.values.records import CheckpointingReport, Schedule
+from gradsight.values.memory import CheckpointingReport
+from gradsight.values.steps import Schedule
 
 Weighted = tuple[Tensor, Tensor]
 """Tokens, and how much each sample counts."""
@@ -49,13 +52,27 @@ class Demonstration:
     def model(self) -> GPT:
         """Always the same one."""
         torch.manual_seed(0)
-        return GPT(GPTConfig(block_size=self.block_size, width=self.width, heads=self.heads, layers=self.layers))
+        return GPT(
+            GPTConfig(
+                block_size=self.block_size, width=self.width, heads=self.heads, layers=self.layers
+            )
+        )
 
     def settings(self) -> dict[str, Any]:
         """As `gradsight train` would be told, without the fault."""
         shape = {"n_layer": self.layers, "n_head": self.heads, "n_embd": self.width}
-        sizes = {"block_size": self.block_size, "batch_size": self.batch_size, "max_steps": self.steps}
-        return {"architecture": "char", "model": shape, "learning_rate": self.rate, "gradient_checkpointing": True, **sizes}
+        sizes = {
+            "block_size": self.block_size,
+            "batch_size": self.batch_size,
+            "max_steps": self.steps,
+        }
+        return {
+            "architecture": "char",
+            "model": shape,
+            "learning_rate": self.rate,
+            "gradient_checkpointing": True,
+            **sizes,
+        }
 
 
 def loss_of(model: nn.Module, batch: Weighted) -> Tensor:
@@ -68,12 +85,23 @@ def loss_of(model: nn.Module, batch: Weighted) -> Tensor:
 
 def measure_memory(demo: Demonstration) -> CheckpointingReport:
     """One training step, plain and with activation checkpointing."""
-    tokens = torch.randint(0, 256, (demo.batch_size, demo.block_size + 1), generator=torch.Generator().manual_seed(0))
-    return verify_checkpointing(lambda: (demo.model(), (tokens, torch.ones(demo.batch_size)), loss_of))
+    tokens = torch.randint(
+        0, 256, (demo.batch_size, demo.block_size + 1), generator=torch.Generator().manual_seed(0)
+    )
+    return verify_checkpointing(
+        lambda: (demo.model(), (tokens, torch.ones(demo.batch_size)), loss_of)
+    )
 
 
-def run(demo: Demonstration, run_dir: Path, memory: CheckpointingReport, tell: Callable[[int, float], None]) -> int:
-    """Train under all instruments; tell(step, loss) after every step. Returns the id of the poisoned sample."""
+def run(
+    demo: Demonstration,
+    run_dir: Path,
+    memory: CheckpointingReport,
+    tell: Callable[[int, float], None],
+) -> int:
+    """Train under all instruments; tell(step, loss) after every step. Returns the id of the
+    poisoned sample.
+    """
     samples = Samples(open_corpus(None), demo.block_size)
     order, poisoned = Order(np.ones(len(samples)), seed=0), -1
     model = demo.model()
@@ -81,9 +109,19 @@ def run(demo: Demonstration, run_dir: Path, memory: CheckpointingReport, tell: C
     optimizer = torch.optim.AdamW(model.parameters(), lr=demo.rate)
     target = weighted(samples.of("val"), spread_evenly(len(samples.of("val")), demo.target_rows))
     dumper = GradientDumper(run_dir, start_step=demo.steps - 1, dump_on="warning")
-    engine = GhostEngine(model, loss_of, target, optimizer=optimizer, refresh_every=5, run_dir=run_dir, save_interval=50)
+    engine = GhostEngine(
+        model,
+        loss_of,
+        target,
+        optimizer=optimizer,
+        refresh_every=5,
+        run_dir=run_dir,
+        save_interval=50,
+    )
     monitor = MemoryMonitor(log_every=20)
-    with watch(model, optimizer, run_dir=run_dir, histograms=Schedule(step_interval=20), dump=dumper) as watched:
+    with watch(
+        model, optimizer, run_dir=run_dir, histograms=Schedule(step_interval=20), dump=dumper
+    ) as watched:
         describe(run_dir, demo, watched, memory)
         for step in range(demo.steps):
             ids = order.take(step * demo.batch_size, demo.batch_size)
@@ -92,7 +130,9 @@ def run(demo: Demonstration, run_dir: Path, memory: CheckpointingReport, tell: C
                 poisoned = ids[demo.poisoned_row]
                 weights[demo.poisoned_row] = demo.poison
             watched.ids(ids)
-            with engine.observe(sample_ids=ids, domains=[samples.domain(each) for each in ids], step=step):
+            with engine.observe(
+                sample_ids=ids, domains=[samples.domain(each) for each in ids], step=step
+            ):
                 loss = loss_of(model, (tokens, weights))
                 loss.backward()  # type: ignore[no-untyped-call]
             optimizer.param_groups[0]["lr"] = learning_rate(
@@ -114,8 +154,12 @@ def weighted(samples: Samples, ids: list[int]) -> Weighted:
     return torch.from_numpy(np.stack([samples.tokens(each) for each in ids])), torch.ones(len(ids))
 
 
-def describe(run_dir: Path, demo: Demonstration, watched: Watch, memory: CheckpointingReport) -> None:
-    """Keep with the run what it read and what was measured before it, for the commands that look at it later."""
+def describe(
+    run_dir: Path, demo: Demonstration, watched: Watch, memory: CheckpointingReport
+) -> None:
+    """Keep with the run what it read and what was measured before it, for the commands that look at
+    it later.
+    """
     config = open_run(run_dir).config
     config["settings"]["train"] = demo.settings()
     write_config(run_dir, config)

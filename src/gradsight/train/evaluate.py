@@ -25,7 +25,11 @@ class NextTokenLoss:
     """The mean cross-entropy of the next token, computed in the wanted type."""
 
     def __init__(self, train_dtype: str, device: torch.device) -> None:
-        self._autocast = {"device_type": device.type, "dtype": torch.bfloat16, "enabled": train_dtype == "bfloat16"}
+        self._autocast = {
+            "device_type": device.type,
+            "dtype": torch.bfloat16,
+            "enabled": train_dtype == "bfloat16",
+        }
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self.by_row(model, batch).mean()
@@ -40,9 +44,17 @@ class NextTokenLoss:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loss: NextTokenLoss, samples: Samples, wanted: int, batch_size: int, vocabulary: int, processes: Processes
+    model: nn.Module,
+    loss: NextTokenLoss,
+    samples: Samples,
+    wanted: int,
+    batch_size: int,
+    vocabulary: int,
+    processes: Processes,
 ) -> dict[str, float | None]:
-    """The mean loss of up to `wanted` samples of each split, evenly spaced; None for a split without samples."""
+    """The mean loss of up to `wanted` samples of each split, evenly spaced; None for a split
+    without samples.
+    """
     was_training = model.training
     model.eval()
     found = {}
@@ -53,7 +65,9 @@ def evaluate(
         at_once = batch_size * processes.world
         for start in range(0, len(rows), at_once):
             mine = rows[start : start + at_once][processes.rank :: processes.world]
-            batch = make_batch(part, mine or rows[:1], vocabulary, processes.device)  # a sharded model needs every process
+            batch = make_batch(
+                part, mine or rows[:1], vocabulary, processes.device
+            )  # a sharded model needs every process
             total += loss.by_row(model, batch.pair).sum() * bool(mine)
         found[f"{split}_loss"] = float(processes.sum(total)) / len(rows) if rows else None
     model.train(was_training)
@@ -71,7 +85,8 @@ class TrainingLog:
     def add(self, entry: dict[str, Any]) -> None:
         """One evaluation; it replaces an earlier one of the same step."""
         plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in entry.items()
         }
         self.entries = [known for known in self.entries if known["step"] != entry["step"]] + [plain]
         partial = self._file.with_name(f"{FILE}.partial")
@@ -89,5 +104,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
     try:
         entries: list[dict[str, Any]] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}. Move it away to go on without what it holds") from error
+        raise RunError(
+            f"{file} cannot be read: {error}. Move it away to go on without what it holds"
+        ) from error
     return entries

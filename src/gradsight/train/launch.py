@@ -39,13 +39,21 @@ def start(settings: Settings, flags: Sequence[str], count: int) -> int:
         config.write_text(json.dumps(to_dict(settings)))
         command = [sys.executable, "-m", "gradsight", "train", "--config", str(config), *flags]
         port = _free_port()
-        children = [subprocess.Popen(command, env=_environment(rank, count, port)) for rank in range(count)]
+        children = [
+            subprocess.Popen(command, env=_environment(rank, count, port)) for rank in range(count)
+        ]
         return _wait(children)
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     """What torchrun would set, and cores shared out fairly."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_PORT": port,
+    }
     threads = str(max(1, (os.cpu_count() or 1) // count))
     values = {name: str(value) for name, value in own.items()}
     return {"OMP_NUM_THREADS": threads, **os.environ, **values, "MASTER_ADDR": "127.0.0.1"}
@@ -67,7 +75,9 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while all(child.poll() in (None, 0) for child in children) and any(child.poll() is None for child in children):
+        while all(child.poll() in (None, 0) for child in children) and any(
+            child.poll() is None for child in children
+        ):
             time.sleep(0.05)
         code = next((child.returncode for child in children if child.returncode), 0)
         _end(children)
@@ -80,7 +90,10 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
     """Wait for all; those that wait for one that has failed are ended."""
     until = time.monotonic() + _GRACE
-    failed = any(child.returncode not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM) for child in children)
+    failed = any(
+        child.returncode not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+        for child in children
+    )
     for child in children:
         if failed and child.poll() is None:
             child.terminate()

@@ -28,7 +28,7 @@ from gradsight.train.progress import Telling
 from gradsight.train.schedule import learning_rate
 from gradsight.train.scoring import Scoring
 from gradsight.train.stopping import Stopping
-from gradsight.values.records import Schedule
+from gradsight.values.steps import Schedule
 
 OnBatch = Callable[[int, Batch], Batch]
 RECORDER: dict[str, bool | Literal["batch"]] = {"true": True, "false": False, "batch": "batch"}
@@ -114,7 +114,9 @@ def train(run: Training, tools: Instruments) -> int | None:
                     part = run.loss(model, batch.pair) / settings.gradient_accumulation_steps
                     part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
-            if (epoch := epoch_to_log(run)) is not None:  # as step, so that epochs are what the plots count
+            if (
+                epoch := epoch_to_log(run)
+            ) is not None:  # as step, so that epochs are what the plots count
                 log_gradient_distribution(model, tools.tracker, epoch, log_histogram=True)
             norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip or math.inf)
             optimizer.step()
@@ -140,7 +142,9 @@ def set_learning_rate(optimizer: Optimizer, settings: Settings, step: int) -> fl
     """Give the optimizer the learning rate of a step."""
     lowest = settings.learning_rate * settings.optimizer.min_lr_ratio
     total, warmup = settings.max_steps, settings.warmup_steps
-    lr = learning_rate(step, highest=settings.learning_rate, warmup=warmup, total=total, lowest=lowest)
+    lr = learning_rate(
+        step, highest=settings.learning_rate, warmup=warmup, total=total, lowest=lowest
+    )
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr
@@ -152,7 +156,9 @@ def due(step: int, interval: int, last: int) -> bool:
 
 
 def epoch_to_log(run: Training) -> int | None:
-    """The epoch under which this step's gradients are logged: every so many epochs at their first step, and at the very end."""
+    """The epoch under which this step's gradients are logged: every so many epochs at their first
+    step, and at the very end.
+    """
     every, length = run.settings.log_grad_dist_every, run.batches.order.epoch_length
     end = run.position + run.batches.per_step
     if every and run.step == run.settings.max_steps - 1:
@@ -174,11 +180,17 @@ def look(run: Training, watched: Watch, log: TrainingLog) -> None:
     losses = run.evaluate()
     if run.processes.first:
         epoch = run.position / run.batches.order.epoch_length
-        log.add({"step": run.step, "epoch": round(epoch, 4), **losses, "seconds": round(run.seconds, 3)})
+        log.add(
+            {"step": run.step, "epoch": round(epoch, 4), **losses, "seconds": round(run.seconds, 3)}
+        )
         for name, value in losses.items():
             if value is not None:
                 watched.log_scalar(f"eval/{name}", value, run.step)
-    shown = "  ".join(f"{name.removesuffix('_loss')} {value:.3f}" for name, value in losses.items() if value is not None)
+    shown = "  ".join(
+        f"{name.removesuffix('_loss')} {value:.3f}"
+        for name, value in losses.items()
+        if value is not None
+    )
     run.telling.say(f"step {run.step}/{run.settings.max_steps}  losses: {shown}")
     run.telling.pause(time.perf_counter() - started)
 
@@ -187,8 +199,15 @@ def save(run: Training, scoring: Scoring) -> None:
     """Write the scores so far and a checkpoint, from which --resume goes on."""
     started = time.perf_counter()
     scoring.save(run.step)
-    facts = {"step": run.step, "position": run.position, "seconds": run.seconds, "data": run.batches.samples.fingerprint}
-    checkpoint.save(run.run_dir, run.model, run.optimizer, run.processes, facts, run.settings.keep_checkpoints)
+    facts = {
+        "step": run.step,
+        "position": run.position,
+        "seconds": run.seconds,
+        "data": run.batches.samples.fingerprint,
+    }
+    checkpoint.save(
+        run.run_dir, run.model, run.optimizer, run.processes, facts, run.settings.keep_checkpoints
+    )
     run.telling.pause(time.perf_counter() - started)
 
 
@@ -197,5 +216,9 @@ def add_to_config(run: Training) -> None:
     config = json.loads((run.run_dir / "config.json").read_text())
     samples = run.batches.samples
     config["settings"]["train"] = to_dict(run.settings)
-    config["data"] = {"fingerprint": samples.fingerprint, "samples": len(samples), "domains": list(samples.corpus.domains)}
+    config["data"] = {
+        "fingerprint": samples.fingerprint,
+        "samples": len(samples),
+        "domains": list(samples.corpus.domains),
+    }
     write_config(run.run_dir, config)

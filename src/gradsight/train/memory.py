@@ -25,7 +25,9 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot
 def startup_lines(settings: Settings, device: torch.device) -> list[str]:
     """The startup report: device, parameters, expected peak, checkpointing, recommended batch size."""
     policy = "full" if settings.gradient_checkpointing else None
-    report = startup_report(_build_for(settings), settings.batch_size, policy=policy, device=device.type)
+    report = startup_report(
+        _build_for(settings), settings.batch_size, policy=policy, device=device.type
+    )
     lines = str(report).splitlines()
     if settings.method == "GradDotProd":
         size = format_size(report.expected.by_kind["parameters"])
@@ -36,22 +38,35 @@ def startup_lines(settings: Settings, device: torch.device) -> list[str]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out; the CPU's allocator says so in words only."""
     named = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return named or (isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS))
+    return named or (
+        isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+    )
 
 
 def advice(settings: Settings, device: torch.device, config: Path) -> str:
-    """What would fit instead, as commands; they build on the run's config.json where the run got so far."""
+    """What would fit instead, as commands; they build on the run's config.json where the run got so
+    far.
+    """
     room = int(HEADROOM * _room(device))
     there = config.is_file()
-    base = f"gradsight train --config {shlex.quote(str(config))} --overwrite" if there else "gradsight train YOUR_OPTIONS"
-    lines = [f"out of memory on {device.type} with --batch_size {settings.batch_size} and --block_size {settings.block_size}."]
+    base = (
+        f"gradsight train --config {shlex.quote(str(config))} --overwrite"
+        if there
+        else "gradsight train YOUR_OPTIONS"
+    )
+    lines = [
+        f"out of memory on {device.type} with --batch_size {settings.batch_size} and --block_size {settings.block_size}."
+    ]
     lines += ["What should fit:", f"  {base} {_smaller_batch(settings, device, room)}"]
     if (length := _shorter_block(settings, device, room)) is not None:
         lines.append(f"  {base} --block_size {length}")
     if (name := _smaller_architecture(settings)) is not None:
         lines.append(f"  {base} --architecture {name}")
     if not settings.gradient_checkpointing:
-        lines += ["Or recompute activations instead of keeping them:", f"  {base} --gradient_checkpointing true"]
+        lines += [
+            "Or recompute activations instead of keeping them:",
+            f"  {base} --gradient_checkpointing true",
+        ]
     return "\n".join(lines)
 
 

@@ -25,19 +25,38 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "char": Architecture(layers=6, heads=6, width=384, vocabulary=256, block_size=256, batch_size=64),
-    "GPT2-Small": Architecture(layers=12, heads=12, width=768, vocabulary=50257, block_size=1024, batch_size=4),
-    "GPT2-Medium": Architecture(layers=24, heads=16, width=1024, vocabulary=50257, block_size=1024, batch_size=4),
-    "GPT2-Large": Architecture(layers=36, heads=20, width=1280, vocabulary=50257, block_size=1024, batch_size=4),
+    "char": Architecture(
+        layers=6, heads=6, width=384, vocabulary=256, block_size=256, batch_size=64
+    ),
+    "GPT2-Small": Architecture(
+        layers=12, heads=12, width=768, vocabulary=50257, block_size=1024, batch_size=4
+    ),
+    "GPT2-Medium": Architecture(
+        layers=24, heads=16, width=1024, vocabulary=50257, block_size=1024, batch_size=4
+    ),
+    "GPT2-Large": Architecture(
+        layers=36, heads=20, width=1280, vocabulary=50257, block_size=1024, batch_size=4
+    ),
 }
 
 
 def architecture(name: str) -> Architecture:
     """The architecture of a name; "char" reads bytes and has about ten million parameters."""
     if name not in ARCHITECTURES:
-        near = difflib.get_close_matches(name.lower(), [known.lower() for known in ARCHITECTURES], 1)
-        meant = next((f" Did you mean {known}?" for known in ARCHITECTURES if near and known.lower() == near[0]), "")
-        raise UsageError(f"unknown architecture {name!r}; known are {', '.join(ARCHITECTURES)}.{meant}")
+        near = difflib.get_close_matches(
+            name.lower(), [known.lower() for known in ARCHITECTURES], 1
+        )
+        meant = next(
+            (
+                f" Did you mean {known}?"
+                for known in ARCHITECTURES
+                if near and known.lower() == near[0]
+            ),
+            "",
+        )
+        raise UsageError(
+            f"unknown architecture {name!r}; known are {', '.join(ARCHITECTURES)}.{meant}"
+        )
     return ARCHITECTURES[name]
 
 
@@ -47,7 +66,9 @@ def model_from_settings(settings: Mapping[str, Any]) -> "nn.Module":
 
     train = settings.get("train", settings)
     shape = train.get("model") or {}
-    model = build_model(train.get("architecture", "char"), block_size=train.get("block_size"), **shape)
+    model = build_model(
+        train.get("architecture", "char"), block_size=train.get("block_size"), **shape
+    )
     return model.to(getattr(torch, train.get("model_dtype", "float32")))
 
 
@@ -66,7 +87,9 @@ def build_model(
     width = n_embd or shape.width
     heads = n_head or max(count for count in range(1, shape.heads + 1) if width % count == 0)
     if width % heads:
-        raise UsageError(f"the width {width} cannot be shared among {heads} heads: n_embd must be a multiple of n_head")
+        raise UsageError(
+            f"the width {width} cannot be shared among {heads} heads: n_embd must be a multiple of n_head"
+        )
     block_size, vocabulary = block_size or shape.block_size, vocab_size or shape.vocabulary
     if block_size < 1 or vocabulary < 1 or not 0 <= dropout < 1:
         raise UsageError(
@@ -98,7 +121,9 @@ def build_model(
 def training_step(
     name: str, *, batch_size: int | None = None, block_size: int | None = None, dropout: float = 0.0
 ) -> "Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]":
-    """A build function: the model and a batch of random tokens, for measuring and predicting memory."""
+    """A build function: the model and a batch of random tokens, for measuring and predicting
+    memory.
+    """
     shape = architecture(name)
     size, length = batch_size or shape.batch_size, block_size or shape.block_size
     if size < 1:
@@ -108,6 +133,9 @@ def training_step(
         import torch
 
         tokens = torch.randint(0, shape.vocabulary, (size, length))
-        return build_model(name, block_size=length, dropout=dropout), {"input_ids": tokens, "labels": tokens}
+        return build_model(name, block_size=length, dropout=dropout), {
+            "input_ids": tokens,
+            "labels": tokens,
+        }
 
     return build

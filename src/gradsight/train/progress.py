@@ -22,7 +22,12 @@ class Telling:
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
         )
-        self._bar = Progress(*columns, console=self.console, disable=not (speaks and self.console.is_terminal), transient=True)
+        self._bar = Progress(
+            *columns,
+            console=self.console,
+            disable=not (speaks and self.console.is_terminal),
+            transient=True,
+        )
         self._task = self._bar.add_task("", total=total, numbers="")
 
     def start_at(self, step: int) -> None:
@@ -54,15 +59,26 @@ class Telling:
         if self._bar.disable:
             left = f"{_duration(each * (self._total - self._done))} left"
             used = next(
-                (f"  {value:.2f} GB" for name, value in memory.items() if name.endswith(("rss_gb", "allocated_gb"))), ""
+                (
+                    f"  {value:.2f} GB"
+                    for name, value in memory.items()
+                    if name.endswith(("rss_gb", "allocated_gb"))
+                ),
+                "",
             )
-            self.say(f"step {self._done}/{self._total}  loss {loss:.3f}  norm {norm:.2f}  {rate:,.0f} tokens/s{used}  {left}")
+            self.say(
+                f"step {self._done}/{self._total}  loss {loss:.3f}  norm {norm:.2f}  {rate:,.0f} tokens/s{used}  {left}"
+            )
         else:
-            self._bar.update(self._task, numbers=f"loss {loss:.3f} norm {norm:.2f} {rate:,.0f} tok/s")
+            self._bar.update(
+                self._task, numbers=f"loss {loss:.3f} norm {norm:.2f} {rate:,.0f} tok/s"
+            )
 
     def say(self, text: str) -> None:
         """One line; on a terminal it is broken between words."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
+        self.console.print(
+            text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal
+        )
 
     def show(self, line: str) -> None:
         """A line that is to be copied, or brings its own colours: printed as it is."""

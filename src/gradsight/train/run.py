@@ -60,7 +60,9 @@ def run_training(
         if resume:
             go_on(run)
         if run.step >= settings.max_steps:
-            run.telling.say(f"Nothing to do: {run.step} of {settings.max_steps} steps are made. Give a larger --max_steps")
+            run.telling.say(
+                f"Nothing to do: {run.step} of {settings.max_steps} steps are made. Give a larger --max_steps"
+            )
             return 0
         introduce(run)
         with instruments(run) as tools:
@@ -72,7 +74,9 @@ def run_training(
         return 128 + signal.SIGINT
     except Exception as error:
         if is_out_of_memory(error):
-            raise GradsightError(advice(settings, processes.device, run_dir / "config.json")) from error
+            raise GradsightError(
+                advice(settings, processes.device, run_dir / "config.json")
+            ) from error
         raise
     finally:
         processes.close()
@@ -82,7 +86,9 @@ def resolved(settings: Settings) -> Settings:
     """The settings with what follows from others filled in, so that config.json says all."""
     size = settings.block_size or architecture(settings.architecture).block_size
     given = (settings.data, settings.data_weights, settings.tokenizer)
-    data, weights, tokenizer = (None if path is None else str(Path(path).absolute()) for path in given)
+    data, weights, tokenizer = (
+        None if path is None else str(Path(path).absolute()) for path in given
+    )
     settings = replace(settings, data=data, data_weights=weights, tokenizer=tokenizer)
     return replace(settings, block_size=size, experiment=settings.name)
 
@@ -92,7 +98,9 @@ def refuse_mixing(run_dir: Path, resume: bool, overwrite: bool) -> None:
     there = (run_dir / "run.sqlite").exists()
     if resume and checkpoint.newest(run_dir) is None:
         what = "has no checkpoint yet" if there else "is not there"
-        raise UsageError(f"--resume: {run_dir} {what}. Start it without --resume{' and with --overwrite' if there else ''}")
+        raise UsageError(
+            f"--resume: {run_dir} {what}. Start it without --resume{' and with --overwrite' if there else ''}"
+        )
     if there and not resume and not overwrite:
         raise UsageError(
             f"{run_dir} holds a run already. Continue it with --resume, replace it with --overwrite, "
@@ -101,7 +109,9 @@ def refuse_mixing(run_dir: Path, resume: bool, overwrite: bool) -> None:
 
 
 def make_directory(run_dir: Path, processes: Processes, anew: bool) -> None:
-    """Make the run directory, and remove the run that is replaced: only now, when all else has been found in order."""
+    """Make the run directory, and remove the run that is replaced: only now, when all else has been
+    found in order.
+    """
     processes.wait()
     if processes.first:
         if anew and (run_dir / "run.sqlite").exists():
@@ -110,11 +120,17 @@ def make_directory(run_dir: Path, processes: Processes, anew: bool) -> None:
     processes.wait()
 
 
-def assemble(settings: Settings, run_dir: Path, processes: Processes, on_batch: OnBatch | None) -> Training:
+def assemble(
+    settings: Settings, run_dir: Path, processes: Processes, on_batch: OnBatch | None
+) -> Training:
     """Put together everything that the loop needs."""
     assert settings.block_size is not None
     samples = Samples(open_corpus(settings.data), settings.block_size)
-    weights = np.ones(len(samples)) if settings.data_weights is None else read_weights(settings.data_weights, samples)
+    weights = (
+        np.ones(len(samples))
+        if settings.data_weights is None
+        else read_weights(settings.data_weights, samples)
+    )
     model, optimizer = build(settings, processes)
     loss = NextTokenLoss(settings.train_dtype, processes.device)
     vocabulary = settings.model.vocab_size or architecture(settings.architecture).vocabulary
@@ -128,25 +144,40 @@ def assemble(settings: Settings, run_dir: Path, processes: Processes, on_batch: 
         vocabulary,
         processes.device,
     )
-    telling = Telling(settings.max_steps, batches.per_step * settings.block_size, speaks=processes.first)
-    return Training(settings, run_dir, processes, model, optimizer, loss, batches, telling, on_batch)
+    telling = Telling(
+        settings.max_steps, batches.per_step * settings.block_size, speaks=processes.first
+    )
+    return Training(
+        settings, run_dir, processes, model, optimizer, loss, batches, telling, on_batch
+    )
 
 
 def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimizer]:
-    """The model as the processes share it, and its optimizer. Initial weights depend on the seed alone."""
+    """The model as the processes share it, and its optimizer. Initial weights depend on the seed
+    alone.
+    """
     torch.manual_seed(settings.seed)
     model = model_from_settings(to_dict(settings)).to(processes.device)
-    blocks = {name: module for name, module in model.named_modules() if type(module).__name__ == "GPT2Block"}
+    blocks = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__ == "GPT2Block"
+    }
     if settings.gradient_checkpointing:
         apply_checkpointing(model, "full", blocks=list(blocks))
     model = processes.spread(model, settings.parallel, list(blocks.values()))
     torch.manual_seed(settings.seed + 1 + processes.rank)  # dropout differs from process to process
     adam = settings.optimizer
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": adam.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.dim() >= 2],
+            "weight_decay": adam.weight_decay,
+        },
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return model, AdamW(groups, lr=settings.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+    return model, AdamW(
+        groups, lr=settings.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps
+    )
 
 
 def introduce(run: Training) -> None:
@@ -155,14 +186,18 @@ def introduce(run: Training) -> None:
     if run.processes.first:
         domains = samples.corpus.domains
         what = settings.data or "the source of Python's standard library"
-        run.telling.say(f"Data: {what}: {order.epoch_length:,} samples of {settings.block_size} tokens, {len(domains)} domains")
+        run.telling.say(
+            f"Data: {what}: {order.epoch_length:,} samples of {settings.block_size} tokens, {len(domains)} domains"
+        )
         if settings.startup_report:
             with run.telling.working("Predicting memory"):
                 lines = startup_lines(settings, run.processes.device)
             for line in lines:
                 run.telling.say(line)
         steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
-        run.telling.say(f"Training: {settings.architecture}, {settings.method}, {steps}, into {run.run_dir}")
+        run.telling.say(
+            f"Training: {settings.architecture}, {settings.method}, {steps}, into {run.run_dir}"
+        )
     run.processes.wait()
 
 
@@ -180,7 +215,9 @@ def instruments(run: Training) -> Iterator[Instruments]:
         went_well = True
     finally:
         tracker.close()
-        if went_well or processes.world == 1:  # else the other processes would be waited for in vain
+        if (
+            went_well or processes.world == 1
+        ):  # else the other processes would be waited for in vain
             scoring.close()
             if dumper is not None:
                 dumper.close()
@@ -190,10 +227,14 @@ def make_engine(run: Training) -> GhostEngine:
     """The engine that scores training samples against the validation batch."""
     settings, processes = run.settings, run.processes
     val, wanted = run.batches.samples.of("val"), settings.val_batch_size
-    target = validation_pair(val, wanted, processes.rank, processes.world, run.batches.vocabulary, processes.device)
+    target = validation_pair(
+        val, wanted, processes.rank, processes.world, run.batches.vocabulary, processes.device
+    )
     options = asdict(settings.trainer.callbacks.ghost)
     if processes.world > 1 and settings.parallel == "fsdp" and settings.train_dtype == "bfloat16":
-        options["self_check"] = False  # right scores are refused there: the twin's rounding is not the sharded model's
+        options["self_check"] = (
+            False  # right scores are refused there: the twin's rounding is not the sharded model's
+        )
     return GhostEngine(
         run.model,
         run.loss,
@@ -211,7 +252,9 @@ def go_on(run: Training) -> None:
     assert folder is not None
     facts = checkpoint.load(folder, run.model, run.optimizer, run.processes)
     if facts["data"] != run.batches.samples.fingerprint:
-        raise UsageError(f"--resume: {run.run_dir} was trained on other data: the order of samples would not be the same")
+        raise UsageError(
+            f"--resume: {run.run_dir} was trained on other data: the order of samples would not be the same"
+        )
     run.step, run.position, run.seconds = facts["step"], facts["position"], facts["seconds"]
     run.telling.start_at(run.step)
     run.telling.say(f"Resuming after step {run.step}")
@@ -238,15 +281,27 @@ def finish(run: Training, ended_by: int | None) -> int:
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
         write_report(run.run_dir / "report.md", report(summary, Texts(run.run_dir)))
-        for name in (name for name in run.memory if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb"))):
+        for name in (
+            name for name in run.memory if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb"))
+        ):
             run.telling.say(f"{name}: {run.memory[name]:.3f}")
         run.telling.say(f"{run.step} steps in {run.seconds:.0f} s")
         health = summary.health
-        for line in terminal_lines(health, wants_colour(sys.stdout)) if health.findings else [summary.verdict]:
+        for line in (
+            terminal_lines(health, wants_colour(sys.stdout))
+            if health.findings
+            else [summary.verdict]
+        ):
             run.telling.show(line)
         if ended_by is not None:
-            run.telling.say(f"Stopped by {signal.Signals(ended_by).name}; the step was finished and saved. Continue with:")
-            folder, name = (shlex.quote(str(part)) for part in (run.settings.results_dir, run.settings.name))
-            run.telling.show(f"  gradsight train --resume --results_dir {folder} --experiment {name}")
+            run.telling.say(
+                f"Stopped by {signal.Signals(ended_by).name}; the step was finished and saved. Continue with:"
+            )
+            folder, name = (
+                shlex.quote(str(part)) for part in (run.settings.results_dir, run.settings.name)
+            )
+            run.telling.show(
+                f"  gradsight train --resume --results_dir {folder} --experiment {name}"
+            )
         run.telling.show(f"report: {run.run_dir / 'report.md'}")
     return 0 if ended_by is None else 128 + ended_by

@@ -1,4 +1,6 @@
-"""Numbered samples: each split cut into blocks that do not overlap. A training sample's id is its number. No torch."""
+"""Numbered samples: each split cut into blocks that do not overlap. A training sample's id is its
+number. No torch.
+"""
 
 import bisect
 import csv
@@ -23,14 +25,20 @@ _PAGE = 1 << 16
 def open_samples(settings: Mapping[str, Any]) -> "Samples":
     """The training samples of a run, from the settings in its config.json."""
     train = settings.get("train", settings)
-    block_size = train.get("block_size") or architecture(train.get("architecture", "char")).block_size
+    block_size = (
+        train.get("block_size") or architecture(train.get("architecture", "char")).block_size
+    )
     return Samples(open_corpus(train.get("data")), block_size, tokenizer=train.get("tokenizer"))
 
 
 class Samples:
-    """One split of a corpus as numbered blocks of block_size + 1 tokens: the inputs, and one more as the last target."""
+    """One split of a corpus as numbered blocks of block_size + 1 tokens: the inputs, and one more
+    as the last target.
+    """
 
-    def __init__(self, corpus: Corpus, block_size: int, split: str = "train", tokenizer: str | None = None) -> None:
+    def __init__(
+        self, corpus: Corpus, block_size: int, split: str = "train", tokenizer: str | None = None
+    ) -> None:
         self.corpus, self.block_size, self.split = corpus, block_size, split
         self._tokenizer = tokenizer
         self._domains = list(corpus.parts[split])
@@ -55,7 +63,9 @@ class Samples:
         """The block_size + 1 tokens of a sample."""
         part = self._part(sample_id)
         start = (sample_id - self._starts[part]) * (self.block_size + 1)
-        found: npt.NDArray[np.int64] = self._tokens[part][start : start + self.block_size + 1].astype(np.int64)
+        found: npt.NDArray[np.int64] = self._tokens[part][
+            start : start + self.block_size + 1
+        ].astype(np.int64)
         return found
 
     def domain(self, sample_id: int) -> str:
@@ -63,11 +73,15 @@ class Samples:
         return self._domains[self._part(sample_id)]
 
     def text(self, sample_id: int) -> str:
-        """A sample to read: text where tokens are bytes or a tokenizer is known, else the tokens' numbers."""
+        """A sample to read: text where tokens are bytes or a tokenizer is known, else the tokens'
+        numbers.
+        """
         part, tokens = self._part(sample_id), self.tokens(sample_id)
         if self._tokens[part].dtype == np.uint8:
             return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-        return " ".join(map(str, tokens)) if self._tokenizer is None else self._decode(tokens.tolist())
+        return (
+            " ".join(map(str, tokens)) if self._tokenizer is None else self._decode(tokens.tolist())
+        )
 
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
@@ -89,33 +103,49 @@ class Samples:
             for domain, tokens in self.corpus.parts[split].items():
                 digest.update(f"{split}/{domain}/{tokens.dtype}/{len(tokens)}\n".encode())
                 pages = -(-len(tokens) // _PAGE)
-                for page in sorted({number * pages // _LOOKED_AT for number in range(_LOOKED_AT)} if pages else ()):
-                    digest.update(np.ascontiguousarray(tokens[page * _PAGE : (page + 1) * _PAGE]).tobytes())
+                for page in sorted(
+                    {number * pages // _LOOKED_AT for number in range(_LOOKED_AT)} if pages else ()
+                ):
+                    digest.update(
+                        np.ascontiguousarray(tokens[page * _PAGE : (page + 1) * _PAGE]).tobytes()
+                    )
         return digest.hexdigest()
 
     @property
     def stamp(self) -> str:
         """The first line of a file of ids or weights: says what they number."""
-        return f"# gradsight data={self.fingerprint} block_size={self.block_size} samples={len(self)}"
+        return (
+            f"# gradsight data={self.fingerprint} block_size={self.block_size} samples={len(self)}"
+        )
 
     def _part(self, sample_id: int) -> int:
         if not 0 <= sample_id < len(self):
-            raise UsageError(f"there is no sample {sample_id}: the {self.split} split has samples 0 to {len(self) - 1}")
+            raise UsageError(
+                f"there is no sample {sample_id}: the {self.split} split has samples 0 to {len(self) - 1}"
+            )
         return bisect.bisect_right(self._starts, sample_id) - 1
 
 
 def read_weights(file: str | Path, samples: Samples) -> npt.NDArray[np.float64]:
-    """The weight of every sample, from a list of ids to keep or from a CSV of sample_id,weight; ids not in the CSV weigh 1."""
+    """The weight of every sample, from a list of ids to keep or from a CSV of sample_id,weight; ids
+    not in the CSV weigh 1.
+    """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--data_weights {file} cannot be read: {error}") from error
     _refuse_other_data(file, lines, samples)
-    rows = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    rows = [
+        (number, line.strip())
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.startswith("#")
+    ]
     is_csv = bool(rows) and rows[0][1].replace(" ", "") == "sample_id,weight"
     weights = np.ones(len(samples)) if is_csv else np.zeros(len(samples))
     for number, line in rows[1:] if is_csv else rows:
-        sample_id, weight = _row(line, is_csv, f"--data_weights {file}, line {number}", len(samples))
+        sample_id, weight = _row(
+            line, is_csv, f"--data_weights {file}, line {number}", len(samples)
+        )
         weights[sample_id] = weight
     if not weights.any():
         raise UsageError(f"--data_weights {file} leaves no sample to train on")
@@ -136,20 +166,28 @@ def _row(line: str, is_csv: bool, where: str, count: int) -> tuple[int, float]:
     try:
         sample_id, weight = int(fields[0]), float(fields[1]) if is_csv else 1.0
     except (ValueError, IndexError):
-        wanted = "a sample id and a weight" if is_csv else "a sample id (a CSV starts with the line sample_id,weight)"
+        wanted = (
+            "a sample id and a weight"
+            if is_csv
+            else "a sample id (a CSV starts with the line sample_id,weight)"
+        )
         raise UsageError(f"{where}: expected {wanted}, got {line!r}") from None
     if not 0 <= sample_id < count:
-        raise UsageError(f"{where}: there is no sample {sample_id}; this data has samples 0 to {count - 1}")
+        raise UsageError(
+            f"{where}: there is no sample {sample_id}; this data has samples 0 to {count - 1}"
+        )
     if not (np.isfinite(weight) and weight >= 0):
         raise UsageError(f"{where}: a weight is 0 or more, got {weight}")
     return sample_id, weight
 
 
 class Order:
-    """Which samples each step trains on: a stream of epochs, each a shuffle of the samples that are kept.
+    """Which samples each step trains on: a stream of epochs, each a shuffle of the samples that are
+    kept.
 
-    With weights other than 0 and 1 an epoch draws as many samples, with replacement. What stands at a place of the stream
-    follows from the place alone, so a resumed run continues with the same samples.
+    With weights other than 0 and 1 an epoch draws as many samples, with replacement. What stands at
+    a place of the stream follows from the place alone, so a resumed run continues with the same
+    samples.
     """
 
     def __init__(self, weights: npt.NDArray[np.float64], seed: int) -> None:
@@ -175,5 +213,7 @@ class Order:
             drawn = generator.permutation(self._kept) if self._shares is None else generator.choice(
                 self._kept, len(self._kept), p=self._shares
             )  # fmt: skip
-            self._known = {number: order for number, order in self._known.items() if number == epoch - 1} | {epoch: drawn}
+            self._known = {
+                number: order for number, order in self._known.items() if number == epoch - 1
+            } | {epoch: drawn}
         return self._known[epoch]

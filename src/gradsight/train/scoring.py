@@ -11,7 +11,9 @@ from gradsight.train.batches import Batch
 
 
 class Scoring:
-    """Scores micro-batches where there is an engine, and goes on without where a pass cannot be scored."""
+    """Scores micro-batches where there is an engine, and goes on without where a pass cannot be
+    scored.
+    """
 
     def __init__(self, engine: GhostEngine | None) -> None:
         self._engine = engine
@@ -36,7 +38,9 @@ class Scoring:
     def _enter(self, stack: ExitStack, engine: GhostEngine, batch: Batch, step: int) -> None:
         try:
             stack.enter_context(engine.observe(batch.sample_ids, batch.domains, step))
-        except GradsightError as error:  # the target's gradient is not finite: there is no direction to score along
+        except (
+            GradsightError
+        ) as error:  # the target's gradient is not finite: there is no direction to score along
             self._say(f"step {step} is not scored: {error}")
 
     def save(self, step: int) -> None:

@@ -7,7 +7,9 @@ from types import FrameType
 from typing import Any
 
 _IMPATIENCE = 2.0
-"""Seconds after which a second signal is meant: launchers pass the first one on, so it may come twice."""
+"""Seconds after which a second signal is meant: launchers pass the first one on, so it may come
+twice.
+"""
 
 
 class Stopping:
@@ -19,7 +21,9 @@ class Stopping:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stopping":
-        if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be had, and do not come
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # elsewhere signals cannot be had, and do not come
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
         return self

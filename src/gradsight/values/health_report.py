@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradsight.values.records import Finding, plain
+from gradsight.values.findings import Finding
+from gradsight.values.plain import plain
 from gradsight.values.wording import describe
 
 SEVERITIES = ("healthy", "warning", "critical")
@@ -66,9 +67,13 @@ def make_report(
     abstained: Sequence[Abstention] = (),
     steps: int = 1,
 ) -> HealthReport:
-    """A report whose status is that of its worst finding; `counts` are NaN, Inf, zero, and parameters with a gradient."""
+    """A report whose status is that of its worst finding; `counts` are NaN, Inf, zero, and
+    parameters with a gradient.
+    """
     worst = max((SEVERITIES.index(finding.severity) for finding in findings), default=0)
-    return HealthReport(step, SEVERITIES[worst], total_norm, *counts, tuple(findings), tuple(abstained), steps)
+    return HealthReport(
+        step, SEVERITIES[worst], total_norm, *counts, tuple(findings), tuple(abstained), steps
+    )
 
 
 def markdown_sections(report: HealthReport) -> list[list[str]]:
@@ -100,15 +105,27 @@ def _summary(report: HealthReport) -> list[str]:
     ]
     if report.steps > 1:
         trends = [finding for finding in report.findings if finding.code.startswith("GS2")]
-        worst = max((finding.severity for finding in trends), key=SEVERITIES.index, default="healthy")
+        worst = max(
+            (finding.severity for finding in trends), key=SEVERITIES.index, default="healthy"
+        )
         rows.append(("Trend", ", ".join(finding.name for finding in trends) or "stable", worst))
     others = [finding for finding in report.findings if finding.code[2] in "345"]
     if others:
         worst = max((finding.severity for finding in others), key=SEVERITIES.index)
-        rows.append(("Wiring, precision, data", f"{len(others)} finding{'s' if len(others) > 1 else ''}", worst))
+        rows.append(
+            (
+                "Wiring, precision, data",
+                f"{len(others)} finding{'s' if len(others) > 1 else ''}",
+                worst,
+            )
+        )
     lines = ["### Summary", "", "| Metric | Value | Status |", "|--------|-------|--------|"]
     lines += [f"| {metric} | {value} | {SIGNS[status]} |" for metric, value, status in rows]
-    return [*lines, "", f"At step {report.step}, over {report.num_params} parameters with a gradient."]
+    return [
+        *lines,
+        "",
+        f"At step {report.step}, over {report.num_params} parameters with a gradient.",
+    ]
 
 
 def _norm_status(norm: float) -> str:
@@ -122,7 +139,9 @@ def _issues(report: HealthReport) -> list[str]:
         return ["### Issues Detected", "", "None."]
     lines = ["### Issues Detected", ""]
     for number, finding in enumerate(report.findings, 1):
-        lines.append(f"{number}. {SIGNS[finding.severity]} **{finding.code} {finding.name}** ({finding.severity}, since step")
+        lines.append(
+            f"{number}. {SIGNS[finding.severity]} **{finding.code} {finding.name}** ({finding.severity}, since step"
+        )
         lines[-1] += f" {finding.first_step}): {finding.message}"
         lines.append(f"   - Evidence: {finding.evidence}")
         if finding.parameters:
@@ -132,9 +151,14 @@ def _issues(report: HealthReport) -> list[str]:
 
 
 def _cause(finding: Finding) -> list[str]:
-    """What a finding's diagnosis found, and where its incident is kept; empty where there is neither."""
+    """What a finding's diagnosis found, and where its incident is kept; empty where there is
+    neither.
+    """
     told = describe(finding.diagnosis, width=10_000) if finding.diagnosis is not None else []
-    lines = [f"   - Cause: {line}" if number == 0 else f"     - {line}" for number, line in enumerate(told)]
+    lines = [
+        f"   - Cause: {line}" if number == 0 else f"     - {line}"
+        for number, line in enumerate(told)
+    ]
     return [*lines, f"   - Kept in `{finding.incident}`"] if finding.incident is not None else lines
 
 
@@ -147,7 +171,10 @@ def shortened(names: Sequence[str], most: int = _NAMED) -> str:
 def _recommendations(report: HealthReport) -> list[str]:
     if not report.findings:
         return ["### Recommendations", "", "None needed."]
-    lines = [f"{number}. {finding.code}: {finding.recommendation}" for number, finding in enumerate(report.findings, 1)]
+    lines = [
+        f"{number}. {finding.code}: {finding.recommendation}"
+        for number, finding in enumerate(report.findings, 1)
+    ]
     return ["### Recommendations", "", *lines]
 
 

@@ -19,7 +19,9 @@ def parse_size(size: str | int | float) -> int:
     (6000000000, 536870912, 1000000)
     """
     if isinstance(size, bool) or not isinstance(size, str | int | float):
-        raise UsageError(f"a size of memory is text such as '6GB' or a number of bytes, got {type(size).__name__}")
+        raise UsageError(
+            f"a size of memory is text such as '6GB' or a number of bytes, got {type(size).__name__}"
+        )
     text = str(size).strip()
     parts = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", text, re.IGNORECASE)
     if parts is None or parts[2].upper() not in UNITS:
@@ -34,7 +36,9 @@ def parse_size(size: str | int | float) -> int:
 
 
 def _not_a_size(size: object) -> UsageError:
-    return UsageError(f"{size!r} is not a size of memory: write for example '6GB' (6e9 bytes), '512MiB' or a number of bytes")
+    return UsageError(
+        f"{size!r} is not a size of memory: write for example '6GB' (6e9 bytes), '512MiB' or a number of bytes"
+    )
 
 
 def format_size(count: float) -> str:

@@ -5,7 +5,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 
-from gradsight.values.records import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
 
 WIDTH = 80
 _SOURCE = 48
@@ -16,14 +16,20 @@ _NOTES = 3
 def describe(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     """The operation, its inputs, the samples, what could not be found out, and what it took."""
     several = diagnosis.micro_batches > 1
-    lines = list(_operation(diagnosis.operation, several)) if diagnosis.operation is not None else []
+    lines = (
+        list(_operation(diagnosis.operation, several)) if diagnosis.operation is not None else []
+    )
     if diagnosis.samples:
         lines.append(_samples(diagnosis.samples, several))
     lines += [f"note: {note}" for note in diagnosis.notes[:_NOTES]]
     if (more := len(diagnosis.notes) - _NOTES) > 0:
         lines[-1] += f" ({more} more)"
     lines.append(f"diagnosed in {diagnosis.seconds:.1f} s")
-    return [row for line in lines for row in textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)]
+    return [
+        row
+        for line in lines
+        for row in textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
+    ]
 
 
 def _operation(found: GuiltyOperation, several: bool) -> Iterator[str]:
@@ -39,7 +45,13 @@ def _operation(found: GuiltyOperation, several: bool) -> Iterator[str]:
         what = "the loss" if found.operation == "loss" else f"{found.operation} in the loss"
         yield f"{what}, outside the model{where.replace(' in', ':', 1)}{within}"
     else:
-        module = f", module {found.module}" if found.module else ", the model itself" if found.module == "" else ""
+        module = (
+            f", module {found.module}"
+            if found.module
+            else ", the model itself"
+            if found.module == ""
+            else ""
+        )
         yield f"{found.operation}{where}{module}, {found.phase}{within}"
     if found.inputs:
         yield f"{'inputs' if len(found.inputs) > 1 else 'input'} {'; '.join(map(summarized, found.inputs[:3]))}"
@@ -53,7 +65,9 @@ def _before(found: GuiltyOperation, where: str, within: str) -> Iterator[str]:
         return
     kind = "NaN" if found.inputs and found.inputs[0].nan else "an infinity"
     yield (
-        f"{kind} in the model's input: {found.detail}{within}; called{where}" if where else f"{kind} in {found.detail}{within}"
+        f"{kind} in the model's input: {found.detail}{within}; called{where}"
+        if where
+        else f"{kind} in {found.detail}{within}"
     )
     yield from (f"it holds {summarized(each)}" for each in found.inputs)
 
@@ -67,7 +81,11 @@ def _samples(samples: tuple[GuiltySample, ...], several: bool) -> str:
     worst, *rest = samples
     if worst.share is None:
         return f"{named(worst, several)} has the largest gradient norm, {worst.norm:.3g}"
-    then = f"; next {named(rest[0], several)}, {rest[0].share:.0%}" if rest and (rest[0].share or 0.0) >= 0.01 else ""
+    then = (
+        f"; next {named(rest[0], several)}, {rest[0].share:.0%}"
+        if rest and (rest[0].share or 0.0) >= 0.01
+        else ""
+    )
     return f"{named(worst, several)} holds {worst.share:.0%} of the squared norm (its norm: {worst.norm:.3g}){then}"
 
 
@@ -94,8 +112,12 @@ def summarized(tensor: TensorSummary) -> str:
     words = [f"{shape} {tensor.dtype}"]
     if tensor.smallest is not None and tensor.largest is not None:
         one = tensor.smallest == tensor.largest
-        words.append(f"{tensor.smallest:.3g}" if one else f"{tensor.smallest:.3g} .. {tensor.largest:.3g}")
-    words += [f"{count} {what}" for count, what in ((tensor.nan, "NaN"), (tensor.inf, "Inf")) if count]
+        words.append(
+            f"{tensor.smallest:.3g}" if one else f"{tensor.smallest:.3g} .. {tensor.largest:.3g}"
+        )
+    words += [
+        f"{count} {what}" for count, what in ((tensor.nan, "NaN"), (tensor.inf, "Inf")) if count
+    ]
     return ", ".join(words)
 
 

@@ -1,4 +1,6 @@
-"""Four gloo ranks as a mesh of two by two: sharded over two and replicated over two, and cut in both directions."""
+"""Four gloo ranks as a mesh of two by two: sharded over two and replicated over two, and cut in
+both directions.
+"""
 
 import sys
 import warnings
@@ -22,9 +24,16 @@ def main(run: Path) -> None:
         fully_shard(layer, mesh=mesh)
     torch.manual_seed(1 + dist.get_rank())
     model(torch.randn(4, 5)).square().mean().backward()
-    for name, placements in {"both": [Shard(1), Shard(0)], "columns": [Replicate(), Shard(1)]}.items():
-        model.register_parameter(name, nn.Parameter(distribute_tensor(torch.randn(5, 7), mesh, placements)))
-        model.get_parameter(name).grad = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, placements)
+    for name, placements in {
+        "both": [Shard(1), Shard(0)],
+        "columns": [Replicate(), Shard(1)],
+    }.items():
+        model.register_parameter(
+            name, nn.Parameter(distribute_tensor(torch.randn(5, 7), mesh, placements))
+        )
+        model.get_parameter(name).grad = distribute_tensor(
+            torch.arange(35.0).view(5, 7), mesh, placements
+        )
     with GradientDumper(run) as full, GradientDumper(run, save_first_n=5) as sampled:
         full.dump(model, 0)
         sampled.dump(model, 0)

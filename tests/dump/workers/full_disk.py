@@ -1,4 +1,6 @@
-"""A disk that fills up while a dump is written, in three ways; training goes on, and later dumps succeed."""
+"""A disk that fills up while a dump is written, in three ways; training goes on, and later dumps
+succeed.
+"""
 
 import resource
 import subprocess
@@ -23,7 +25,9 @@ def model(width: int) -> nn.Module:
 
 
 def check(run: Path, text: str) -> None:
-    """A small dump, two that do not fit, a small one again: the fault is told once, counted, and leaves nothing."""
+    """A small dump, two that do not fit, a small one again: the fault is told once, counted, and
+    leaves nothing.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with GradientDumper(run, asynchronous=True) as dumper:
@@ -49,7 +53,9 @@ def limited(run: Path) -> None:
 
 
 def small(run: Path) -> None:
-    """A file system of one megabyte: seen beforehand, or when the write fails; and one that is read-only."""
+    """A file system of one megabyte: seen beforehand, or when the write fails; and one that is
+    read-only.
+    """
     run.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run)], check=True)
     try:
@@ -61,7 +67,9 @@ def small(run: Path) -> None:
             warnings.simplefilter("always")
             with GradientDumper(run / "locked") as dumper:
                 dumper.dump(model(20), 0)
-        assert [str(one.message) for one in caught if "Read-only file system" in str(one.message)], caught
+        assert [
+            str(one.message) for one in caught if "Read-only file system" in str(one.message)
+        ], caught
         assert (dumper.written, dumper.failed) == (0, 1)
     finally:
         subprocess.run(["umount", "--lazy", str(run)], check=True)

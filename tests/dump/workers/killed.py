@@ -1,7 +1,8 @@
 """Kills a writing process before, or in the middle of, every single thing it asks of the system.
 
-A child is forked for each point; it counts its calls and kills itself at its number. What it leaves must be complete
-dumps only; then a fresh dumper in the same folder must succeed and leave nothing but complete dumps.
+A child is forked for each point; it counts its calls and kills itself at its number. What it leaves
+must be complete dumps only; then a fresh dumper in the same folder must succeed and leave nothing
+but complete dumps.
 """
 
 import os
@@ -62,7 +63,9 @@ def values(run: Path) -> dict[int, float]:
     for folder in folders:
         verdict = verify(folder)
         assert verdict.intact, verdict
-        entries = torch.cat([tensor.reshape(-1) for tensor in load_keys(folder, ["weight", "bias"])])
+        entries = torch.cat(
+            [tensor.reshape(-1) for tensor in load_keys(folder, ["weight", "bias"])]
+        )
         assert (entries == entries[0]).all(), "old and new values are mixed"
         found[step_of(folder)] = float(entries[0])
     return found
@@ -74,8 +77,12 @@ def dump(run: Path, value: float, step: int, **options) -> None:
         assert not dumper.failed, dumper.problems
 
 
-def scenario(run: Path, before: dict[int, float], step: int, allowed: list[dict[int, float]], **options) -> int:
-    """Kill at one point after the other until the dump gets through; returns how many points there were."""
+def scenario(
+    run: Path, before: dict[int, float], step: int, allowed: list[dict[int, float]], **options
+) -> int:
+    """Kill at one point after the other until the dump gets through; returns how many points there
+    were.
+    """
     for point in range(1000):
         shutil.rmtree(run, ignore_errors=True)
         for old, value in before.items():
@@ -90,7 +97,10 @@ def scenario(run: Path, before: dict[int, float], step: int, allowed: list[dict[
         assert left in allowed, (point, left)
         dump(run, 10.0, 50, **options)
         kept = {key: value for key, value in values(run).items() if key != 50}
-        assert "keep_last" in options or kept in [one for one in allowed if one or not before], (point, kept)
+        assert "keep_last" in options or kept in [one for one in allowed if one or not before], (
+            point,
+            kept,
+        )
         assert not list(run.glob("gradient_dumper/*.partial")), point
         if status == 0:
             return point
@@ -99,7 +109,9 @@ def scenario(run: Path, before: dict[int, float], step: int, allowed: list[dict[
 
 
 def any_time(run: Path) -> int:
-    """Kill a process that dumps in the background, each time a millisecond later; whatever is left is intact."""
+    """Kill a process that dumps in the background, each time a millisecond later; whatever is left
+    is intact.
+    """
     found = 0
     for moment in range(25):
         ready, tell = os.pipe()

@@ -1,4 +1,6 @@
-"""Two gloo ranks, of which the second is killed while it writes; the first trains on and tells what it knows."""
+"""Two gloo ranks, of which the second is killed while it writes; the first trains on and tells what
+it knows.
+"""
 
 import os
 import signal
@@ -33,7 +35,10 @@ def main(run: Path, kill: bool) -> None:
         dumper.wait()
         dumper.dump(model, 2)
         dumper.close()
-    words = [f"{dumper.written} written, {dumper.failed} failed", *(str(one.message) for one in caught)]
+    words = [
+        f"{dumper.written} written, {dumper.failed} failed",
+        *(str(one.message) for one in caught),
+    ]
     (run / f"rank{dist.get_rank()}.txt").write_text("\n".join(words))
 
 

@@ -1,4 +1,6 @@
-"""Two gloo ranks: gradients that lie on them in every way, dumped, and gathered by torch itself for comparison."""
+"""Two gloo ranks: gradients that lie on them in every way, dumped, and gathered by torch itself for
+comparison.
+"""
 
 import sys
 import warnings
@@ -30,7 +32,11 @@ def backward(model: nn.Module, width: int) -> None:
 
 def save(model: nn.Module, run: Path) -> None:
     """What every rank agrees the gradients are, from torch's own gathering."""
-    truth = {named.name: whole(named.tensor.grad) for named in named_parameters(model) if named.tensor.grad is not None}
+    truth = {
+        named.name: whole(named.tensor.grad)
+        for named in named_parameters(model)
+        if named.tensor.grad is not None
+    }
     if dist.get_rank() == 0:
         torch.save(truth, run / "truth.pt")
 
@@ -53,7 +59,9 @@ def ddp(out: Path) -> None:
 
 
 def fsdp(out: Path) -> None:
-    """Seven rows are shared unevenly, one row leaves the second rank without any; the head is not sharded."""
+    """Seven rows are shared unevenly, one row leaves the second rank without any; the head is not
+    sharded.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1), nn.Linear(1, 4))
     fully_shard(model[0])
@@ -65,7 +73,9 @@ def fsdp(out: Path) -> None:
 
 
 def some_none(out: Path) -> None:
-    """A plain parameter with a gradient on rank 1 only, one that differs, and a shard that is missing on rank 1."""
+    """A plain parameter with a gradient on rank 1 only, one that differs, and a shard that is
+    missing on rank 1.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     fully_shard(model[1])
@@ -106,7 +116,9 @@ def not_synchronised(out: Path) -> None:
 
 
 def troubles(out: Path) -> None:
-    """Ranks at different steps, a disk that is full for one of them: no dump, and the next one finds them together."""
+    """Ranks at different steps, a disk that is full for one of them: no dump, and the next one
+    finds them together.
+    """
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(20, 20))
     backward(model, 20)
@@ -144,7 +156,9 @@ def skipping(out: Path) -> None:
 
 
 def one_rank_only(out: Path) -> None:
-    """Rank 0 dumps, the other never comes: rank 0 is told, goes on, and training's own groups still work."""
+    """Rank 0 dumps, the other never comes: rank 0 is told, goes on, and training's own groups still
+    work.
+    """
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     run = out / "one_rank_only"
@@ -176,6 +190,15 @@ if __name__ == "__main__":
     warnings.simplefilter("always", GradsightWarning)
     warnings.showwarning = lambda message, *_: SAID.append(str(message))
     dist.init_process_group("gloo")
-    for scenario in (ddp, fsdp, some_none, nothing, not_synchronised, troubles, skipping, one_rank_only):
+    for scenario in (
+        ddp,
+        fsdp,
+        some_none,
+        nothing,
+        not_synchronised,
+        troubles,
+        skipping,
+        one_rank_only,
+    ):
         scenario(Path(sys.argv[1]))
     dist.destroy_process_group()

@@ -55,9 +55,14 @@ def captured(model: nn.Module, ids: list[tuple[Any, ...]] | None = None) -> Iter
         one.output_gradients = gradients  # type: ignore[assignment]  # filled while backward runs
         for position, y in enumerate(found):
             if y.requires_grad:
-                y.register_hook(lambda g, p=position, to=gradients: to.__setitem__(p, g.detach().clone()))
+                y.register_hook(
+                    lambda g, p=position, to=gradients: to.__setitem__(p, g.detach().clone())
+                )
 
-    handles = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+    handles = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after),
+    ]
     try:
         yield passes
     finally:
@@ -65,7 +70,9 @@ def captured(model: nn.Module, ids: list[tuple[Any, ...]] | None = None) -> Iter
             handle.remove()
 
 
-def step(model: nn.Module, batches: list[Any], loss_of: Callable[[nn.Module, Any], Tensor]) -> tuple[list[Pass], Tensor]:
+def step(
+    model: nn.Module, batches: list[Any], loss_of: Callable[[nn.Module, Any], Tensor]
+) -> tuple[list[Pass], Tensor]:
     """Forward and backward over micro-batches; their passes and the last loss."""
     with captured(model) as passes:
         for batch in batches:

@@ -1,4 +1,6 @@
-"""Planted faults: a step whose gradient is not finite, and what a diagnosis must say about it. Lines carry their marker."""
+"""Planted faults: a step whose gradient is not finite, and what a diagnosis must say about it.
+Lines carry their marker.
+"""
 
 import math
 from collections.abc import Callable
@@ -122,13 +124,17 @@ class OneSidedWhere(nn.Module):
 
 
 class Masked(nn.Module):
-    """Attention weights over a row in which everything is masked; before it a mask that is made of -inf by log, and heals."""
+    """Attention weights over a row in which everything is masked; before it a mask that is made of
+    -inf by log, and heals.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         healing = torch.tensor([1.0, 0, 1, 1, 1, 1]).log()
         weights = (x + healing).softmax(-1)
         hidden = x == 7.0
-        return weights * x.masked_fill(hidden, float("-inf")).softmax(-1)  # nothing left to attend to
+        return weights * x.masked_fill(hidden, float("-inf")).softmax(
+            -1
+        )  # nothing left to attend to
 
 
 class Times(nn.Module):
@@ -192,7 +198,13 @@ class Root(nn.Module):
         return x + torch.sqrt(x * 0.0)  # planted derivative
 
 
-def gpt2(activation: nn.Module | None = None, *, dropout: float = 0.1, checkpointed: bool = True, **options: Any) -> nn.Module:
+def gpt2(
+    activation: nn.Module | None = None,
+    *,
+    dropout: float = 0.1,
+    checkpointed: bool = True,
+    **options: Any,
+) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -468,9 +480,15 @@ def sequences() -> Tensor:
     return torch.randn(ROWS, 5, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[nn.Module, Any], Tensor]]] = {
+HEALTHY: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[nn.Module, Any], Tensor]]
+] = {
     "GPT-2 sdpa": (lambda: gpt2(attn_implementation="sdpa"), padded, own_loss),
-    "GPT-2 eager": (lambda: gpt2(attn_implementation="eager", checkpointed=False), padded, own_loss),
+    "GPT-2 eager": (
+        lambda: gpt2(attn_implementation="eager", checkpointed=False),
+        padded,
+        own_loss,
+    ),
     "encoder layer": (Encoder, sequences, squared),
     **{
         f"mask by {kind}": (lambda kind=kind: Attention(kind), sequences, squared)
@@ -480,5 +498,9 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[n
     "mask as an argument": (lambda: Attention("add"), sequences, masked_call),
     "pooling": (Pooling, lambda: torch.randn(4, 1, 6, 6), squared),
     "forbidden logits": (Choice, rows, first_class),
-    "lstm": (lambda: nn.LSTM(WIDTH, WIDTH), sequences, lambda model, x: model(x)[0].square().mean()),
+    "lstm": (
+        lambda: nn.LSTM(WIDTH, WIDTH),
+        sequences,
+        lambda model, x: model(x)[0].square().mean(),
+    ),
 }

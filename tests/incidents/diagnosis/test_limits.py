@@ -25,13 +25,18 @@ def test_time_is_kept_to() -> None:
             return super().forward(x)
 
     fast = nn.Linear(6, 6)
-    diagnose(fast, step(fast, [rows()], squared)[0], seconds=60, kind="spike")  # torch imports a second's worth on the way
+    diagnose(
+        fast, step(fast, [rows()], squared)[0], seconds=60, kind="spike"
+    )  # torch imports a second's worth on the way
     model = Slow(6, 6)
     passes, _ = step(model, [rows(count=500)] * 3, squared)
     found = diagnose(model, passes, seconds=2, kind="spike", most=None)
     assert 0 < len(found.samples) < 500
     assert all(sample.share is None for sample in found.samples)
-    assert found.notes[0] == "the 2 s of the diagnosis were over while running micro-batch 0 for its samples"
+    assert (
+        found.notes[0]
+        == "the 2 s of the diagnosis were over while running micro-batch 0 for its samples"
+    )
     assert "samples were taken, not of all: no shares are given" in found.notes[1]
 
 
@@ -66,7 +71,11 @@ def test_reentrant_checkpointing_is_seen_through() -> None:
     passes, _ = step(model, [rows((11, 0.0))], squared)
     found = diagnose(model, passes, seconds=60, kind="nonfinite")
     assert found.operation is not None, found.notes
-    assert (found.operation.operation, found.operation.phase, found.operation.module) == ("sqrt", "backward", "middle.1")
+    assert (found.operation.operation, found.operation.phase, found.operation.module) == (
+        "sqrt",
+        "backward",
+        "middle.1",
+    )
     assert [sample.row for sample in found.samples] == [11]
     assert found.notes == ()
     assert "apply" not in vars(CheckpointFunction)
@@ -91,7 +100,9 @@ def test_parameters_spread_over_ranks_are_refused(one_rank: Any) -> None:
         squared(model, rows()).backward()
     fully_shard(model)
     found = diagnose(model, passes, seconds=60, kind="nonfinite")
-    assert found.notes == ("the parameters are spread over ranks: one rank alone cannot run the step again without the others",)
+    assert found.notes == (
+        "the parameters are spread over ranks: one rank alone cannot run the step again without the others",
+    )
 
 
 def test_the_model_inside_data_parallel_is_run(one_rank: Any) -> None:
@@ -108,6 +119,8 @@ def test_the_model_inside_data_parallel_is_run(one_rank: Any) -> None:
 
 @pytest.fixture
 def one_rank(tmp_path: Any) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()

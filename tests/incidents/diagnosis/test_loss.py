@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.incidents.diagnosis.diagnose import diagnose
-from gradsight.values.records import GuiltyOperation
+from gradsight.values.diagnoses import GuiltyOperation
 from incidents.diagnosis.capture import line_of, step
 from incidents.diagnosis.faults import WIDTH, identity, rows
 
@@ -92,7 +92,10 @@ def test_without_the_loss_only_the_place_is_known() -> None:
     passes[0].backward_caller = f"{__file__}:1"
     found = diagnose(model, passes, seconds=60, kind="nonfinite").operation
     assert found is not None
-    assert (found.place, found.source) == (f"{__file__}:1", Path(__file__).read_text().splitlines()[0])
+    assert (found.place, found.source) == (
+        f"{__file__}:1",
+        Path(__file__).read_text().splitlines()[0],
+    )
 
 
 def test_the_loss_of_another_pass_is_not_blamed() -> None:
@@ -101,7 +104,11 @@ def test_the_loss_of_another_pass_is_not_blamed() -> None:
     passes, loss = step(model, [rows((4, 0.0)), rows()], lambda model, x: model(x).log().mean())
     found = diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss)
     assert found.operation is not None
-    assert (found.operation.operation, found.operation.detail, found.operation.micro_batch) == ("loss", OUTSIDE, 0)
+    assert (found.operation.operation, found.operation.detail, found.operation.micro_batch) == (
+        "loss",
+        OUTSIDE,
+        0,
+    )
     assert [(sample.micro_batch, sample.row) for sample in found.samples] == [(0, 4)]
     assert found.operation.inputs[0].shape == (16, WIDTH)
     assert torch.isfinite(loss)

@@ -1,4 +1,6 @@
-"""The guilty operation: every planted fault is named with module, line and samples; healthy models are left alone."""
+"""The guilty operation: every planted fault is named with module, line and samples; healthy models
+are left alone.
+"""
 
 import pytest
 import torch
@@ -15,14 +17,20 @@ def test_fault_is_found(name: str) -> None:
     torch.manual_seed(0)
     model, batches = fault.build(), fault.batches()
     passes, loss = step(model, batches, fault.loss)
-    assert not all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None), "the fault is planted"
+    assert not all(
+        bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None
+    ), "the fault is planted"
     if fault.compiled is not None:
         fault.compiled(model)
     rerun = (lambda inner, number: fault.loss(inner, batches[number])) if fault.rerun else None
     found = diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss, rerun=rerun)
     operation = found.operation
     assert operation is not None, found.notes
-    assert (operation.operation, operation.phase, operation.module) == (fault.operation, fault.phase, fault.module), found
+    assert (operation.operation, operation.phase, operation.module) == (
+        fault.operation,
+        fault.phase,
+        fault.module,
+    ), found
     assert_place(operation.place, fault)
     assert operation.detail.startswith(fault.detail)
     assert {(sample.micro_batch, sample.row) for sample in found.samples} == fault.samples, found

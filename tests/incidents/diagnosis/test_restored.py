@@ -44,21 +44,35 @@ class Busy(nn.Module):
         self.queue[self.calls % 6] += 1.0
         self.momentum.data = self.momentum.data * 0.9
         self.clipped.data.mul_(0.9)
-        return self.last(self.drop(self.norm(self.first(x)))) * noise.log().log().nan_to_num(1.0).clamp(1, 2)
+        return self.last(self.drop(self.norm(self.first(x)))) * noise.log().log().nan_to_num(
+            1.0
+        ).clamp(1, 2)
 
 
-def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer, passes: list[Pass]) -> dict[str, Any]:
+def fingerprint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, passes: list[Pass]
+) -> dict[str, Any]:
     """Everything that must be the same afterwards: values as bytes, objects by identity."""
     modules = list(model.modules())
     return {
         "queue": _bits(model.queue),  # type: ignore[arg-type]
-        "parameters": [(id(p), p.data_ptr(), p._version, p.requires_grad, _bits(p)) for p in model.parameters()],
-        "gradients": [(id(p.grad), None if p.grad is None else (p.grad._version, _bits(p.grad))) for p in model.parameters()],
+        "parameters": [
+            (id(p), p.data_ptr(), p._version, p.requires_grad, _bits(p)) for p in model.parameters()
+        ],
+        "gradients": [
+            (id(p.grad), None if p.grad is None else (p.grad._version, _bits(p.grad)))
+            for p in model.parameters()
+        ],
         "buffers": [(id(b), b._version, _bits(b)) for b in model.buffers()],
         "flags": [m.training for m in modules],
         "attributes": [{k: id(v) for k, v in vars(m).items()} for m in modules],
-        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in modules],
-        "tensor hooks": [(id(p._backward_hooks), len(p._backward_hooks or ())) for p in model.parameters()],
+        "hooks": [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+            for m in modules
+        ],
+        "tensor hooks": [
+            (id(p._backward_hooks), len(p._backward_hooks or ())) for p in model.parameters()
+        ],
         "optimizer": pickle.dumps({k: str(v) for k, v in optimizer.state_dict().items()}),
         "own generator": model.generator.get_state().numpy().tobytes(),  # type: ignore[union-attr,operator]
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -119,7 +133,9 @@ def test_nothing_is_changed_when_the_model_breaks(calls: int) -> None:
 
 
 class Counted(Budget):
-    """Time that is over after so many looks at the clock: at any point of a pass, in forward and in backward."""
+    """Time that is over after so many looks at the clock: at any point of a pass, in forward and in
+    backward.
+    """
 
     def __init__(self, looks: int) -> None:
         super().__init__(1.0)
@@ -138,7 +154,9 @@ def test_nothing_is_changed_wherever_time_runs_out() -> None:
         for work in (find_operation, measure):
             budget, norms = Counted(looks), Norms()
             try:
-                work(model, passes[1], *((1, budget) if work is find_operation else (budget, norms)))
+                work(
+                    model, passes[1], *((1, budget) if work is find_operation else (budget, norms))
+                )
             except OutOfTime:
                 stopped += 1
             assert_same(before, fingerprint(model, optimizer, passes))
@@ -165,7 +183,15 @@ def test_the_guard_can_fail() -> None:
     model(rows())
     after = fingerprint(model, optimizer, passes)
     changed = {name for name in before if before[name] != after[name]}
-    assert {"attributes", "torch", "numpy", "python", "own generator", "queue", "parameters"} <= changed
+    assert {
+        "attributes",
+        "torch",
+        "numpy",
+        "python",
+        "own generator",
+        "queue",
+        "parameters",
+    } <= changed
 
 
 def test_training_goes_on_as_if_nothing_had_been_asked() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ghost.models import BATCH, MODELS, UNEQUAL, build, rows_of
 from gradsight.core.calls import Pass
 from gradsight.incidents.diagnosis.diagnose import diagnose
-from gradsight.values.records import Diagnosis
+from gradsight.values.diagnoses import Diagnosis
 from incidents.diagnosis.capture import captured, step
 from incidents.diagnosis.faults import gpt2, own_loss, rows, squared, tokens
 
@@ -49,7 +49,9 @@ def mlp() -> Case:
 
 
 def convolution() -> Case:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
     return Case(model, (torch.randn(5, 2, 6, 6), torch.arange(5) % 3), classified, class_share, 5)
 
 
@@ -117,7 +119,9 @@ def hidden_states() -> Case:
         return out.loss + out.hidden_states[1].square().mean()
 
     def share(model: nn.Module, batch: dict[str, Tensor], row: int) -> Tensor:
-        hidden = model(input_ids=batch["input_ids"][row : row + 1], output_hidden_states=True).hidden_states[1]
+        hidden = model(
+            input_ids=batch["input_ids"][row : row + 1], output_hidden_states=True
+        ).hidden_states[1]
         return token_share(model, batch, row) + hidden.square().mean() / 4
 
     return Case(gpt2(dropout=0.0, checkpointed=False), labelled(), loss, share, 4, 1e-7)
@@ -160,11 +164,16 @@ def truth(case: Case) -> list[float]:
     model = copy.deepcopy(case.model).double()
     batch = doubled(case.batch)
     parameters = list(model.parameters())
-    return [norm(torch.autograd.grad(case.share(model, batch, row), parameters, allow_unused=True)) for row in range(case.rows)]
+    return [
+        norm(torch.autograd.grad(case.share(model, batch, row), parameters, allow_unused=True))
+        for row in range(case.rows)
+    ]
 
 
 def doubled(batch: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: t.double() if t.is_floating_point() else t, batch
+    )
 
 
 def norms(found: Diagnosis) -> dict[tuple[int, int], float]:
@@ -183,7 +192,9 @@ def test_norms_are_exact(name: str, dtype: torch.dtype) -> None:
     found = diagnose(case.model, passes, seconds=60, kind="spike", most=None)
     assert found.notes == ()
     expected = {(0, row): value for row, value in enumerate(truth(case))}
-    assert norms(found) == pytest.approx(expected, rel=1e-5 if dtype == torch.float32 else case.rounding)
+    assert norms(found) == pytest.approx(
+        expected, rel=1e-5 if dtype == torch.float32 else case.rounding
+    )
     assert found.samples[0].norm == max(norms(found).values())
     assert sum(sample.share or 0.0 for sample in found.samples) == pytest.approx(1)
 
@@ -196,7 +207,9 @@ def test_dropout_is_the_batchs_own(checkpointed: bool) -> None:
     passes, _ = step(model, [labelled()], own_loss)
     found = diagnose(model, passes, seconds=60, kind="spike", most=None)
     assert found.notes == ()
-    assert norms(found) == pytest.approx({(0, row): value for row, value in enumerate(masked_out(model, 4))}, rel=1e-7)
+    assert norms(found) == pytest.approx(
+        {(0, row): value for row, value in enumerate(masked_out(model, 4))}, rel=1e-7
+    )
 
 
 def masked_out(model: nn.Module, count: int) -> Iterator[float]:
@@ -243,25 +256,39 @@ def test_dropout_that_is_one_operation() -> None:
     found = diagnose(model, passes, seconds=60, kind="spike", most=None)
     torch.set_rng_state(passes[0].rng["cpu"])
     y = model(rows().double())
-    pulled = [torch.autograd.grad(y[row].square().sum() / 64, list(model.parameters()), retain_graph=True) for row in range(16)]
-    assert norms(found) == pytest.approx({(0, row): norm(each) for row, each in enumerate(pulled)}, rel=1e-11)
+    pulled = [
+        torch.autograd.grad(y[row].square().sum() / 64, list(model.parameters()), retain_graph=True)
+        for row in range(16)
+    ]
+    assert norms(found) == pytest.approx(
+        {(0, row): norm(each) for row, each in enumerate(pulled)}, rel=1e-11
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_of_the_table(name: str) -> None:
-    """In evaluation against a loop of backward passes; in training, with dropout, nothing but that all is well."""
+    """In evaluation against a loop of backward passes; in training, with dropout, nothing but that
+    all is well.
+    """
     case = build(name)
     for training in (False, True):
         case.model.train(training)
         passes, loss = step(case.model, [case.batch], case.loss_fn)
-        found = diagnose(case.model, passes, seconds=60, kind="nonfinite", loss_root=loss, most=None)
+        found = diagnose(
+            case.model, passes, seconds=60, kind="nonfinite", loss_root=loss, most=None
+        )
         assert found.operation is None
         assert [note for note in found.notes if "everything was finite" not in note] == []
         assert len(found.samples) == BATCH
         if not training and name not in UNEQUAL:
             parameters = [p for p in case.model.parameters() if p.requires_grad]
-            losses = [case.loss_fn(case.model, row) / BATCH for row in rows_of(case.batch, case.model)]
-            expected = {(0, i): norm(torch.autograd.grad(each, parameters, allow_unused=True)) for i, each in enumerate(losses)}
+            losses = [
+                case.loss_fn(case.model, row) / BATCH for row in rows_of(case.batch, case.model)
+            ]
+            expected = {
+                (0, i): norm(torch.autograd.grad(each, parameters, allow_unused=True))
+                for i, each in enumerate(losses)
+            }
             assert norms(found) == pytest.approx(expected, rel=1e-7)
 
 
@@ -299,7 +326,10 @@ def test_a_second_output_that_is_broken_counts() -> None:
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         out = model(x)
-        return out["y"].square().mean() + (out["right"] * torch.where(x[:, :1] == 9.0, math.nan, 1.0)).mean()
+        return (
+            out["y"].square().mean()
+            + (out["right"] * torch.where(x[:, :1] == 9.0, math.nan, 1.0)).mean()
+        )
 
     passes, _ = step(model, [rows((3, 9.0))], loss)
     found = diagnose(model, passes, seconds=60, kind="nonfinite")
@@ -313,7 +343,10 @@ def test_samples_that_batch_norm_mixes_are_not_taken_apart() -> None:
     passes, _ = step(model, [rows()], squared)
     found = diagnose(model, passes, seconds=60, kind="spike")
     assert found.samples == ()
-    assert "BatchNorm1d takes statistics over the batch, so no sample has a gradient of its own" in found.notes[0]
+    assert (
+        "BatchNorm1d takes statistics over the batch, so no sample has a gradient of its own"
+        in found.notes[0]
+    )
 
 
 def test_samples_that_look_at_each_other_are_not_taken_apart() -> None:
@@ -366,5 +399,7 @@ def test_randomness_that_cannot_be_dealt_out_is_turned_off_and_said() -> None:
     assert cotangent is not None
     for sample in found.samples:
         y = model(quiet.args[0][sample.row : sample.row + 1])
-        pulled = torch.autograd.grad(y, list(model.parameters()), cotangent[sample.row : sample.row + 1])
+        pulled = torch.autograd.grad(
+            y, list(model.parameters()), cotangent[sample.row : sample.row + 1]
+        )
         assert sample.norm == pytest.approx(norm(pulled), rel=1e-5)

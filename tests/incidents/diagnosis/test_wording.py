@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from gradsight.incidents.diagnosis.diagnose import diagnose
-from gradsight.values.records import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
 from gradsight.values.wording import describe
 from incidents.diagnosis.capture import step
 from incidents.diagnosis.faults import Body, Length, rows, squared
@@ -12,8 +12,13 @@ from incidents.diagnosis.faults import Body, Length, rows, squared
 
 def test_operation_and_sample() -> None:
     given = TensorSummary((16, 10), "float32", 0, 0.98, 0, 0)
-    operation = GuiltyOperation("log", "forward", "head", "/home/me/loss.py:12", "return p.log()", (given,), 2)
-    samples = (GuiltySample(7, None, 2, 0, 1834.2, 0.94), GuiltySample(1, "doc-9", 0, 1, 20.0, 0.04))
+    operation = GuiltyOperation(
+        "log", "forward", "head", "/home/me/loss.py:12", "return p.log()", (given,), 2
+    )
+    samples = (
+        GuiltySample(7, None, 2, 0, 1834.2, 0.94),
+        GuiltySample(1, "doc-9", 0, 1, 20.0, 0.04),
+    )
     assert describe(Diagnosis(operation, samples, 0.31, micro_batches=4)) == [
         "log in loss.py:12 (`return p.log()`), module head, forward, micro-batch 2",
         "input 16x10 float32, 0 .. 0.98",
@@ -25,7 +30,16 @@ def test_operation_and_sample() -> None:
 
 def test_what_came_before_the_pass() -> None:
     found = TensorSummary((16, 4), "float32", -2.3, 2.6, 4, 0)
-    came = GuiltyOperation("input", "before", None, "/x/train.py:18", "out = model(x)", (found,), 0, "argument x, row 7")
+    came = GuiltyOperation(
+        "input",
+        "before",
+        None,
+        "/x/train.py:18",
+        "out = model(x)",
+        (found,),
+        0,
+        "argument x, row 7",
+    )
     nan = GuiltySample(7, None, 0, 0, float("nan"), None)
     assert describe(Diagnosis(came, (nan,), 0.04)) == [
         "NaN in the model's input: argument x, row 7; called in train.py:18 (`out =",
@@ -34,13 +48,22 @@ def test_what_came_before_the_pass() -> None:
         "sample 7: gradient not finite, alone too",
         "diagnosed in 0.0 s",
     ]
-    weight = GuiltyOperation("parameter", "before", "fc", None, None, (found,), 0, "fc.weight not finite before the pass")
+    weight = GuiltyOperation(
+        "parameter", "before", "fc", None, None, (found,), 0, "fc.weight not finite before the pass"
+    )
     assert describe(Diagnosis(weight, (), 0.04))[0] == "fc.weight not finite before the pass"
 
 
 def test_the_loss_and_the_notes() -> None:
-    loss = GuiltyOperation("loss", "loss", None, "/x/train.py:20", "loss.backward()", (), 0, "likely log or div")
-    notes = ("the 5 s of the diagnosis were over while running micro-batch 1 for its samples", "b", "c", "d")
+    loss = GuiltyOperation(
+        "loss", "loss", None, "/x/train.py:20", "loss.backward()", (), 0, "likely log or div"
+    )
+    notes = (
+        "the 5 s of the diagnosis were over while running micro-batch 1 for its samples",
+        "b",
+        "c",
+        "d",
+    )
     assert describe(Diagnosis(loss, (GuiltySample(3, None, 0, 0, 12.0, None),), 5.02, notes)) == [
         "the loss, outside the model: train.py:20 (`loss.backward()`)",
         "likely log or div",

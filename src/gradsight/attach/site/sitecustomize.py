@@ -1,7 +1,8 @@
-"""Python runs this at the start of every process below `gradsight check`: scripts, ranks of a launcher, workers alike.
+"""Python runs this at the start of every process below `gradsight check`: scripts, ranks of a
+launcher, workers alike.
 
-It waits until torch's optimizers are imported, and notices when one is made. Only then Gradsight itself is loaded. Whatever
-sitecustomize the user has is run as well.
+It waits until torch's optimizers are imported, and notices when one is made. Only then Gradsight
+itself is loaded. Whatever sitecustomize the user has is run as well.
 """
 
 import functools
@@ -24,7 +25,9 @@ def _run_the_users_own() -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Lets torch.optim.optimizer be imported as ever, then puts a notice on the making of optimizers."""
+    """Lets torch.optim.optimizer be imported as ever, then puts a notice on the making of
+    optimizers.
+    """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "torch.optim.optimizer":
@@ -61,7 +64,10 @@ def _tell(optimizer: Any) -> None:
 
         optimizer_made(optimizer)
     except Exception as error:
-        print(f"gradsight: cannot watch this optimizer: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"gradsight: cannot watch this optimizer: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
 
 
 if "GRADSIGHT_CHECK" in os.environ:

@@ -1,7 +1,7 @@
 """nn.MultiheadAttention: its packed projections are linear layers inside one torch function.
 
-The function is run from the inside: the same code, with its test for overrides answering no, so that every operation in it is
-seen on its own.
+The function is run from the inside: the same code, with its test for overrides answering no, so
+that every operation in it is seen on its own.
 """
 
 from collections.abc import Callable

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from gradsight.ghost.use import Use
 
 MATERIALISE_FROM = 64
-"""Output positions per sample from which the sample-by-sample weight gradient is the cheaper one."""
+"""Output positions per sample from which the sample-by-sample weight gradient is the cheaper one.
+"""
 
 
 @rule(F.conv1d, F.conv2d, F.conv3d)
 def convolution(use: "Use") -> Any:
-    """y = x * W + b, split by sample: dW_i and db_i are the gradients of sample i's own convolution."""
+    """y = x * W + b, split by sample: dW_i and db_i are the gradients of sample i's own
+    convolution.
+    """
     x, weight, bias = use.argument(0, "input"), use.argument(1, "weight"), use.argument(2, "bias")
     if use.carrier(x) is not None or x.dim() != weight.dim():
         return DECLINED
@@ -37,14 +40,23 @@ def convolution(use: "Use") -> Any:
     if use.exact_grad or short or settings is None or not weight.requires_grad:
         return project(use, x, layout, carriers)
     mixed = autocast_dtype(x.device.type)
-    split: Any = SplitConvolution.apply(x, weight, bias, use.probe, layout, carriers, settings, mixed)  # type: ignore[no-untyped-call]
+    split: Any = SplitConvolution.apply(
+        x, weight, bias, use.probe, layout, carriers, settings, mixed
+    )  # type: ignore[no-untyped-call]
     return split
 
 
-def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | None, Carrier | None]) -> Tensor:
-    """The plain operation; score_i = <x_i * D, B_i> + <db_i, Db>: a convolution is linear in its weight."""
+def project(
+    use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | None, Carrier | None]
+) -> Tensor:
+    """The plain operation; score_i = <x_i * D, B_i> + <db_i, Db>: a convolution is linear in its
+    weight.
+    """
     weight_carrier, bias_carrier = carriers
-    options = [use.argument(i, n) for i, n in ((3, "stride"), (4, "padding"), (5, "dilation"), (6, "groups"))]
+    options = [
+        use.argument(i, n)
+        for i, n in ((3, "stride"), (4, "padding"), (5, "dilation"), (6, "groups"))
+    ]
     defaults = [1, 0, 1, 1]
     chosen = [d if o is None else o for o, d in zip(options, defaults, strict=True)]
     batch, mixed, device = use.batch, autocast_dtype(x.device.type), x.device.type
@@ -69,7 +81,9 @@ def channel_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
 
 
 class SplitConvolution(torch.autograd.Function):
-    """A convolution whose backward runs sample by sample, each weight gradient dotted with the directions on the way."""
+    """A convolution whose backward runs sample by sample, each weight gradient dotted with the
+    directions on the way.
+    """
 
     @staticmethod
     def forward(
@@ -85,19 +99,27 @@ class SplitConvolution(torch.autograd.Function):
     ) -> Tensor:
         """The plain operation, in automatic mixed precision's type where that is on."""
         if mixed is not None:
-            x, weight, bias = x.to(mixed), weight.to(mixed), None if bias is None else bias.to(mixed)
+            x, weight, bias = (
+                x.to(mixed),
+                weight.to(mixed),
+                None if bias is None else bias.to(mixed),
+            )
         ctx.save_for_backward(x, weight)
         ctx.rest = layout, carriers, settings, probe
         stride, padding, dilation, groups = settings
         with torch.autocast(x.device.type, enabled=False):
-            return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+            return torch.convolution(
+                x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups
+            )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, weight = ctx.saved_tensors
-        layout, (weight_carrier, bias_carrier), (stride, padding, dilation, groups), probe = ctx.rest
+        layout, (weight_carrier, bias_carrier), (stride, padding, dilation, groups), probe = (
+            ctx.rest
+        )
         need_x, need_weight, need_bias, need_scores, *_ = ctx.needs_input_grad
         batch = probe.shape[1]
         options = (None, stride, padding, dilation, False, [0] * len(stride), groups)
@@ -107,23 +129,44 @@ class SplitConvolution(torch.autograd.Function):
         pairs: list[tuple[int, Tensor]] = []
         if need_weight:
             tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
-            rows = [layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)]
-            each = (backward(g, xi, weight, *options, [False, True, False])[1] for g, xi in zip(*rows, strict=True))
+            rows = [
+                layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)
+            ]
+            each = (
+                backward(g, xi, weight, *options, [False, True, False])[1]
+                for g, xi in zip(*rows, strict=True)
+            )
             dw, pairs = sum_and_dots((dw_i.reshape(-1) for dw_i in each), weight.shape, tangents)
         if need_bias:
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)
-            pairs += vector_dots(sums, bias_carrier.tangents() if bias_carrier and need_scores else ())
-        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None, None, None, None
+            pairs += vector_dots(
+                sums, bias_carrier.tangents() if bias_carrier and need_scores else ()
+            )
+        return (
+            dx,
+            dw,
+            db,
+            score_table(pairs, probe) if need_scores else None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _settings(use: "Use", dims: int) -> tuple[list[int], list[int], list[int], int] | None:
     """Stride, padding, dilation and groups as lists; None where padding is given by name."""
-    raw = [use.argument(3, "stride", 1), use.argument(4, "padding", 0), use.argument(5, "dilation", 1)]
+    raw = [
+        use.argument(3, "stride", 1),
+        use.argument(4, "padding", 0),
+        use.argument(5, "dilation", 1),
+    ]
     if any(isinstance(value, str) for value in raw):
         return None
     stride, padding, dilation = (
-        [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1) for value in raw
+        [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
+        for value in raw
     )
     return stride, padding, dilation, use.argument(6, "groups", 1)
 

@@ -1,4 +1,6 @@
-"""Biases, scales and positions used by broadcasting: x + p, x * p and their kin (also hand-written norms: weight * n(x))."""
+"""Biases, scales and positions used by broadcasting: x + p, x * p and their kin (also hand-written
+norms: weight * n(x)).
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,9 @@ def mul(use: "Use") -> Any:
 
 
 def _broadcast(use: "Use", sign: float, times: bool) -> Any:
-    """Score the one carried operand of a two-operand operation that the other's samples broadcast it over."""
+    """Score the one carried operand of a two-operand operation that the other's samples broadcast
+    it over.
+    """
     if len(use.args) != 2 or use.kwargs or not all(isinstance(a, Tensor) for a in use.args):
         return DECLINED
     carried = [use.carrier(a) for a in use.args]
@@ -53,13 +57,18 @@ def _broadcast(use: "Use", sign: float, times: bool) -> Any:
         if times:
             values = values * same_type(saved[0], values)
         sums = _sum_to_samples(values, parameter.shape, layout, batch)
-        return [(slot, sign * _dots(sums, same_type(d, sums), layout, len(shape), batch)) for slot, d in carrier.tangents()]
+        return [
+            (slot, sign * _dots(sums, same_type(d, sums), layout, len(shape), batch))
+            for slot, d in carrier.tangents()
+        ]
 
     return use.attach(use.plain(), score, [other] if times else [])
 
 
 def _sum_to_samples(values: Tensor, shape: torch.Size, layout: Layout, batch: int) -> Tensor:
-    """[B, ...] with every dimension that the parameter has only once (or not at all) summed, but for the samples'."""
+    """[B, ...] with every dimension that the parameter has only once (or not at all) summed, but
+    for the samples'.
+    """
     rows = layout.rows(values, batch)
     full = (1,) * (values.dim() - len(shape)) + tuple(shape)
     kept = layout.rows(torch.empty(full, device="meta").expand_as(values), batch) if full else rows

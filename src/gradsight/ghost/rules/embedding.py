@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @rule(F.embedding)
 def embedding(use: "Use") -> Any:
-    """y = W[index]: score_i = the sum over i's positions of <D[index], B>, positions at padding_idx left out."""
+    """y = W[index]: score_i = the sum over i's positions of <D[index], B>, positions at padding_idx
+    left out.
+    """
     index, weight = use.argument(0, "input"), use.argument(1, "weight")
     if use.argument(3, "max_norm") is not None or use.argument(5, "scale_grad_by_freq", False):
         return DECLINED

@@ -40,8 +40,12 @@ def addmm(use: "Use") -> Any:
     return split_product(use, x, weight, bias, transposed=True)
 
 
-def split_product(use: "Use", x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Any:
-    """The product with its weight and bias gradients split by sample, on the route that the cost rule picks."""
+def split_product(
+    use: "Use", x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+) -> Any:
+    """The product with its weight and bias gradients split by sample, on the route that the cost
+    rule picks.
+    """
     if use.carrier(x) is not None:
         return DECLINED
     layout = use.layout(x.shape[:-1])
@@ -53,14 +57,20 @@ def split_product(use: "Use", x: Tensor, weight: Tensor, bias: Tensor | None, tr
         return gram(use, x, layout, factors, carriers[1])
     if route == "project" or not weight.requires_grad:
         return project(use, x, layout, carriers, transposed)
-    split = Split(layout, carriers, transposed, autocast_dtype(x.device.type), use.tracer.plan.scratch)
+    split = Split(
+        layout, carriers, transposed, autocast_dtype(x.device.type), use.tracer.plan.scratch
+    )
     return SplitProduct.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
 
 
 def pick_route(use: "Use", x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
-    """The route of the cost rule, or the one that was asked for; materialise is out where the gradient must be exact."""
+    """The route of the cost rule, or the one that was asked for; materialise is out where the
+    gradient must be exact.
+    """
     factors = use.factors(weight)
-    positions = None if factors is None else max(sum(a.shape[0] for a, _ in uses) for uses in factors)
+    positions = (
+        None if factors is None else max(sum(a.shape[0] for a, _ in uses) for uses in factors)
+    )
     length = x.numel() // max(1, x.shape[-1]) // use.batch
     directions = max(1, use.probe.shape[0])
     balance = balance_of(x.device.type, autocast_dtype(x.device.type) or x.dtype)
@@ -70,8 +80,12 @@ def pick_route(use: "Use", x: Tensor, weight: Tensor) -> tuple[str, list[list[Fa
     return ("project" if use.exact_grad and route == "materialise" else route), factors
 
 
-def gram(use: "Use", x: Tensor, layout: Layout, factors: list[list[Factor]], bias_carrier: Carrier | None) -> Tensor:
-    """The plain operation; score_i = the sum over i's positions of (A A_v^T) * (B B_v^T), and the bias's part."""
+def gram(
+    use: "Use", x: Tensor, layout: Layout, factors: list[list[Factor]], bias_carrier: Carrier | None
+) -> Tensor:
+    """The plain operation; score_i = the sum over i's positions of (A A_v^T) * (B B_v^T), and the
+    bias's part.
+    """
     batch = use.batch
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
@@ -86,8 +100,16 @@ def gram(use: "Use", x: Tensor, layout: Layout, factors: list[list[Factor]], bia
     return use.attach(use.plain(), score, [x])
 
 
-def project(use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | None, Carrier | None], transposed: bool) -> Tensor:
-    """The plain operation; score_i = <A_i D^T, B_i> + <db_i, Db>, leaving its own gradients bit for bit alone."""
+def project(
+    use: "Use",
+    x: Tensor,
+    layout: Layout,
+    carriers: tuple[Carrier | None, Carrier | None],
+    transposed: bool,
+) -> Tensor:
+    """The plain operation; score_i = <A_i D^T, B_i> + <db_i, Db>, leaving its own gradients bit for
+    bit alone.
+    """
     weight_carrier, bias_carrier = carriers
     batch = use.batch
 
@@ -124,13 +146,17 @@ class Split:
 
 
 class SplitProduct(torch.autograd.Function):
-    """x W^T + b whose weight gradient is made sample by sample, each dotted with the directions on the way.
+    """x W^T + b whose weight gradient is made sample by sample, each dotted with the directions on
+    the way.
 
-    Between two large products the interpreter finds its caches cold: every operation here counts many times over.
+    Between two large products the interpreter finds its caches cold: every operation here counts
+    many times over.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, split: Split) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, split: Split
+    ) -> Tensor:
         """The plain product."""
         ctx.split, ctx.probe, dtype = split, probe, split.dtype
         if dtype is None:
@@ -194,7 +220,9 @@ def sum_and_dots_of_products(
             found.append(scores)
         total = rows.sum(0) if total is None else total.add_(rows.sum(0))
     assert total is not None
-    return total.view(shape), [(slot, torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)]
+    return total.view(shape), [
+        (slot, torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)
+    ]
 
 
 def _one_by_one(left: Sequence[Tensor], right: Sequence[Tensor], room: Room) -> Iterator[Tensor]:
@@ -206,7 +234,9 @@ def _one_by_one(left: Sequence[Tensor], right: Sequence[Tensor], room: Room) -> 
         yield vector
 
 
-def sum_and_dots(vectors: Iterable[Tensor], shape: torch.Size, tangents: Tangents) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+def sum_and_dots(
+    vectors: Iterable[Tensor], shape: torch.Size, tangents: Tangents
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """The sum of the samples' gradients, and each one's dot with the directions, in fp32 or wider.
 
     The first vector's memory becomes the sum's. All the others may lie in the same memory.
@@ -217,10 +247,15 @@ def sum_and_dots(vectors: Iterable[Tensor], shape: torch.Size, tangents: Tangent
     for vector in vectors:
         one = in_wide(vector)
         if total is None:
-            total, directions = one, [same_type(direction.reshape(-1), one) for _, direction in tangents]
+            total, directions = (
+                one,
+                [same_type(direction.reshape(-1), one) for _, direction in tangents],
+            )
         else:
             total += one
         dots.extend(map(one.dot, directions))
     assert total is not None
     number = len(tangents)
-    return total.view(shape), [(slot, torch.stack(dots[i::number])) for i, (slot, _) in enumerate(tangents)]
+    return total.view(shape), [
+        (slot, torch.stack(dots[i::number])) for i, (slot, _) in enumerate(tangents)
+    ]

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def matmul(use: "Use") -> Any:
-    """y = x W with a matrix W on the right: a linear layer without a bias; else y is linear in the parameter."""
+    """y = x W with a matrix W on the right: a linear layer without a bias; else y is linear in the
+    parameter.
+    """
     if len(use.args) != 2 or use.kwargs:
         return DECLINED
     x, weight = use.args
@@ -28,7 +30,9 @@ def matmul(use: "Use") -> Any:
 
 @rule(torch.bmm, Tensor.bmm, torch.einsum)
 def multilinear(use: "Use") -> Any:
-    """y is linear in the parameter p, so its derivative along D is the operation itself with D in p's place."""
+    """y is linear in the parameter p, so its derivative along D is the operation itself with D in
+    p's place.
+    """
     flat = list(use.args[1:]) if use.func is torch.einsum else list(use.args)
     if use.kwargs or not all(isinstance(t, Tensor) for t in flat):
         return DECLINED
@@ -40,7 +44,11 @@ def multilinear(use: "Use") -> Any:
     if layout is None:
         return DECLINED
     (position,) = carried
-    carrier, batch, head = use.carrier(flat[position]), use.batch, use.args[:1] if use.func is torch.einsum else ()
+    carrier, batch, head = (
+        use.carrier(flat[position]),
+        use.batch,
+        use.args[:1] if use.func is torch.einsum else (),
+    )
     others, mixed, device = (
         [t for i, t in enumerate(flat) if i != position],
         autocast_dtype(y.device.type),

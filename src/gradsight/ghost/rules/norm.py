@@ -23,18 +23,29 @@ Normalise = Callable[[Tensor], Tensor]
 def layer_norm(use: "Use") -> Any:
     """y = n(x) w + b over the last dimensions: dw_i = sum of B_i n(x_i), db_i = sum of B_i."""
     x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
-    weight, bias, eps = use.argument(2, "weight"), use.argument(3, "bias"), use.argument(4, "eps", 1e-5)
+    weight, bias, eps = (
+        use.argument(2, "weight"),
+        use.argument(3, "bias"),
+        use.argument(4, "eps", 1e-5),
+    )
     if use.carrier(x) is not None:
         return DECLINED
     layout = use.layout(x.shape[: x.dim() - len(shape)])
     if layout is None:
         return DECLINED
     fused = len(shape) == 1 and weight is not None and bias is not None and not use.exact_grad
-    if fused and x.dtype == weight.dtype and weight.requires_grad and not torch.is_autocast_enabled(x.device.type):
+    if (
+        fused
+        and x.dtype == weight.dtype
+        and weight.requires_grad
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
         carriers = use.carrier(weight), use.carrier(bias)
         split: Any = SplitLayerNorm.apply(x, weight, bias, use.probe, layout, carriers, eps)  # type: ignore[no-untyped-call]
         return split
-    return _scaled(use, x, layout, weight, bias, lambda t: F.layer_norm(t, shape, None, None, eps), len(shape))
+    return _scaled(
+        use, x, layout, weight, bias, lambda t: F.layer_norm(t, shape, None, None, eps), len(shape)
+    )
 
 
 @rule(F.rms_norm)
@@ -47,29 +58,53 @@ def rms_norm(use: "Use") -> Any:
     layout = use.layout(x.shape[: x.dim() - len(shape)])
     if layout is None:
         return DECLINED
-    return _scaled(use, x, layout, weight, None, lambda t: F.rms_norm(t, shape, None, eps), len(shape))
+    return _scaled(
+        use, x, layout, weight, None, lambda t: F.rms_norm(t, shape, None, eps), len(shape)
+    )
 
 
 @rule(F.group_norm)
 def group_norm(use: "Use") -> Any:
     """y = n(x) w + b with one weight per channel (dimension 1) and statistics per sample and group."""
     x, groups = use.argument(0, "input"), use.argument(1, "num_groups")
-    weight, bias, eps = use.argument(2, "weight"), use.argument(3, "bias"), use.argument(4, "eps", 1e-5)
+    weight, bias, eps = (
+        use.argument(2, "weight"),
+        use.argument(3, "bias"),
+        use.argument(4, "eps", 1e-5),
+    )
     layout = use.layout(x.shape[:1])
     if use.carrier(x) is not None or layout is None:
         return DECLINED
-    return _scaled(use, x, layout, weight, bias, lambda t: F.group_norm(t, groups, None, None, eps), None)
+    return _scaled(
+        use, x, layout, weight, bias, lambda t: F.group_norm(t, groups, None, None, eps), None
+    )
 
 
 @rule(F.batch_norm)
 def fixed_batch_norm(use: "Use") -> Any:
     """BatchNorm in evaluation mode: y = n(x) w + b with statistics that are not the batch's."""
-    x, mean, var = use.argument(0, "input"), use.argument(1, "running_mean"), use.argument(2, "running_var")
-    weight, bias, eps = use.argument(3, "weight"), use.argument(4, "bias"), use.argument(7, "eps", 1e-5)
+    x, mean, var = (
+        use.argument(0, "input"),
+        use.argument(1, "running_mean"),
+        use.argument(2, "running_var"),
+    )
+    weight, bias, eps = (
+        use.argument(3, "weight"),
+        use.argument(4, "bias"),
+        use.argument(7, "eps", 1e-5),
+    )
     layout = use.layout(x.shape[:1])
     if use.argument(5, "training", False) or use.carrier(x) is not None or layout is None:
         return DECLINED
-    return _scaled(use, x, layout, weight, bias, lambda t: F.batch_norm(t, mean, var, None, None, False, 0.0, eps), None)
+    return _scaled(
+        use,
+        x,
+        layout,
+        weight,
+        bias,
+        lambda t: F.batch_norm(t, mean, var, None, None, False, 0.0, eps),
+        None,
+    )
 
 
 def _scaled(
@@ -96,7 +131,9 @@ def _scaled(
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         grad, pairs = in_wide(grad), []
         if scale is not None:
-            pairs += vector_dots(per_sample(grad * normalise(same_type(saved[0], grad))), scale.tangents())
+            pairs += vector_dots(
+                per_sample(grad * normalise(same_type(saved[0], grad))), scale.tangents()
+            )
         if shift is not None:
             pairs += vector_dots(per_sample(grad), shift.tangents())
         return pairs
@@ -133,10 +170,21 @@ class SplitLayerNorm(torch.autograd.Function):
         need_x, *need, need_scores, _, _, _ = ctx.needs_input_grad
         dx = None
         if need_x:
-            # torch's kernel reads the statistics as if they lay side by side in memory, whatever their strides say.
-            parts = grad.contiguous(), x.contiguous(), weight.shape, mean.contiguous(), rstd.contiguous(), weight, bias
+            # torch's kernel reads the statistics as if they lay side by side in memory, whatever
+            # their strides say.
+            parts = (
+                grad.contiguous(),
+                x.contiguous(),
+                weight.shape,
+                mean.contiguous(),
+                rstd.contiguous(),
+                weight,
+                bias,
+            )
             dx = torch.ops.aten.native_layer_norm_backward(*parts, [True, False, False])[0]
-        grad, x, mean, rstd = (in_wide(layout.matrices(t, probe.shape[1])) for t in (grad, x, mean, rstd))
+        grad, x, mean, rstd = (
+            in_wide(layout.matrices(t, probe.shape[1])) for t in (grad, x, mean, rstd)
+        )
         sums = [
             torch.bmm(rstd.transpose(1, 2), (x - mean).mul_(grad)).squeeze(1) if need[0] else None,
             grad.sum(1) if need[1] else None,

@@ -16,10 +16,13 @@ from gradsight.health.window import Window
     ),
     fix=CLIP,
 )
-def large(window: Window, *, limit: float = 100.0, critical: float = 1000.0, patience: int = 3) -> Iterator[Fact]:
+def large(
+    window: Window, *, limit: float = 100.0, critical: float = 1000.0, patience: int = 3
+) -> Iterator[Fact]:
     """The gradient that the optimizer uses is large: it may be about to explode.
 
-    Why: a step is as long as the gradient times the learning rate; the outer guard for what no baseline has seen yet.
+    Why: a step is as long as the gradient times the learning rate; the outer guard for what no
+    baseline has seen yet.
     """
     if limit < window.effective <= critical and not window.now.step.skipped:
         yield Fact(f"norm {window.effective:.4g}, limit {limit:g}", window.largest())

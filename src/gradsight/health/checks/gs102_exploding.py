@@ -25,7 +25,8 @@ for group in optimizer.param_groups:
 def exploding(window: Window, *, limit: float = 1000.0, patience: int = 3) -> Iterator[Fact]:
     """The gradient that the optimizer uses is exploding.
 
-    Why: a few such steps carry the weights to where the loss overflows. What clipping has tamed does not count.
+    Why: a few such steps carry the weights to where the loss overflows. What clipping has tamed
+    does not count.
     """
     finite = window.now.counts is None
     if window.effective > limit and finite and not window.now.step.skipped:

@@ -29,8 +29,9 @@ assert torch.isfinite(inputs).all() and torch.isfinite(targets).all()
 def nan(window: Window) -> Iterator[Fact]:
     """A gradient is NaN.
 
-    Why: the optimizer's next step makes the weights NaN too, and nothing brings them back. Backward runs from the last layer to
-    the first: the fault sits where the first broken layer follows a clean one.
+    Why: the optimizer's next step makes the weights NaN too, and nothing brings them back. Backward
+    runs from the last layer to the first: the fault sits where the first broken layer follows a
+    clean one.
     """
     if window.broken and window.now.counts is not None:
         yield from broken_rows(window, window.now.counts[0] != 0, "NaN")
@@ -44,5 +45,12 @@ def broken_rows(window: Window, broken: Flags, what: str) -> Iterator[Fact]:
         return
     names = window.named(bad)
     clean = [row for row in rows if row > bad[-1]]
-    where = f"backward is clean down to {window.subject.names[clean[0]]}" if clean else "from the last layer on"
-    yield Fact(f"{what} in {len(bad)} of {len(rows)} parameters at step {window.now.step.step}, {where}", names[::-1])
+    where = (
+        f"backward is clean down to {window.subject.names[clean[0]]}"
+        if clean
+        else "from the last layer on"
+    )
+    yield Fact(
+        f"{what} in {len(bad)} of {len(rows)} parameters at step {window.now.step.step}, {where}",
+        names[::-1],
+    )

@@ -31,7 +31,8 @@ scaler.update()
 def inf(window: Window) -> Iterator[Fact]:
     """A gradient is infinite.
 
-    Why: clipping turns one infinity into zeros everywhere, or into NaN; either way the step is lost or the weights are.
+    Why: clipping turns one infinity into zeros everywhere, or into NaN; either way the step is lost
+    or the weights are.
     """
     if window.broken and window.now.counts is not None:
         yield from broken_rows(window, window.now.counts[1] > 0, "Inf")

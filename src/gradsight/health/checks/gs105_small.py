@@ -20,7 +20,13 @@ from gradsight.health.window import Window
 def small(window: Window, *, limit: float = 0.001, patience: int = 10) -> Iterator[Fact]:
     """The gradient is small from the start: it may be vanishing.
 
-    Why: next to nothing reaches the weights. A gradient that becomes small later is the business of the trend checks.
+    Why: next to nothing reaches the weights. A gradient that becomes small later is the business of
+    the trend checks.
     """
-    if 0 < window.now.total < limit and window.now.counts is None and window.steps_seen <= 2 * patience and not window.at_rest:
+    if (
+        0 < window.now.total < limit
+        and window.now.counts is None
+        and window.steps_seen <= 2 * patience
+        and not window.at_rest
+    ):
         yield Fact(f"norm {window.now.total:.3g}, limit {limit:g}")

@@ -28,13 +28,17 @@ for name, parameter in model.named_parameters():
 def zero(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     """No gradient reaches any parameter: nothing is learned.
 
-    Why: the optimizer's steps change nothing, or only decay the weights. A loss of exactly 0, a margin that is kept, has
-    nothing left to learn.
+    Why: the optimizer's steps change nothing, or only decay the weights. A loss of exactly 0, a
+    margin that is kept, has nothing left to learn.
     """
     now = window.now
     if now.loss == 0:
         return
     if now.l2 is not None and now.total == 0 and now.counts is None and not now.step.skipped:
-        yield Fact(f"the norm over {len(now.l2)} parameters is exactly 0" if len(now.l2) else "no parameter has a gradient")
+        yield Fact(
+            f"the norm over {len(now.l2)} parameters is exactly 0"
+            if len(now.l2)
+            else "no parameter has a gradient"
+        )
     elif now.l2 is None and now.step.gradient == "none seen":
         yield Fact("no parameter has a gradient")

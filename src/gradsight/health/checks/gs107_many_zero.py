@@ -26,8 +26,17 @@ def many_zero(window: Window, *, share: float = 0.5, patience: int = 5) -> Itera
     Why: they learn nothing; capacity is wasted, or a part of the model is cut off.
     """
     now = window.now
-    if now.l2 is None or now.total == 0 or len(now.l2) < 2 or now.counts is not None or np.count_nonzero(now.l2) == len(now.l2):
+    if (
+        now.l2 is None
+        or now.total == 0
+        or len(now.l2) < 2
+        or now.counts is not None
+        or np.count_nonzero(now.l2) == len(now.l2)
+    ):
         return
     zero = int((now.l2 == 0).sum())
     if zero > share * len(now.l2):
-        yield Fact(f"{zero} of {len(now.l2)} gradients are exactly 0", window.named(np.flatnonzero(window.l2 == 0)))
+        yield Fact(
+            f"{zero} of {len(now.l2)} gradients are exactly 0",
+            window.named(np.flatnonzero(window.l2 == 0)),
+        )

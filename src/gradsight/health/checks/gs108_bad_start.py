@@ -30,9 +30,9 @@ inputs = (inputs - inputs.mean(dim=0)) / (inputs.std(dim=0) + 1e-6)
 def start(window: Window, *, first: float = 3.0, soon: float = 2.0) -> Iterator[Fact]:
     """The first losses are far above what equal probabilities would give.
 
-    Why: the model is sure of wrong answers before it has learned anything, so the first steps only tear that down: weights
-    or inputs are too large, or the labels are not what the model was trained for. Judged where the loss is a
-    cross-entropy.
+    Why: the model is sure of wrong answers before it has learned anything, so the first steps only
+    tear that down: weights or inputs are too large, or the labels are not what the model was
+    trained for. Judged where the loss is a cross-entropy.
     """
     if len(window.starts) < 3 or window.looks_taken > 5:
         return

@@ -21,10 +21,13 @@ from gradsight.health.window import Window
     ),
     fix=CLIP,
 )
-def rise(window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: int = 40) -> Iterator[Fact]:
+def rise(
+    window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: int = 40
+) -> Iterator[Fact]:
     """The gradient rises steadily, and is beyond the healthy range.
 
-    Why: an explosion announces itself; here there is still time. Growth within the ordinary range (0.1 to 10) is left alone.
+    Why: an explosion announces itself; here there is still time. Growth within the ordinary range
+    (0.1 to 10) is left alone.
     """
     if len(window.totals) < stretch or max(islice(reversed(window.totals), 20)) < least:
         return
@@ -33,4 +36,7 @@ def rise(window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: 
     steady = all(later > 1.3 * earlier for earlier, later in pairwise(quarters))
     if steady and quarters[3] > max(least, factor * quarters[0]) and window.converging is not True:
         text = " → ".join(f"{value:.3g}" for value in quarters)
-        yield Fact(f"median norm by quarter of the last {len(totals[-4 * stretch :])} steps: {text}", window.largest())
+        yield Fact(
+            f"median norm by quarter of the last {len(totals[-4 * stretch :])} steps: {text}",
+            window.largest(),
+        )

@@ -25,12 +25,14 @@ from gradsight.health.window import Window
 x = x + self.layer(self.norm(x))
 """,
 )
-def depth(window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: int = 2) -> Iterator[Fact]:
+def depth(
+    window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: int = 2
+) -> Iterator[Fact]:
     """The gradients of the first and the last layers differ by orders of magnitude.
 
-    Why: with one learning rate, one end of the model stands still or the other end is torn apart. Compared are the
-    medians of the
-    first and the last quarter of the blocks, over their matrices: biases and lookup tables have sizes of their own.
+    Why: with one learning rate, one end of the model stands still or the other end is torn apart.
+    Compared are the medians of the first and the last quarter of the blocks, over their matrices:
+    biases and lookup tables have sizes of their own.
     """
     if window.now.counts is not None or len(window.blocks) < blocks:
         return
@@ -42,8 +44,14 @@ def depth(window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: i
     if len(known) < blocks:
         return
     quarter = max(1, len(known) // 4)
-    first, last = (float(np.median([norm for _, norm in part])) for part in (known[:quarter], known[-quarter:]))
+    first, last = (
+        float(np.median([norm for _, norm in part])) for part in (known[:quarter], known[-quarter:])
+    )
     if first * ratio < last:
-        yield Fact(f"vanishing: {known[0][0]} {first:.3g}, {known[-1][0]} {last:.3g}", (known[0][0],))
+        yield Fact(
+            f"vanishing: {known[0][0]} {first:.3g}, {known[-1][0]} {last:.3g}", (known[0][0],)
+        )
     elif last * ratio < first:
-        yield Fact(f"exploding: {known[0][0]} {first:.3g}, {known[-1][0]} {last:.3g}", (known[0][0],))
+        yield Fact(
+            f"exploding: {known[0][0]} {first:.3g}, {known[-1][0]} {last:.3g}", (known[0][0],)
+        )

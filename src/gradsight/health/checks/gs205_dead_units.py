@@ -32,13 +32,19 @@ model.apply(init_weights)
 def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterator[Fact]:
     """Most units of a layer get no gradient at any look.
 
-    Why: a unit whose row of the weight has a zero gradient for every sample is dead, and its capacity lost. A few
-    dead units are ordinary, and so are lookup tables whose rows are not in the batch.
+    Why: a unit whose row of the weight has a zero gradient for every sample is dead, and its
+    capacity lost. A few dead units are ordinary, and so are lookup tables whose rows are not in the
+    batch.
     """
     if window.looks_taken < looks or window.now.total == 0:
         return
     with np.errstate(invalid="ignore"):
         rows = np.flatnonzero(window.closers[-1].dead_share > share)
     if len(rows):
-        shares = ", ".join(f"{window.subject.names[row]} {window.closers[-1].dead_share[row]:.0%}" for row in rows[:3])
-        yield Fact(f"units without a gradient in the last {looks} looks: {shares}", window.named(rows))
+        shares = ", ".join(
+            f"{window.subject.names[row]} {window.closers[-1].dead_share[row]:.0%}"
+            for row in rows[:3]
+        )
+        yield Fact(
+            f"units without a gradient in the last {looks} looks: {shares}", window.named(rows)
+        )

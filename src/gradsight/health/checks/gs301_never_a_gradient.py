@@ -30,11 +30,16 @@ model.branch.requires_grad_(False)
 def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Iterator[Fact]:
     """Parameters that the optimizer holds never get a gradient.
 
-    Why: they stay as they were initialised, silently. Parameters that no optimizer holds may be left out on purpose. One of
-    several twins (an expert, a layer that is dropped at times) may have to wait for its turn, and a bias may cancel out of
-    the loss while its layer learns.
+    Why: they stay as they were initialised, silently. Parameters that no optimizer holds may be
+    left out on purpose. One of several twins (an expert, a layer that is dropped at times) may have
+    to wait for its turn, and a bias may cancel out of the loss while its layer learns.
     """
-    if window.steps_seen < steps or window.subject.memberships is None or not window.alive.any() or window.alive.all():
+    if (
+        window.steps_seen < steps
+        or window.subject.memberships is None
+        or not window.alive.any()
+        or window.alive.all()
+    ):
         return
     held = np.array(window.subject.memberships) > 0
     rows = np.flatnonzero(held & np.array(window.subject.trainable) & ~window.alive)
@@ -49,15 +54,21 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
 
 
 def _is_excused(window: Window, row: int, steps_of_twins: int) -> bool:
-    """Whether there is a harmless reason: its layer learns and its own part cancels out, or a twin had its turn."""
+    """Whether there is a harmless reason: its layer learns and its own part cancels out, or a twin
+    had its turn.
+    """
     names, alive = window.subject.names, np.flatnonzero(window.alive).tolist()
     layer = names[row].rpartition(".")[0]
     if window.received[row] and any(names[other].rpartition(".")[0] == layer for other in alive):
         return True
-    return window.steps_seen < steps_of_twins and any(_kind(window, other) == _kind(window, row) for other in alive)
+    return window.steps_seen < steps_of_twins and any(
+        _kind(window, other) == _kind(window, row) for other in alive
+    )
 
 
 def _kind(window: Window, row: int) -> tuple[str, tuple[int, ...]]:
     """The name without its numbers, and the shape: the same for all twins."""
     subject = window.subject
-    return ".".join("#" if part.isdigit() else part for part in subject.names[row].split(".")), subject.shapes[row]
+    return ".".join(
+        "#" if part.isdigit() else part for part in subject.names[row].split(".")
+    ), subject.shapes[row]

@@ -36,4 +36,6 @@ def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
         return
     rows = np.flatnonzero((np.array(counts) == 0) & (window.l2 > 0))
     if len(rows):
-        yield Fact(f"{len(rows)} of {len(counts)} parameters are in no optimizer", window.named(rows))
+        yield Fact(
+            f"{len(rows)} of {len(counts)} parameters are in no optimizer", window.named(rows)
+        )

@@ -29,4 +29,8 @@ def twice(window: Window) -> Iterator[Fact]:
     counts = window.subject.memberships or ()
     rows = [row for row, count in enumerate(counts) if count > 1]
     if rows:
-        yield Fact(f"{len(rows)} parameters are held more than once", window.named(rows), first_step=window.first_step)
+        yield Fact(
+            f"{len(rows)} parameters are held more than once",
+            window.named(rows),
+            first_step=window.first_step,
+        )

@@ -30,9 +30,10 @@ with torch.autocast(device, dtype=torch.bfloat16):
 def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fact]:
     """Parameters do not change although they get a gradient.
 
-    Why: frozen by mistake: a learning rate of zero, updates lost in rounding, or weights that something puts back after every
-    step look like training and are none. Parameters that were frozen openly (requires_grad=False) are left alone, also
-    where an optimizer holds them: so are those of every fine-tuning recipe.
+    Why: frozen by mistake: a learning rate of zero, updates lost in rounding, or weights that
+    something puts back after every step look like training and are none. Parameters that were
+    frozen openly (requires_grad=False) are left alone, also where an optimizer holds them: so are
+    those of every fine-tuning recipe.
     """
     if (
         len(window.closers) < looks
@@ -43,7 +44,9 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
     ):
         return
     recent = list(window.closers)[-looks:]
-    nothing_moves = window.now.step.lr == 0 and not any((look.update_ratio > 0).any() for look in recent)
+    nothing_moves = window.now.step.lr == 0 and not any(
+        (look.update_ratio > 0).any() for look in recent
+    )
     if nothing_moves and (window.ever_updated or window.steps_seen < steps):
         return  # a learning rate of zero for everything: a warm-up's first steps, or the end of a decay
     still = np.all([look.update_ratio == 0 for look in recent], axis=0) | _put_back(recent)

@@ -22,9 +22,8 @@ optimizer.step()
 def uncleared(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     """The optimizer steps on gradients that were not cleared since its last step.
 
-    Why: old gradients never leave: the step follows batches of long ago. Accumulating several batches for one step is
-    something else,
-    and is not meant here.
+    Why: old gradients never leave: the step follows batches of long ago. Accumulating several
+    batches for one step is something else, and is not meant here.
     """
     if window.uncleared >= steps:
         text = f"{window.uncleared} steps in a row used gradients that still hold those of the step before"

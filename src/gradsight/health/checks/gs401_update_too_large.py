@@ -23,13 +23,18 @@ warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_
 """,
 )
 def fast(
-    window: Window, *, ratio: float = 0.5, critical: float = 10.0, share: float = 0.5, patience: int = 2
+    window: Window,
+    *,
+    ratio: float = 0.5,
+    critical: float = 10.0,
+    share: float = 0.5,
+    patience: int = 2,
 ) -> Iterator[Fact]:
     """Single steps change most weights by a large part of their size.
 
-    Why: what was learned, or initialised, is overwritten. Judged are matrices that did not start from zero: biases
-    and the second
-    half of a low-rank adapter grow from nothing, and may. So may a model whose loss falls.
+    Why: what was learned, or initialised, is overwritten. Judged are matrices that did not start
+    from zero: biases and the second half of a low-rank adapter grow from nothing, and may. So may a
+    model whose loss falls.
     """
     if window.losses and window.losses[-1] < 0.9 * window.first_losses[0]:
         return  # long steps that get somewhere

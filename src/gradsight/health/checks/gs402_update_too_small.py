@@ -25,10 +25,15 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 def slow(window: Window, *, ratio: float = 1e-7, patience: int = 4) -> Iterator[Fact]:
     """Steps hardly change any weight.
 
-    Why: training runs and nothing is learned. A step of a warm-up or at the end of a decay may be small; several
-    looks in a row, no.
+    Why: training runs and nothing is learned. A step of a warm-up or at the end of a decay may be
+    small; several looks in a row, no.
     """
     ratios = window.closers[-1].update_ratio[window.subject.matrices]
     known = ratios[~np.isnan(ratios)]
-    if len(known) and window.now.step.lr != 0 and not window.now.step.skipped and 0 < known.max() < ratio:
+    if (
+        len(known)
+        and window.now.step.lr != 0
+        and not window.now.step.skipped
+        and 0 < known.max() < ratio
+    ):
         yield Fact(f"the largest update of a matrix is {known.max():.1e} of its size")

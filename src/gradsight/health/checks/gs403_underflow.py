@@ -32,13 +32,16 @@ with torch.autocast(device, dtype=torch.bfloat16):
 def underflow(window: Window, *, share: float = 0.5, patience: int = 3) -> Iterator[Fact]:
     """Much of the gradient is lost below float16's range.
 
-    Why: what is rounded to zero is not learned. Judged only where values really are float16: parameters, or the forward pass.
+    Why: what is rounded to zero is not learned. Judged only where values really are float16:
+    parameters, or the forward pass.
     """
     look, subject = window.closers[-1], window.subject
     if not any(subject.half) and not window.now.half:
         return
     unscaled = window.now.step.scale is None
-    matrices = np.array([row for row in subject.matrices if subject.half[row] or window.now.half], dtype=np.intp)
+    matrices = np.array(
+        [row for row in subject.matrices if subject.half[row] or window.now.half], dtype=np.intp
+    )
     if not len(matrices) or not unscaled:
         return
     lost = look.zero_share[matrices] + look.tiny_share[matrices]

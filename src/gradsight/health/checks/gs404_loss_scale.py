@@ -22,7 +22,9 @@ loss.backward()
 optimizer.step()
 """,
 )
-def scale(window: Window, *, least: float = 1.0, share: float = 0.5, steps: int = 20) -> Iterator[Fact]:
+def scale(
+    window: Window, *, least: float = 1.0, share: float = 0.5, steps: int = 20
+) -> Iterator[Fact]:
     """Mixed precision leaves out step after step, and its loss scale collapses.
 
     Why: a few steps left out are how the scale is found; when they do not stop, nothing is trained.
@@ -30,4 +32,6 @@ def scale(window: Window, *, least: float = 1.0, share: float = 0.5, steps: int 
     recent = list(window.scales)[-steps:]
     left_out = sum(skipped for _, skipped in recent)
     if (len(recent) == steps and left_out > share * steps) or (left_out and recent[-1][0] < least):
-        yield Fact(f"{left_out} of the last {len(recent)} steps were left out; the scale is {recent[-1][0]:g}")
+        yield Fact(
+            f"{left_out} of the last {len(recent)} steps were left out; the scale is {recent[-1][0]:g}"
+        )

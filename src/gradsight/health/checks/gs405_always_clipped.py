@@ -23,11 +23,13 @@ from gradsight.health.window import Window
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.5 * usual_norm)
 """,
 )
-def clipped(window: Window, *, share: float = 0.95, coefficient: float = 0.05, steps: int = 100) -> Iterator[Fact]:
+def clipped(
+    window: Window, *, share: float = 0.95, coefficient: float = 0.05, steps: int = 100
+) -> Iterator[Fact]:
     """Clipping cuts nearly every step down to a small part.
 
-    Why: then it is no guard but a second, hidden learning rate. Mild clipping on every step is an ordinary recipe,
-    and left alone.
+    Why: then it is no guard but a second, hidden learning rate. Mild clipping on every step is an
+    ordinary recipe, and left alone.
     """
     if len(window.clips) < steps or min(islice(reversed(window.clips), 10)) >= 1:
         return
@@ -36,4 +38,6 @@ def clipped(window: Window, *, share: float = 0.95, coefficient: float = 0.05, s
         return
     usual = float(np.median(np.array(window.totals)[-steps:])) if window.totals else 0.0
     cut = float(np.median(recent))
-    yield Fact(f"{(recent < 1).mean():.0%} of {steps} steps, to {cut:.2%} of a usual norm of {usual:.3g}")
+    yield Fact(
+        f"{(recent < 1).mean():.0%} of {steps} steps, to {cut:.2%} of a usual norm of {usual:.3g}"
+    )

@@ -25,7 +25,10 @@ for inputs, targets in loader:    # not next(iter(loader)): that is the first ba
 def repeats(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     """The gradient is exactly that of the step before.
 
-    Why: two batches never give the same gradient bit for bit; something stands still. At a minimum that is as it should be.
+    Why: two batches never give the same gradient bit for bit; something stands still. At a minimum
+    that is as it should be.
     """
     if window.repeats >= steps and window.converging is not True and not window.at_rest:
-        yield Fact(f"{window.repeats} steps in a row", first_step=window.now.step.step - window.repeats)
+        yield Fact(
+            f"{window.repeats} steps in a row", first_step=window.now.step.step - window.repeats
+        )

@@ -25,9 +25,8 @@ for inputs, targets in loader:    # not next(iter(loader)): that is the first ba
 def stuck(window: Window, *, batches: int = 8) -> Iterator[Fact]:
     """The model is given the same batch again and again.
 
-    Why: the loss falls nicely and nothing general is learned. A script that holds one batch and passes it itself does
-    so on purpose
-    and is left alone: only equal batches in new tensors count.
+    Why: the loss falls nicely and nothing general is learned. A script that holds one batch and
+    passes it itself does so on purpose and is left alone: only equal batches in new tensors count.
     """
     alike = window.now.alike
     if alike is not None and alike >= batches:

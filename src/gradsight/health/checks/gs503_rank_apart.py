@@ -30,12 +30,19 @@ loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
 """,
 )
 def rank_apart(
-    window: Window, *, factor: float = 5.0, jump: float = 10.0, sigmas: float = 8.0, looks: int = 10, full_looks: int = 3
+    window: Window,
+    *,
+    factor: float = 5.0,
+    jump: float = 10.0,
+    sigmas: float = 8.0,
+    looks: int = 10,
+    full_looks: int = 3,
 ) -> Iterator[Fact]:
     """A rank's own gradients, before they are averaged, stand apart from the other ranks'.
 
-    Why: a corrupt shard, a broken device or a wrong loss on one rank spoils all of them, and the average hides where it
-    came from. Ranks draw from the same data, so their gradients have similar sizes, step by step.
+    Why: a corrupt shard, a broken device or a wrong loss on one rank spoils all of them, and the
+    average hides where it came from. Ranks draw from the same data, so their gradients have similar
+    sizes, step by step.
     """
     look = window.ranks
     if look is None or len(look.norms) < 2 or look.step in window.left_out:
@@ -43,7 +50,10 @@ def rank_apart(
     if not np.isfinite(look.norms).all():
         yield from _not_finite(window, look)
         return
-    if len(window.rank_logarithms) >= looks and np.abs(_apart(window.rank_logarithms[-1])).max() > np.log(factor) / 2:
+    if (
+        len(window.rank_logarithms) >= looks
+        and np.abs(_apart(window.rank_logarithms[-1])).max() > np.log(factor) / 2
+    ):
         logs = np.array(window.rank_logarithms)
         yield from _all_the_time(window, _apart(logs[-looks:]), np.log(factor))
         yield from _suddenly(look, logs, np.log(jump), sigmas)
@@ -55,15 +65,17 @@ def _not_finite(window: Window, look: RankLook) -> Iterator[Fact]:
     broken = ~np.isfinite(look.norms)
     ranks = np.flatnonzero(broken.any(axis=1))
     if len(ranks) < len(broken):  # else the fault is not of a rank
-        text = (
-            f"step {look.step}: NaN or Inf on {_told(ranks)} alone, before the gradients were averaged over {len(broken)} ranks"
-        )
+        text = f"step {look.step}: NaN or Inf on {_told(ranks)} alone, before the gradients were averaged over {len(broken)} ranks"
         yield Fact(text, window.named(look.rows[broken.any(axis=0)]), "critical", look.step)
 
 
 def _apart(logs: Floats) -> Floats:
-    """How far each rank's logarithm is from the other's, or from the median where there are more than two."""
-    result: Floats = logs - (logs[..., ::-1] if logs.shape[-1] == 2 else np.median(logs, axis=-1, keepdims=True))
+    """How far each rank's logarithm is from the other's, or from the median where there are more
+    than two.
+    """
+    result: Floats = logs - (
+        logs[..., ::-1] if logs.shape[-1] == 2 else np.median(logs, axis=-1, keepdims=True)
+    )
     return result
 
 
@@ -72,7 +84,9 @@ def _all_the_time(window: Window, apart: Floats, limit: float) -> Iterator[Fact]
     middle, least = np.median(apart, axis=0), np.abs(apart).min(axis=0)
     same_side = np.abs(np.sign(apart).sum(axis=0)) == len(apart)
     found = np.flatnonzero((np.abs(middle) > limit) & (least > limit / 2) & same_side)
-    if len(middle) == 2 and len(found):  # each is apart from the other: the one with next to nothing, else the larger
+    if len(middle) == 2 and len(
+        found
+    ):  # each is apart from the other: the one with next to nothing, else the larger
         lower = int(middle.argmin())
         found = np.array([lower if middle.min() < np.log(NOTHING) / 4 else 1 - lower])
     for rank in found:

@@ -1,4 +1,6 @@
-"""The diagnosis of a bad step: its guilty operation, its guilty samples, and what could not be found out."""
+"""The diagnosis of a bad step: its guilty operation, its guilty samples, and what could not be
+found out.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from gradsight.incidents.diagnosis.operation import find_operation
 from gradsight.incidents.diagnosis.ranking import all_broken, ranked
 from gradsight.incidents.diagnosis.rerun import Rerun
 from gradsight.incidents.diagnosis.samples import Norms, measure
-from gradsight.values.records import Diagnosis, GuiltyOperation, GuiltySample
+from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
 
 Kind = Literal["nonfinite", "spike"]
 
@@ -31,12 +33,14 @@ def diagnose(
     scale: float = 1.0,
     most: int | None = 16,
 ) -> Diagnosis:
-    """Run a step's passes again, aside, and say what made its gradient non-finite ("nonfinite") or large ("spike").
+    """Run a step's passes again, aside, and say what made its gradient non-finite ("nonfinite") or
+    large ("spike").
 
-    To be called before the optimizer steps on the bad gradient. Nothing is raised and nothing is left behind: parameters,
-    buffers, `.grad`, generators, modes and hooks are as they were. `loss_root` is what backward was called on; `rerun(model,
-    number)` runs micro-batch `number` up to its loss, where that can be done. `scale` is what the gradients at the outputs are
-    to be divided by (GradScaler's factor). `most` limits the samples that are listed; None lists all.
+    To be called before the optimizer steps on the bad gradient. Nothing is raised and nothing is
+    left behind: parameters, buffers, `.grad`, generators, modes and hooks are as they were.
+    `loss_root` is what backward was called on; `rerun(model, number)` runs micro-batch `number` up
+    to its loss, where that can be done. `scale` is what the gradients at the outputs are to be
+    divided by (GradScaler's factor). `most` limits the samples that are listed; None lists all.
     """
     budget, notes = Budget(seconds), list[str]()
     root = unwrapped(model)
@@ -81,7 +85,9 @@ def _operation(
             return found
         if budget.is_over():
             break
-    notes += troubles or ["run again, everything was finite: the fault did not come back, or lies outside the model"]
+    notes += troubles or [
+        "run again, everything was finite: the fault did not come back, or lies outside the model"
+    ]
     return None
 
 
@@ -107,26 +113,37 @@ def _samples(
         if budget.is_over():
             break
     samples = list(_named(norms, passes, scale))
-    complete = all(number in norms and len(norms[number].by_row) == norms[number].batch > 0 for number in learning)
+    complete = all(
+        number in norms and len(norms[number].by_row) == norms[number].batch > 0
+        for number in learning
+    )
     notes += troubles
     if samples and not complete:
-        notes.append(f"the gradients of {len(samples)} samples were taken, not of all: no shares are given")
+        notes.append(
+            f"the gradients of {len(samples)} samples were taken, not of all: no shares are given"
+        )
     if all_broken(samples):
         notes.append(f"the gradients of all {len(samples)} samples are not finite: none stands out")
     return ranked(samples, complete=complete, most=most)
 
 
-def _named(norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float) -> Iterator[GuiltySample]:
+def _named(
+    norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float
+) -> Iterator[GuiltySample]:
     """Every measured sample, as one of this rank's."""
     for number, found in sorted(norms.items()):
         ids = passes[number].sample_ids
         for row, norm in sorted(found.by_row.items()):
-            yield GuiltySample(row, None if ids is None else ids[row], number, rank(), norm / scale, None)
+            yield GuiltySample(
+                row, None if ids is None else ids[row], number, rank(), norm / scale, None
+            )
 
 
 def _learns(one: Pass) -> bool:
     """False for a call that no gradient came back to, such as one without autograd."""
-    return one.output_gradients is None or any(gradient is not None for gradient in one.output_gradients)
+    return one.output_gradients is None or any(
+        gradient is not None for gradient in one.output_gradients
+    )
 
 
 @contextmanager

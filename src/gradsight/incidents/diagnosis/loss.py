@@ -1,4 +1,6 @@
-"""A fault outside the model: between its outputs and backward(), where there is no pass to run again."""
+"""A fault outside the model: between its outputs and backward(), where there is no pass to run
+again.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,15 +13,55 @@ from gradsight.core.calls import Pass
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import state_of, summary
 from gradsight.incidents.diagnosis.places import source_of
-from gradsight.values.records import GuiltyOperation
+from gradsight.values.diagnoses import GuiltyOperation
 
 RISKY = frozenset(
-    {"log", "log2", "log10", "log1p", "xlogy", "div", "reciprocal", "sqrt", "rsqrt", "pow", "exp", "expm1", "norm"}
-    | {"linalg_vector_norm", "acos", "asin", "atan2", "acosh", "atanh", "tan", "lgamma", "cdist", "logsumexp", "prod"}
+    {
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "xlogy",
+        "div",
+        "reciprocal",
+        "sqrt",
+        "rsqrt",
+        "pow",
+        "exp",
+        "expm1",
+        "norm",
+    }
+    | {
+        "linalg_vector_norm",
+        "acos",
+        "asin",
+        "atan2",
+        "acosh",
+        "atanh",
+        "tan",
+        "lgamma",
+        "cdist",
+        "logsumexp",
+        "prod",
+    }
     | {"std", "var", "erfinv"}
 )
 """Operations that make something non-finite out of finite numbers, or whose derivative does."""
-STEEP = frozenset({"sqrt", "pow", "norm", "linalg_vector_norm", "std", "var", "acos", "asin", "atan2", "cdist", "prod"})
+STEEP = frozenset(
+    {
+        "sqrt",
+        "pow",
+        "norm",
+        "linalg_vector_norm",
+        "std",
+        "var",
+        "acos",
+        "asin",
+        "atan2",
+        "cdist",
+        "prod",
+    }
+)
 """Those of them that are finite where their derivative is not."""
 KNOWN: dict[str, Any] = {
     "log": torch.log, "log2": torch.log2, "log10": torch.log10, "log1p": torch.log1p, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
@@ -31,31 +73,64 @@ KNOWN: dict[str, Any] = {
 _MOST_NODES = 10_000
 
 
-def outside(one: Pass, outputs: Sequence[Tensor], number: int, loss_root: Tensor | None) -> GuiltyOperation:
-    """The model's outputs are finite and the gradients at them are not: what lies between, as far as it can be told."""
+def outside(
+    one: Pass, outputs: Sequence[Tensor], number: int, loss_root: Tensor | None
+) -> GuiltyOperation:
+    """The model's outputs are finite and the gradients at them are not: what lies between, as far
+    as it can be told.
+    """
     place = one.backward_caller or one.caller
-    bad = [y for y, c in zip(outputs, one.output_gradients or (), strict=True) if c is not None and state_of(c)]
+    bad = [
+        y
+        for y, c in zip(outputs, one.output_gradients or (), strict=True)
+        if c is not None and state_of(c)
+    ]
     operation, detail, inputs = _tell(one, outputs, loss_root)
     return GuiltyOperation(
-        operation, "loss", None, place, source_of(place), inputs or tuple(summary(y) for y in bad), number, detail
+        operation,
+        "loss",
+        None,
+        place,
+        source_of(place),
+        inputs or tuple(summary(y) for y in bad),
+        number,
+        detail,
     )
 
 
-def _tell(one: Pass, outputs: Sequence[Tensor], loss_root: Tensor | None) -> tuple[str, str, tuple[Any, ...]]:
-    """Operation, remark, inputs: the one that is sure, else the likely ones, else only that it is the loss."""
+def _tell(
+    one: Pass, outputs: Sequence[Tensor], loss_root: Tensor | None
+) -> tuple[str, str, tuple[Any, ...]]:
+    """Operation, remark, inputs: the one that is sure, else the likely ones, else only that it is
+    the loss.
+    """
     meant = any(state_of(y) for y in outputs)
-    where = "the outputs hold infinities that the model wrote on purpose" if meant else "the outputs are finite"
-    where += ", the gradients that came back are not finite" if meant else ", the gradients that came back are not"
+    where = (
+        "the outputs hold infinities that the model wrote on purpose"
+        if meant
+        else "the outputs are finite"
+    )
+    where += (
+        ", the gradients that came back are not finite"
+        if meant
+        else ", the gradients that came back are not"
+    )
     stops = [node for node in one.output_nodes or () if node is not None]
     nodes = _between(loss_root.grad_fn, stops) if loss_root is not None and stops else []
     if loss_root is None or not nodes:
         return "loss", where, ()
     state = state_of(loss_root)
-    where += f"; the loss is {state}" if state else "; the loss is finite, so the fault is in a derivative"
+    where += (
+        f"; the loss is {state}"
+        if state
+        else "; the loss is finite, so the fault is in a derivative"
+    )
     for node, value in _again(nodes, one.output_nodes or (), outputs):
         if _breaks(_function(node), value):
             return forward_name(node.name()), where, (summary(value),)
-    likely = list(dict.fromkeys(forward_name(node.name()) for node in reversed(nodes) if _is_risky(node)))
+    likely = list(
+        dict.fromkeys(forward_name(node.name()) for node in reversed(nodes) if _is_risky(node))
+    )
     if not state:  # what is infinite itself would have shown in the loss
         likely = [name for name in likely if name in STEEP] or likely
     if len(likely) == 1:
@@ -71,7 +146,9 @@ def _is_risky(node: Any) -> bool:
 
 
 def _between(root: Any, stops: Sequence[Any]) -> list[Any]:
-    """The autograd nodes from the loss down to the model's outputs, nearest to the loss first; none if they are not reached."""
+    """The autograd nodes from the loss down to the model's outputs, nearest to the loss first; none
+    if they are not reached.
+    """
     found: dict[Any, None] = {root: None}
     queue, reached = [root], root in stops
     while queue and len(found) < _MOST_NODES:
@@ -83,8 +160,12 @@ def _between(root: Any, stops: Sequence[Any]) -> list[Any]:
     return [node for node in found if node not in stops] if reached else []
 
 
-def _again(nodes: Sequence[Any], stops: Sequence[Any], outputs: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
-    """Nodes whose input can be computed from the outputs by known operations, with that input, nearest to the outputs first."""
+def _again(
+    nodes: Sequence[Any], stops: Sequence[Any], outputs: Sequence[Tensor]
+) -> list[tuple[Any, Tensor]]:
+    """Nodes whose input can be computed from the outputs by known operations, with that input,
+    nearest to the outputs first.
+    """
     values = {stop: y.detach() for stop, y in zip(stops, outputs, strict=False) if stop is not None}
     found = []
     for node in reversed(nodes):
@@ -97,7 +178,9 @@ def _again(nodes: Sequence[Any], stops: Sequence[Any], outputs: Sequence[Tensor]
 
 
 def _function(node: Any) -> Any:
-    """What a node computed, of its only input; None where that is not known. Settings outlive backward, tensors do not."""
+    """What a node computed, of its only input; None where that is not known. Settings outlive
+    backward, tensors do not.
+    """
     name = forward_name(node.name())
     if name in KNOWN:
         return KNOWN[name]

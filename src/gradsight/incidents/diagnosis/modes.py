@@ -1,5 +1,7 @@
 # mypy: allow-untyped-calls
-"""What our dispatch modes have in common: they see every operation, and what is written in place can be put back."""
+"""What our dispatch modes have in common: they see every operation, and what is written in place
+can be put back.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 class Eyes(TorchDispatchMode):
     """A mode that watches operations in eager code.
 
-    Memory from before it that an operation writes to (a parameter, a queue that a model keeps) is copied first.
+    Memory from before it that an operation writes to (a parameter, a queue that a model keeps) is
+    copied first.
     """
 
     supports_higher_order_operators = True
@@ -25,7 +28,9 @@ class Eyes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to be skipped is to import the compiler, seconds, and where it is loaded already, its code runs eagerly."""
+        """No: to be skipped is to import the compiler, seconds, and where it is loaded already, its
+        code runs eagerly.
+        """
         return False
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -48,7 +53,9 @@ class Eyes(TorchDispatchMode):
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operation changes."""
-    if not hasattr(func, "_schema") or not func._schema.is_mutable:  # without a schema: a higher-order operation
+    if (
+        not hasattr(func, "_schema") or not func._schema.is_mutable
+    ):  # without a schema: a higher-order operation
         return []
     found = []
     for position, argument in enumerate(func._schema.arguments):

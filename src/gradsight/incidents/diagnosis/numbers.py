@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gradsight.values.records import TensorSummary
+from gradsight.values.diagnoses import TensorSummary
 
 
 def state_of(tensor: Tensor) -> str:

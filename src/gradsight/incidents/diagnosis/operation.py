@@ -17,8 +17,16 @@ from gradsight.incidents.diagnosis.finder import Event, Finder
 from gradsight.incidents.diagnosis.loss import outside
 from gradsight.incidents.diagnosis.numbers import state_of, summary
 from gradsight.incidents.diagnosis.places import module_names, source_of
-from gradsight.incidents.diagnosis.rerun import NoGradient, Rerun, call, call_step, ends, parameters_of, pull
-from gradsight.values.records import GuiltyOperation
+from gradsight.incidents.diagnosis.rerun import (
+    NoGradient,
+    Rerun,
+    call,
+    call_step,
+    ends,
+    parameters_of,
+    pull,
+)
+from gradsight.values.diagnoses import GuiltyOperation
 
 _NAMED = 3
 Pair = tuple[Tensor, Tensor]
@@ -48,9 +56,16 @@ def find_operation(
 
 
 def _judge(
-    root: nn.Module, one: Pass, number: int, finder: Finder, outputs: Sequence[Tensor], loss_root: Tensor | None
+    root: nn.Module,
+    one: Pass,
+    number: int,
+    finder: Finder,
+    outputs: Sequence[Tensor],
+    loss_root: Tensor | None,
 ) -> GuiltyOperation | None:
-    """Pull from the last outputs; if that is clean, from the others too, in case they were used outside."""
+    """Pull from the last outputs; if that is clean, from the others too, in case they were used
+    outside.
+    """
     pairs = _cotangents(one, outputs)
     last = ends([y for y, _ in pairs])
     outer = [pair for pair, end in zip(pairs, last, strict=True) if end]
@@ -64,17 +79,25 @@ def _judge(
     if (forward := _forward(finder, outputs)) is not None:
         return forward
     if not pairs:
-        raise NoGradient("the forward pass is clean; no gradients at the outputs were kept to look at backward with")
+        raise NoGradient(
+            "the forward pass is clean; no gradients at the outputs were kept to look at backward with"
+        )
     return outside(one, outputs, number, loss_root)
 
 
-def _backward(root: nn.Module, finder: Finder, pairs: Sequence[Pair], keep: bool) -> GuiltyOperation | None:
+def _backward(
+    root: nn.Module, finder: Finder, pairs: Sequence[Pair], keep: bool
+) -> GuiltyOperation | None:
     with finder:
-        return finder.first(pull([y for y, _ in pairs], [c for _, c in pairs], parameters_of(root), keep=keep))
+        return finder.first(
+            pull([y for y, _ in pairs], [c for _, c in pairs], parameters_of(root), keep=keep)
+        )
 
 
 def _forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
-    """What made outputs non-finite; infinities that the model wrote into them on purpose are no fault."""
+    """What made outputs non-finite; infinities that the model wrote into them on purpose are no
+    fault.
+    """
     if (certain := finder.first(outputs, certain=True)) is not None:
         return certain
     likely = finder.first(outputs)
@@ -82,7 +105,9 @@ def _forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | Non
     return likely if likely is not None and (broken or likely.phase == "before") else None
 
 
-def _whole_step(root: nn.Module, number: int, finder: Finder, rerun: Rerun) -> GuiltyOperation | None:
+def _whole_step(
+    root: nn.Module, number: int, finder: Finder, rerun: Rerun
+) -> GuiltyOperation | None:
     """The same with the loss: whatever makes the gradient non-finite is seen."""
     finder.whole_step = True
     with finder:
@@ -91,23 +116,37 @@ def _whole_step(root: nn.Module, number: int, finder: Finder, rerun: Rerun) -> G
     return _at_first(finder, finder.first(found), [loss]) or finder.first([loss])
 
 
-def _at_first(finder: Finder, guilty: GuiltyOperation | None, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
-    """Where backward trips over an operation that was not finite in forward already, the forward is what is meant."""
+def _at_first(
+    finder: Finder, guilty: GuiltyOperation | None, outputs: Sequence[Tensor]
+) -> GuiltyOperation | None:
+    """Where backward trips over an operation that was not finite in forward already, the forward is
+    what is meant.
+    """
     before = finder.first(outputs, certain=True)
     if guilty is None or before is None:
         return guilty
-    same = (before.operation, before.module, before.place) == (guilty.operation, guilty.module, guilty.place)
+    same = (before.operation, before.module, before.place) == (
+        guilty.operation,
+        guilty.module,
+        guilty.place,
+    )
     return before if same else guilty
 
 
 def _cotangents(one: Pass, outputs: Sequence[Tensor]) -> list[Pair]:
-    """Outputs and the gradients at them; where none were kept, a model that returns its loss is pulled from there."""
+    """Outputs and the gradients at them; where none were kept, a model that returns its loss is
+    pulled from there.
+    """
     kept = one.output_gradients
     if kept is not None and len(kept) == len(outputs) and any(c is not None for c in kept):
         given = zip(outputs, kept, strict=True)
         return list({id(y): (y, c) for y, c in given if c is not None and y.requires_grad}.values())
     scalars = [y for y in outputs if y.requires_grad and y.numel() == 1]
-    return [(y, torch.ones_like(y)) for y in scalars] if len(scalars) == 1 and not state_of(scalars[0]) else []
+    return (
+        [(y, torch.ones_like(y)) for y in scalars]
+        if len(scalars) == 1 and not state_of(scalars[0])
+        else []
+    )
 
 
 def _before_the_pass(
@@ -115,7 +154,9 @@ def _before_the_pass(
 ) -> Iterator[tuple[Tensor, Event]]:
     """What is not finite before the first operation: parameters, buffers, arguments."""
     bad = [each for each in named_parameters(root) if state_of(each.tensor)]
-    names = ", ".join(each.name for each in bad[:_NAMED]) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
+    names = ", ".join(each.name for each in bad[:_NAMED]) + (
+        f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    )
     for each in bad:
         detail = f"{names} not finite before the pass: the fault lies in an earlier step"
         module = each.name.rpartition(".")[0]
@@ -123,19 +164,34 @@ def _before_the_pass(
     for name, buffer in root.named_buffers():
         if state := state_of(buffer):
             name = clean_name(root, name)
-            event = _came("buffer", name.rpartition(".")[0], None, buffer, number, f"{name} not finite before the pass")
+            event = _came(
+                "buffer",
+                name.rpartition(".")[0],
+                None,
+                buffer,
+                number,
+                f"{name} not finite before the pass",
+            )
             yield buffer, Event(event.operation, certain=state == "nan")
     yield from _arguments(root, one, args, kwargs, number)
 
 
-def _arguments(root: nn.Module, one: Pass, args: Sequence[Any], kwargs: Any, number: int) -> Iterator[tuple[Tensor, Event]]:
+def _arguments(
+    root: nn.Module, one: Pass, args: Sequence[Any], kwargs: Any, number: int
+) -> Iterator[tuple[Tensor, Event]]:
     """Arguments with NaN or an infinity; -inf alone may be a mask."""
     positional = list(inspect.signature(root.forward).parameters)
-    for position, (path, tensor) in enumerate(tree_flatten_with_path((tuple(args), dict(kwargs)))[0]):
+    for position, (path, tensor) in enumerate(
+        tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
+    ):
         if not isinstance(tensor, Tensor) or not state_of(tensor):
             continue
         in_args, index = getattr(path[0], "idx", None) == 0, getattr(path[1], "idx", None)
-        first = positional[index] if in_args and index is not None and index < len(positional) else keystr(path[1:2])
+        first = (
+            positional[index]
+            if in_args and index is not None and index < len(positional)
+            else keystr(path[1:2])
+        )
         name = first.strip("[]'") + keystr(path[2:])
         detail = f"argument {name}{_rows(root, one, position)}"
         certain = bool(tensor.isnan().any() or (tensor == float("inf")).any())
@@ -146,7 +202,9 @@ def _arguments(root: nn.Module, one: Pass, args: Sequence[Any], kwargs: Any, num
 def _rows(root: nn.Module, one: Pass, position: int) -> str:
     """The samples in which an argument is not finite, in words."""
     try:
-        call_ = tell_batch(one.args, one.kwargs, len(one.sample_ids) if one.sample_ids else None, None, root)
+        call_ = tell_batch(
+            one.args, one.kwargs, len(one.sample_ids) if one.sample_ids else None, None, root
+        )
     except NotSeparable:
         return ""
     if (dim := call_.dims.get(position)) is None:
@@ -159,5 +217,11 @@ def _rows(root: nn.Module, one: Pass, position: int) -> str:
     return f", row{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:_NAMED]))}{more}"
 
 
-def _came(what: str, module: str | None, place: str | None, tensor: Tensor, number: int, detail: str) -> Event:
-    return Event(GuiltyOperation(what, "before", module, place, source_of(place), (summary(tensor),), number, detail))
+def _came(
+    what: str, module: str | None, place: str | None, tensor: Tensor, number: int, detail: str
+) -> Event:
+    return Event(
+        GuiltyOperation(
+            what, "before", module, place, source_of(place), (summary(tensor),), number, detail
+        )
+    )

@@ -1,4 +1,6 @@
-"""Where the program is: the innermost module of the model and the line of source that matters to its user."""
+"""Where the program is: the innermost module of the model and the line of source that matters to
+its user.
+"""
 
 import linecache
 import os
@@ -44,11 +46,15 @@ class Scene:
 
 def module_names(root: nn.Module) -> dict[int, str]:
     """The model's own dotted name of every module, by identity; the model itself is ""."""
-    return {id(module): clean_name(root, name) if name else "" for name, module in root.named_modules()}
+    return {
+        id(module): clean_name(root, name) if name else "" for name, module in root.named_modules()
+    }
 
 
 def look(names: Mapping[int, str]) -> Scene:
-    """The scene of the running operation: the user's innermost line in the model, or else the innermost one of a library."""
+    """The scene of the running operation: the user's innermost line in the model, or else the
+    innermost one of a library.
+    """
     module: str | None = None
     user: FrameType | None = None
     library: FrameType | None = None

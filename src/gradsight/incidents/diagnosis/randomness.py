@@ -1,5 +1,7 @@
 # mypy: allow-untyped-calls
-"""The batch's own random numbers for one sample of it: dropout drops in the sample alone what it dropped in the batch."""
+"""The batch's own random numbers for one sample of it: dropout drops in the sample alone what it
+dropped in the batch.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +14,17 @@ from gradsight.incidents.diagnosis.budget import Budget
 from gradsight.incidents.diagnosis.modes import Eyes, name_of
 
 RANDOM = frozenset(
-    {"bernoulli", "bernoulli_", "native_dropout", "rand", "rand_like", "randn", "randn_like", "normal_", "uniform_"}
+    {
+        "bernoulli",
+        "bernoulli_",
+        "native_dropout",
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "normal_",
+        "uniform_",
+    }
     | {"exponential_", "normal", "randint", "randint_like", "random_"}
 )
 """Operations that draw one number per entry of their result."""
@@ -23,8 +35,9 @@ State = tuple[bytes, ...]
 class Tape(Eyes):
     """Records what a batch draws; then hands out a sample's rows of it.
 
-    What is drawn is found by the state of the generators, and the generators go on as in the batch. So recomputation under
-    activation checkpointing, which puts the generators back, finds the same numbers again.
+    What is drawn is found by the state of the generators, and the generators go on as in the batch.
+    So recomputation under activation checkpointing, which puts the generators back, finds the same
+    numbers again.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -42,7 +55,11 @@ class Tape(Eyes):
         return bool(self._drawn)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation; a random one is recorded, or answered from the record."""
         kwargs = kwargs or {}
@@ -90,7 +107,9 @@ def _rows(whole: Tensor, alone: Tensor, row: int, batch: int) -> Tensor | None:
 
 def _copied(out: Any) -> Any:
     leaves, spec = tree_flatten(out)
-    return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return tree_unflatten(
+        [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    )
 
 
 def _state() -> State:

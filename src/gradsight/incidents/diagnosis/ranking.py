@@ -4,11 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradsight.values.records import GuiltySample
+from gradsight.values.diagnoses import GuiltySample
 
 
-def ranked(samples: Sequence[GuiltySample], *, complete: bool = True, most: int | None = None) -> tuple[GuiltySample, ...]:
-    """The worst first, with their shares: those that are not finite, and if there are none, the largest.
+def ranked(
+    samples: Sequence[GuiltySample], *, complete: bool = True, most: int | None = None
+) -> tuple[GuiltySample, ...]:
+    """The worst first, with their shares: those that are not finite, and if there are none, the
+    largest.
 
     `complete` says that no sample of the step is missing; else there are no shares. Several ranks' samples may be put together.
 
@@ -22,7 +25,9 @@ def ranked(samples: Sequence[GuiltySample], *, complete: bool = True, most: int 
     total = sum(sample.norm**2 for sample in samples)
     known = complete and 0 < total < math.inf
     worst = sorted(samples, key=lambda sample: -sample.norm)[:most]
-    return tuple(replace(sample, share=sample.norm**2 / total if known else None) for sample in worst)
+    return tuple(
+        replace(sample, share=sample.norm**2 / total if known else None) for sample in worst
+    )
 
 
 def all_broken(samples: Sequence[GuiltySample]) -> bool:

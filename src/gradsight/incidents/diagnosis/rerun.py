@@ -1,4 +1,6 @@
-"""Runs a pass again and pulls gradients back through it. The model is called here and nowhere else: see places.BOUNDARY."""
+"""Runs a pass again and pulls gradients back through it. The model is called here and nowhere else:
+see places.BOUNDARY.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +30,11 @@ def call_step(rerun: Rerun, root: nn.Module, number: int) -> Tensor:
 
 
 def pull(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], *, keep: bool = False
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    keep: bool = False,
 ) -> list[Tensor | None]:
     """The gradients at `inputs`, without a trace in any `.grad`."""
     pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
@@ -44,7 +50,9 @@ def parameters_of(root: nn.Module) -> list[Tensor]:
 
 
 def ends(outputs: Sequence[Tensor]) -> list[bool]:
-    """Which outputs no other output is computed from; gradients at the others came through these, in part or all."""
+    """Which outputs no other output is computed from; gradients at the others came through these,
+    in part or all.
+    """
     nodes = [y.grad_fn for y in outputs]
     inner: set[Any] = set()
     for node in nodes:

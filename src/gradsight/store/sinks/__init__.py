@@ -1,7 +1,8 @@
 """Where numbers go besides the run directory: one file per tracker, opened by name.
 
-A sink is anything with `log_scalar(name, value, step)`. It may also have `log_scalars(values, step)`, which is asked instead
-where there are many, `log_histogram(name, histogram, step)` and `close()`.
+A sink is anything with `log_scalar(name, value, step)`. It may also have `log_scalars(values,
+step)`, which is asked instead where there are many, `log_histogram(name, histogram, step)` and
+`close()`.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradsight.errors import UsageError
 
-_NAMED = {"console": "ConsoleSink", "tensorboard": "TensorBoardSink", "trackio": "TrackioSink", "wandb": "WandbSink"}
+_NAMED = {
+    "console": "ConsoleSink",
+    "tensorboard": "TensorBoardSink",
+    "trackio": "TrackioSink",
+    "wandb": "WandbSink",
+}
 
 
 @runtime_checkable
@@ -23,7 +29,9 @@ class Sink(Protocol):
 
 
 def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
-    """Named sinks opened, own ones checked. An unknown name, a missing package or method is an error before training starts."""
+    """Named sinks opened, own ones checked. An unknown name, a missing package or method is an
+    error before training starts.
+    """
     if isinstance(sinks, str):
         sinks = (sinks,)
     return [_open(sink, run_dir) for sink in sinks]
@@ -32,9 +40,15 @@ def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
 def _open(sink: Any, run_dir: Path | None) -> Any:
     if isinstance(sink, str):
         if sink not in _NAMED:
-            raise UsageError(f"there is no sink {sink!r}; there are {', '.join(sorted(_NAMED))}, or an object of your own")
-        opener: Callable[[Path | None], Any] = getattr(import_module(f"gradsight.store.sinks.{sink}"), _NAMED[sink])
+            raise UsageError(
+                f"there is no sink {sink!r}; there are {', '.join(sorted(_NAMED))}, or an object of your own"
+            )
+        opener: Callable[[Path | None], Any] = getattr(
+            import_module(f"gradsight.store.sinks.{sink}"), _NAMED[sink]
+        )
         return opener(run_dir)
     if not isinstance(sink, Sink):
-        raise UsageError(f"a sink needs a method log_scalar(name, value, step); {type(sink).__name__} has none")
+        raise UsageError(
+            f"a sink needs a method log_scalar(name, value, step); {type(sink).__name__} has none"
+        )
     return sink

@@ -10,7 +10,9 @@ _SHORT = {"gradients/total_norm": "grad_norm"}
 
 
 class ConsoleSink:
-    """Prints loss, gradient norm and learning rate, and the parameters whose gradient is not finite."""
+    """Prints loss, gradient norm and learning rate, and the parameters whose gradient is not
+    finite.
+    """
 
     def __init__(self, run_dir: Path | None = None, every_seconds: float = 1.0) -> None:
         self._every = every_seconds
@@ -23,7 +25,9 @@ class ConsoleSink:
         self.log_scalars({name: value}, step)
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Take numbers of a step; its line is printed when the next step comes, for the loss is often logged last."""
+        """Take numbers of a step; its line is printed when the next step comes, for the loss is
+        often logged last.
+        """
         if step != self._step:
             self.close()
             self._step = step
@@ -40,5 +44,8 @@ class ConsoleSink:
         self._last = now
         parts = [f"{_SHORT.get(name, name)}={values[name]:.4g}" for name in shown]
         if bad:
-            parts.append(f"not finite in {', '.join(bad[:3])}" + (f" and {len(bad) - 3} more" if len(bad) > 3 else ""))
+            parts.append(
+                f"not finite in {', '.join(bad[:3])}"
+                + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+            )
         print(f"step {self._step}: {', '.join(parts)}", file=sys.stdout, flush=True)

@@ -1,4 +1,6 @@
-"""Feeds the sinks off the training thread. A sink that fails is switched off; training and the other sinks go on."""
+"""Feeds the sinks off the training thread. A sink that fails is switched off; training and the
+other sinks go on.
+"""
 
 import threading
 from collections.abc import Mapping
@@ -6,7 +8,7 @@ from typing import Any
 
 from gradsight.core.problems import Problems
 from gradsight.core.worker import Worker
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 
 _PERIOD = 0.1
 _LONGEST = 20_000
@@ -39,7 +41,10 @@ class Feed:
     def close(self) -> None:
         """Hand over what is left and close the sinks."""
         if not self._worker.stop(_PATIENCE):
-            self._problems.report("sinks-slow", f"the sinks did not take everything within {_PATIENCE:.0f} s; the rest is lost")
+            self._problems.report(
+                "sinks-slow",
+                f"the sinks did not take everything within {_PATIENCE:.0f} s; the rest is lost",
+            )
             return
         for sink in list(self._sinks):
             if hasattr(sink, "close"):
@@ -50,7 +55,9 @@ class Feed:
             if len(self._queue) < _LONGEST:
                 self._queue.append(entry)
                 return
-        self._problems.report("sinks-full", "the sinks are slower than training: some steps are not shown there")
+        self._problems.report(
+            "sinks-full", "the sinks are slower than training: some steps are not shown there"
+        )
 
     def _drain(self) -> None:
         with self._lock:
@@ -69,7 +76,8 @@ class Feed:
             self._sinks.remove(sink)
             name = type(sink).__name__
             self._problems.report(
-                f"sink-{name}", f"the sink {name} failed and is switched off: {type(error).__name__}: {error}"
+                f"sink-{name}",
+                f"the sink {name} failed and is switched off: {type(error).__name__}: {error}",
             )
 
 

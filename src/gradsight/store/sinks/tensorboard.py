@@ -1,4 +1,6 @@
-"""TensorBoard event files, one summary per step: a summary of 150 values costs a fifteenth of 150 summaries."""
+"""TensorBoard event files, one summary per step: a summary of 150 values costs a fifteenth of 150
+summaries.
+"""
 
 import time
 from collections.abc import Mapping
@@ -6,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gradsight.errors import MissingPackage, UsageError
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 
 
 class TensorBoardSink:
@@ -30,7 +32,11 @@ class TensorBoardSink:
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Take many numbers of one step at once; NaN and infinity are written as they are."""
-        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        summary = self._summary(
+            value=[
+                self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
+            ]
+        )
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
@@ -42,7 +48,9 @@ class TensorBoardSink:
             max=edges[-1],
             num=sum(counts),
             sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
-            sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+            sum_squares=sum(
+                count * middle**2 for count, middle in zip(counts, middles, strict=True)
+            ),
             bucket_limit=edges[1:],
             bucket=counts,
         )

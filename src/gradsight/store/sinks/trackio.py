@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gradsight.errors import MissingPackage
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 
 
 class TrackioSink:

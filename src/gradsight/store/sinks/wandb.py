@@ -1,4 +1,6 @@
-"""Weights & Biases, online or offline. An active run of the user's is used and left open; else one is started and ended."""
+"""Weights & Biases, online or offline. An active run of the user's is used and left open; else one
+is started and ended.
+"""
 
 import os
 from collections.abc import Mapping
@@ -6,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from gradsight.errors import MissingPackage
-from gradsight.values.records import Histogram
+from gradsight.values.histograms import Histogram
 
 
 class WandbSink:
-    """Logs to W&B under the run's own step. Steps that W&B already passed go to its current one: it would drop them."""
+    """Logs to W&B under the run's own step. Steps that W&B already passed go to its current one: it
+    would drop them.
+    """
 
     def __init__(self, run_dir: Path | None) -> None:
         try:
@@ -24,7 +28,9 @@ class WandbSink:
             if run_dir is not None:
                 run_dir.mkdir(parents=True, exist_ok=True)
             project = os.environ.get("WANDB_PROJECT", "gradsight")
-            self._run = wandb.init(project=project, name=run_dir.name if run_dir else None, dir=run_dir)
+            self._run = wandb.init(
+                project=project, name=run_dir.name if run_dir else None, dir=run_dir
+            )
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """Take one number."""

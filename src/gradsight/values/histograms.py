@@ -1,0 +1,84 @@
+"""Counts of gradient entries by sign and power of two. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of gradient entries by sign and power of two, of one parameter or (parameter None) of
+    all together.
+
+    `positive[k]` counts entries in [2**(low+k), 2**(low+k+1)), `negative[k]` the same of their magnitude. Zeros, NaN,
+    infinities and `underflow` (not zero, but below 2**-126) are kept apart. Large tensors are sampled: then the counts are
+    of `sampled` entries out of `size`, and `error` is the largest standard error of any bin's share.
+    """
+
+    step: int
+    parameter: str | None
+    low: int
+    negative: tuple[float, ...]
+    positive: tuple[float, ...]
+    zero: float
+    nan: float
+    inf: float
+    underflow: float
+    size: int
+    sampled: int
+
+    @property
+    def error(self) -> float:
+        """The largest standard error of a bin's share that sampling can cause; 0 where everything
+        was counted.
+        """
+        return 0.0 if self.sampled >= self.size else 0.5 / self.sampled**0.5
+
+    def bins(self) -> tuple[list[float], list[float]]:
+        """Counts and ascending edges of the finite entries; the bin around 0 holds zeros and what
+        underflowed.
+
+        >>> Histogram(0, None, -1, negative=(3,), positive=(4,), zero=2, nan=0, inf=0, underflow=0, size=9, sampled=9).bins()
+        ([3, 2, 4], [-1.0, -0.5, 0.5, 1.0])
+        """
+        magnitudes = [
+            2.0**exponent for exponent in range(self.low, self.low + len(self.positive) + 1)
+        ]
+        edges = [-edge for edge in reversed(magnitudes)] + magnitudes
+        return [*reversed(self.negative), self.zero + self.underflow, *self.positive], edges
+
+    def linear(self, bins: int = 101, covered: float = 0.99) -> tuple[list[float], list[float]]:
+        """Counts and edges of equally wide bins centred on 0, for trackers that draw no others.
+
+        The range is the smallest power of two that covers this share of the entries; the few beyond
+        it are counted in the outer bins. Within a power of two the entries are spread evenly.
+        """
+        reach = self._reach(covered)
+        width = 2 * reach / bins
+        edges = [-reach + width * index for index in range(bins)] + [reach]
+        counts = [0.0] * bins
+        counts[bins // 2] += self.zero + self.underflow
+        for sign, tallies in ((-1, self.negative), (1, self.positive)):
+            for index, tally in enumerate(tallies):
+                _spread(counts, width, sign, 2.0 ** (self.low + index), tally)
+        return counts, edges
+
+    def _reach(self, covered: float) -> float:
+        """The smallest power of two whose range around 0 holds this share of the finite entries."""
+        total = sum(self.negative) + sum(self.positive)
+        inside = 0.0
+        for index, tally in enumerate(map(sum, zip(self.negative, self.positive, strict=True))):
+            inside += tally
+            if inside >= covered * total:
+                return 2.0 ** (self.low + index + 1)
+        return 1.0
+
+
+def _spread(counts: list[float], width: float, sign: int, start: float, tally: float) -> None:
+    """Add entries spread evenly over sign * [start, 2 * start) to bins of one width centred on 0."""
+    middle, outermost = len(counts) // 2, len(counts) - 1
+    low, high = (
+        start / width + 0.5,
+        2 * start / width + 0.5,
+    )  # in bins, from the left edge of the middle one
+    for offset in range(int(low), int(high) + 1):
+        share = max(0.0, min(high, offset + 1) - max(low, offset)) / (high - low)
+        counts[min(max(middle + sign * offset, 0), outermost)] += tally * share

@@ -1,0 +1,127 @@
+"""Peaks of memory, what checkpointing does to them, and plans for it. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """The peak of live tensor bytes of some work, and what those bytes were at that moment."""
+
+    peak_bytes: int
+    by_kind: Mapping[str, int]
+    """Bytes at the peak: parameters, gradients, optimizer, activations, temporaries, inputs. Their
+    sum is peak_bytes.
+    """
+    device: str = "cpu"
+    predicted: bool = False
+    flops: int = 0
+    """Floating-point operations of matrix products, convolutions and attention while the work ran.
+    """
+    operator_bytes: int | None = None
+    """What operators used inside themselves on top of peak_bytes; None where that was not looked
+    at.
+    """
+    notes: tuple[str, ...] = ()
+    """What this number does not know."""
+
+    @property
+    def activation_share(self) -> float:
+        """Share of the peak that activations are: no activation checkpointing can save more.
+
+        >>> MemoryUse(400, {"activations": 100, "parameters": 300}).activation_share
+        0.25
+        """
+        return self.by_kind.get("activations", 0) / self.peak_bytes if self.peak_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingReport:
+    """A plain step against a checkpointed one: memory, work, and whether anything else changed."""
+
+    policy: str
+    baseline: MemoryUse
+    optimized: MemoryUse
+    gradients_identical: bool
+    """Whether loss, gradients, buffers and every random state are bit for bit those of the plain
+    step.
+    """
+    first_difference: str | None = None
+    """The first tensor that is not, and the module whose recomputation went another way."""
+    cause: str | None = None
+    """The likely cause of the difference, and what to do about it."""
+
+    @property
+    def baseline_bytes(self) -> int:
+        return self.baseline.peak_bytes
+
+    @property
+    def optimized_bytes(self) -> int:
+        return self.optimized.peak_bytes
+
+    @property
+    def reduction(self) -> float:
+        """Share of the plain peak that checkpointing saved; negative where it cost memory."""
+        return 1 - self.optimized_bytes / self.baseline_bytes if self.baseline_bytes else 0.0
+
+    @property
+    def ceiling(self) -> float:
+        """Share of the plain peak that activations are."""
+        return self.baseline.activation_share
+
+    @property
+    def extra_flops(self) -> float:
+        """Recomputation as a share of the plain step's floating-point operations."""
+        return self.optimized.flops / self.baseline.flops - 1 if self.baseline.flops else 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Memory went down and nothing else changed."""
+        return self.gradients_identical and self.optimized_bytes < self.baseline_bytes
+
+    @property
+    def remark(self) -> str:
+        """How the reduction compares with the usual 20 to 40 percent, and why it is not there."""
+        share, low, high = self.reduction, 0.2, 0.4
+        if low <= share <= high:
+            return f"Memory reduction ({share:.1%}) is within expected range (20-40%)"
+        if share <= 0:
+            return f"Memory was not reduced ({share:.1%}): activations are {self.ceiling:.1%} of the baseline's peak"
+        side, only = ("below", "only ") if share < low else ("above", "")
+        return (
+            f"Memory reduction ({share:.1%}) is {side} the usual range (20-40%): "
+            f"activations are {only}{self.ceiling:.1%} of the baseline's peak"
+        )
+
+    def scalars(self) -> dict[str, float]:
+        """The verification as numbers for a run's record."""
+        return {
+            "checkpointing/baseline_gb": self.baseline_bytes / 1e9,
+            "checkpointing/optimized_gb": self.optimized_bytes / 1e9,
+            "checkpointing/reduction": self.reduction,
+            "checkpointing/ceiling": self.ceiling,
+            "checkpointing/extra_flops": self.extra_flops,
+            "checkpointing/gradients_identical": float(self.gradients_identical),
+            "checkpointing/passed": float(self.passed),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingPlan:
+    """A choice of what every block recomputes, made for a memory budget; apply_checkpointing takes
+    it as its policy.
+    """
+
+    policy: str
+    """The choice as text, for example "full:0-5,selective:6-10"; apply_checkpointing takes that
+    too.
+    """
+    blocks: tuple[str, ...]
+    """The blocks that the numbers in the policy count, by module name."""
+    predicted_bytes: int
+    extra_flops: float
+    """Recomputation as a share of the plain step's floating-point operations."""
+    budget_bytes: int
+    baseline_bytes: int
+    """The predicted peak without any checkpointing."""
+    device: str = "cpu"

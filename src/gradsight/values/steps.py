@@ -1,0 +1,113 @@
+"""A step of the run, the parameters of the model, and when something is due. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradsight.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When something is due: from start_step to end_step (inclusive), every step_interval steps.
+
+    >>> [step for step in range(12) if Schedule(start_step=2, end_step=9, step_interval=3).due(step)]
+    [2, 5, 8]
+    """
+
+    start_step: int = 0
+    end_step: int | None = None
+    step_interval: int = 1
+
+    def __post_init__(self) -> None:
+        if self.step_interval < 1:
+            raise UsageError(f"step_interval must be 1 or more, got {self.step_interval}")
+        if self.start_step < 0:
+            raise UsageError(f"start_step must be 0 or more, got {self.start_step}")
+        if self.end_step is not None and self.end_step < self.start_step:
+            raise UsageError(f"end_step {self.end_step} lies before start_step {self.start_step}")
+
+    def due(self, step: int) -> bool:
+        """Whether this step is on the schedule."""
+        if step < self.start_step or (self.end_step is not None and step > self.end_step):
+            return False
+        return (step - self.start_step) % self.step_interval == 0
+
+
+def block_of(name: str) -> str:
+    """The block a parameter belongs to: its name up to the first number in it, or else without its
+    last part.
+
+    >>> block_of("transformer.h.0.attn.c_attn.weight"), block_of("transformer.wte.weight"), block_of("weight")
+    ('transformer.h.0', 'transformer.wte', 'weight')
+    """
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:-1]) or name
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the model under its own dotted name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+    """Further names of the same tensor (tied weights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step.
+
+    `gradient` says what the numbers of this step are measured on: "true" is the gradient accumulated over micro-batches,
+    reduced over ranks, unscaled, before clipping; anything else names what is different.
+    """
+
+    step: int
+    time: float
+    """Seconds since the epoch when the step was made."""
+    loss: float | None = None
+    lr: float | None = None
+    total_norm: float | None = None
+    """L2 norm over all parameters; None where no gradient was seen or statistics were not due."""
+    clip_coef: float | None = None
+    """What the optimizer used, divided by the gradient; 1 without clipping, None where that is not
+    one number.
+    """
+    scale: float | None = None
+    """The loss scale of automatic mixed precision; None without a GradScaler."""
+    skipped: bool = False
+    """Whether the GradScaler left this step out."""
+    gradient: str = "true"
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Whatever else was logged for this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterStat:
+    """One parameter's gradient at one step. A field that was not measured is None."""
+
+    step: int
+    parameter: str
+    l2: float
+    max_abs: float
+    nan: int | None = 0
+    """How many entries are NaN; None where they are known to exist but were not counted."""
+    inf: int | None = 0
+    update_ratio: float | None = None
+    """||new weight - weight|| / ||weight|| of this optimizer step, on histogram steps."""
+    update_ratio_error: float | None = None
+    """Standard error of update_ratio from sampling; 0 where every entry was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number logged under a name of the user's."""
+
+    step: int
+    name: str
+    value: float
