@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core.parameters import unwrapped
 from gradsight.core.sharing import Ranks, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.bookkeeping import Books
@@ -20,7 +21,7 @@ from gradsight.ghost.concat import Concatenation, refuse_concat
 from gradsight.ghost.gram import Factor
 from gradsight.ghost.honesty import Diary, Honesty, Momentum
 from gradsight.ghost.ledger import Ledger
-from gradsight.ghost.names import Parameters, unwrap
+from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import Observation, mixes_samples, refuse_mixing
 from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.precondition import adam_scales
@@ -70,7 +71,7 @@ class GhostEngine:
     ) -> None:
         self._batches = _one_of(val_data, targets)
         _check_options(mode, refresh_every, precondition, optimizer, save_interval, route)
-        self.model, self.root, self.loss_fn, self.mode = model, unwrap(model), loss_fn, mode
+        self.model, self.root, self.loss_fn, self.mode = model, unwrapped(model), loss_fn, mode
         self._ranks = Ranks(model)
         self._parameters = Parameters(self.root)
         if not self._parameters.trainable:
