@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsight.core.parameters import called_module, clean_name, named_parameters, unwrapped
-from gradsight.ghost.names import Parameters
+from gradsight.ghost.parameters import Parameters
 
 
 class Net(nn.Module):

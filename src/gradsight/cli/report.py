@@ -1,10 +1,10 @@
 """gradsight report RUN_DIR"""
 
-import os
 import sys
 from pathlib import Path
 
 from gradsight.cli.texts import Texts
+from gradsight.core.files import write_text
 from gradsight.errors import RunError
 from gradsight.show.markdown import Summary, summarize
 from gradsight.show.markdown import report as render
@@ -48,9 +48,7 @@ def _tell(place: Path, summary: Summary, notes: str) -> int:
 
 def write_report(file: Path, text: str) -> None:
     """Write a report whole or not at all."""
-    partial = file.with_name(f"{file.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
+        write_text(file, text)
     except OSError as error:
         raise RunError(f"{file} cannot be written: {error.strerror}") from error
