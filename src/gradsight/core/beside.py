@@ -20,19 +20,6 @@ from gradsight.core.parameters import clean_name
 from gradsight.incidents.diagnosis.modes import Eyes
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and data parallel wrappers: none of their collectives, hooks
-    or graphs run.
-    """
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        else:
-            return model
-
-
 @contextmanager
 def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
     """The state in which the model was called; afterwards everything is as it was found. `eyes` are

@@ -106,16 +106,6 @@ def around(calls: Told, compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def called(model: nn.Module) -> nn.Module:
-    """The module that sees the arguments, however a data-parallel wrapper is called."""
-    inner = model._modules.get("module")
-    return (
-        called(inner)
-        if type(model).__name__ == "DistributedDataParallel" and inner is not None
-        else model
-    )
-
-
 def is_aside() -> bool:
     """Whether a call is no pass of the training: ours, one being compiled, or one inside
     torch.func.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradsight.core import moments as interception
 from gradsight.core.calls import Pass
+from gradsight.core.parameters import called_module
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
 from gradsight.errors import UsageError
@@ -25,7 +26,6 @@ from gradsight.incidents.kept_call import (
     Call,
     around,
     autocast,
-    called,
     is_aside,
     tensors_of,
 )
@@ -47,7 +47,7 @@ class Calls:
         on_failure: Callable[[Exception], None] | None = None,
     ) -> None:
         """`lasting`: calls are kept from the end of their step until the model is called again."""
-        self.model = called(model)
+        self.model = called_module(model)
         self._lasting, self._over, self._on_failure = lasting, False, on_failure
         self._most_bytes, self._most_gradient_bytes = most_bytes, most_gradient_bytes
         self.calls: list[Call] = []
