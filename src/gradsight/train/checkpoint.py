@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
-from gradsight.core.problems import say
 from gradsight.core.processes import Processes, held_like, whole
 from gradsight.errors import RunError, UsageError
 
@@ -36,10 +35,12 @@ def save(
     processes: Processes,
     facts: dict[str, Any],
     keep: int,
-) -> None:
-    """Write a checkpoint of the step in `facts`; to be called by all processes. The oldest beyond
-    `keep` go.
+) -> str | None:
+    """Write a checkpoint of the step in `facts`; to be called by all processes.
+
+    The oldest beyond `keep` go. Returns the fault where the checkpoint could not be written.
     """
+    fault = None
     tensors = {name: value for name, value in _gathered(model, optimizer) if processes.first}
     for kind, state in _random_state(processes.device).items():
         for rank, one in enumerate(processes.gather(state) or ()):
@@ -52,12 +53,12 @@ def save(
             OSError,
             SafetensorError,
         ) as error:  # a full disk must not end what the checkpoint was to protect
-            say(
-                f"the checkpoint {folder} cannot be written: {error}. Training goes on; the one before stays"
-            )
+            fault = f"the checkpoint {folder} cannot be written: {error}. "
+            fault += "Training goes on; the one before stays"
         for old in sorted(folder.parent.glob("step_*"), key=_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     processes.wait()
+    return fault
 
 
 def load(

@@ -207,7 +207,8 @@ def instruments(run: Training) -> Iterator[Instruments]:
     settings, callbacks, processes = run.settings, run.settings.trainer.callbacks, run.processes
     dump = asdict(callbacks.grad_dump)
     dumper = GradientDumper(run.run_dir, **dump) if dump["enabled"] or dump["dump_on"] else None
-    scoring = Scoring(make_engine(run) if settings.method == "GradDotProd" else None)
+    engine = make_engine(run) if settings.method == "GradDotProd" else None
+    scoring = Scoring(engine, run.problems)
     tracker = MetricsTracker(run.run_dir if processes.first else None)
     went_well = False
     try:
