@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gradsight.core.files import write_text
 from gradsight.core.problems import Problems
 from gradsight.core.worker import Worker
 from gradsight.errors import RunError
@@ -253,12 +254,7 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
 
 def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
     """config.json, whole or not at all."""
-    temporary = run_dir / "config.json.partial"
-    with temporary.open("w") as file:
-        json.dump(config, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run_dir / "config.json")
+    write_text(run_dir / "config.json", json.dumps(config, indent=1))
 
 
 def _make_directory(path: Path) -> None:

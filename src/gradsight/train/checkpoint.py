@@ -3,7 +3,6 @@ or not there at all.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
 from gradsight.core.problems import say
 from gradsight.core.processes import Processes, held_like, whole
@@ -132,23 +132,8 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    partial = folder.with_name(f"partial_{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(tensors, partial / _TENSORS)
-    (partial / _FACTS).write_text(json.dumps(facts, indent=1))
-    for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors writes for its owner's eyes only
-        _force(file)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.replace(folder)
-    _force(folder.parent)
-
-
-def _force(path: Path) -> None:
-    """To the disk itself."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with whole_folder(folder, folder.with_name(f"partial_{folder.name}")) as partial:
+        save_file(tensors, partial / _TENSORS)
+        (partial / _FACTS).write_text(json.dumps(facts, indent=1))
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner's eyes only

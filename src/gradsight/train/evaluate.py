@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradsight.core.files import write_text
 from gradsight.core.problems import say
 from gradsight.core.processes import Processes
 from gradsight.core.sharing import reshard
@@ -89,10 +89,8 @@ class TrainingLog:
             for name, value in entry.items()
         }
         self.entries = [known for known in self.entries if known["step"] != entry["step"]] + [plain]
-        partial = self._file.with_name(f"{FILE}.partial")
         try:
-            partial.write_text(json.dumps(self.entries, indent=1) + "\n")
-            os.replace(partial, self._file)
+            write_text(self._file, json.dumps(self.entries, indent=1) + "\n")
         except OSError as error:
             say(f"{self._file} cannot be written: {error.strerror}. Training goes on")
 

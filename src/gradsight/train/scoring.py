@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from gradsight.core.files import whole_file
 from gradsight.core.problems import say
 from gradsight.errors import GradsightError
 from gradsight.ghost.engine import GhostEngine
@@ -76,6 +77,5 @@ def forget_scores(run_dir: Path, step: int) -> None:
         if kept.num_rows == 0:
             file.unlink()
         elif kept.num_rows < table.num_rows:
-            partial = file.with_suffix(".partial")
-            pyarrow.parquet.write_table(kept, partial)
-            partial.replace(file)
+            with whole_file(file, file.with_suffix(".partial")) as partial:
+                pyarrow.parquet.write_table(kept, partial)

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from gradsight.core.sharing import Ranks
 from gradsight.errors import GradsightWarning
 from gradsight.ghost.clipping import ClipMeter
-from gradsight.ghost.honesty import Diary
 from gradsight.ghost.ledger import Entry, Ledger, to_host, write
-from gradsight.ghost.names import Parameters
+from gradsight.ghost.parameters import Parameters
+from gradsight.ghost.prediction_check import Diary
 
 
 class Books:
