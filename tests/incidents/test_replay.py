@@ -304,7 +304,7 @@ def test_arguments_that_are_no_data(tmp_path: Path, capsys: Any) -> None:
     assert replayed(incident) == 0
     reason = "the batch cannot be stored: pass0.args.1 is a test_replay.test_arguments_that_are_no_data.<locals>.Options"
     out = " ".join(capsys.readouterr().out.split())
-    assert reason.replace("test_replay", "recorder.test_replay") in out or reason in out
+    assert reason.replace("test_replay", "incidents.test_replay") in out or reason in out
     assert replayed(incident, "--build", f"{__file__}:nothing") == 64
     assert "cannot be run again: the batch cannot be stored" in capsys.readouterr().err
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradsight.cli.report import write_report
 from gradsight.errors import RunError
 from gradsight.show.markdown import Summary, report, summarize
 from gradsight.show.terminal import terminal_lines, wants_colour
 from gradsight.store.reader import open_run
+from gradsight.store.report_file import write_report
 from gradsight.values.health_report import SEVERITIES
 
 FAILED = 3

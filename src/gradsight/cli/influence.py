@@ -5,15 +5,15 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from gradsight.cli.report import write_report
-from gradsight.cli.texts import Texts
 from gradsight.errors import RunError, UsageError
 from gradsight.show.export import keep_lines, weight_lines
 from gradsight.show.influence import Influence
 from gradsight.show.influence import influence as add_up
 from gradsight.show.samples import TextOf, terminal_lines
 from gradsight.show.terminal import wants_colour
+from gradsight.store.report_file import write_report
 from gradsight.store.scores import FOLDER, all_scores
+from gradsight.train.sample_texts import SampleTexts
 
 
 def influence(
@@ -61,7 +61,7 @@ def influence(
         reasons = f": {unreadable[0]}" if unreadable else ""
         raise RunError(f"{run_dir / FOLDER} holds no scores that can be read{reasons}")
     found = add_up(table, target, raw=raw)
-    texts = Texts(run_dir)
+    texts = SampleTexts(run_dir)
     written = None if export is None else _export(export, found, by, drop, texts)
     if json:
         print(
@@ -106,7 +106,7 @@ def _folder(run_dir: Path) -> Path:
     return folder
 
 
-def _export(file: Path, found: Influence, by: str, drop: float | None, texts: Texts) -> str:
+def _export(file: Path, found: Influence, by: str, drop: float | None, texts: SampleTexts) -> str:
     """Write the file; returns what to say of it."""
     known = set(found.sample_ids.tolist())
     everything = [] if texts.samples is None else map(str, range(len(texts.samples)))

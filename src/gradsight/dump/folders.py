@@ -92,13 +92,13 @@ class Layout:
         """
         partial, final = self.partial(step), self.final(step)
         old = partial.with_suffix(".old")
-        files.sync_folder(partial)
+        files.sync_path(partial)
         final.parent.mkdir(exist_ok=True)
         if final.exists():
             files.remove_tree(old)
             files.move(final, old)
         files.move(partial, final)
-        files.sync_folder(self.root)
+        files.sync_path(self.root)
         files.remove_tree(old)
         files.remove_if_empty(partial.parent)
 

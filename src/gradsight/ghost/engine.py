@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core.parameters import unwrapped
 from gradsight.core.sharing import Ranks
 from gradsight.errors import UsageError
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
 from gradsight.ghost.concat import refuse_concat
-from gradsight.ghost.parameters import ScoredParameters, unwrap
+from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory, Momentum, PredictionCheck
 from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.refresh import RefreshSchedule, Staleness
@@ -97,7 +98,7 @@ class GhostEngine:
         _check_options(mode, refresh_every, precondition, optimizer, save_interval)
         _check_route(_route)
         self.model = model
-        self.root = unwrap(model)
+        self.root = unwrapped(model)
         self.loss_fn = loss_fn
         self.mode = mode
         self._ranks = Ranks(model)

@@ -1,6 +1,5 @@
 """The scores of a run: which step they belong to, what the optimizer did, when they go to disk."""
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core.sharing import Ranks
-from gradsight.errors import GradsightWarning
 from gradsight.ghost.clipping import ClipMeter
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
+from gradsight.store.run_problems import RunProblems
 from gradsight.store.scores import ScoreFile, score_file, write_scores
 from gradsight.values.scores import SavedScore
 
@@ -127,7 +126,7 @@ class ScoreLog:
         self._optimizer_steps = 0
         self._saved_before = 0
         self._last = -1
-        self._warned = False
+        self._problems = RunProblems(saving.run_dir if ranks.rank == 0 else None)
         self._hooks: list[Any] = []
         if optimizer is not None:
             self._hooks = [
@@ -171,13 +170,8 @@ class ScoreLog:
         try:
             self.save(due)
         except Exception as error:
-            if not self._warned:
-                warnings.warn(
-                    f"{type(error).__name__}: {error}; training goes on, these scores are lost",
-                    GradsightWarning,
-                    stacklevel=2,
-                )
-            self._warned = True
+            text = f"{type(error).__name__}: {error}; training goes on, these scores are lost"
+            self._problems.report("scores", text, step)
 
     def save(self, iteration: int | None) -> Path | None:
         """Write the scores of all steps before this one (None: of all).
@@ -191,10 +185,13 @@ class ScoreLog:
         gathered = self._ranks.gather_objects(rows)
         if gathered is None:
             return None
-        path = score_file(self.saving.run_dir, self._last + 1 if iteration is None else iteration)
+        before = self._last + 1 if iteration is None else iteration
+        path = score_file(self.saving.run_dir, before)
         merged = [row for part in gathered for row in part]
         if merged:
-            write_scores(path, merged, self.pending.format)
+            fault = write_scores(path, merged, self.pending.format)
+            if fault is not None:
+                self._problems.report("damaged scores", fault, before)
         return path
 
     def close(self) -> None:

@@ -16,10 +16,10 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gradsight.core.files import finish_folder, remove_if_empty, sync_path
 from gradsight.errors import RunError
 
 FORMAT, VERSION = "gradsight-incident", 1
@@ -42,7 +42,7 @@ class Bundle:
         """One file, written by somebody who knows how."""
         file = self._partial / name
         write(file)
-        _sync(file)
+        sync_path(file)
         self._files[name] = {"bytes": file.stat().st_size, "crc32": _checksum(file)}
 
     def finish(self, name: str, incident: Mapping[str, Any]) -> Path:
@@ -58,19 +58,15 @@ class Bundle:
         }
         file = self._partial / DOCUMENT
         file.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
-        _sync(file)
-        _sync(self._partial)
+        sync_path(file)
         target = self._folder / name
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(self._partial, target)
-        _sync(self._folder)
+        finish_folder(self._partial, target)
         return target
 
     def discard(self) -> None:
         """It was no incident after all."""
         shutil.rmtree(self._partial, ignore_errors=True)
-        with suppress(OSError):
-            self._folder.rmdir()  # only where nothing else is in it
+        remove_if_empty(self._folder)
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -129,11 +125,3 @@ def _checksum(file: Path) -> int:
         while block := handle.read(_BLOCK):
             value = zlib.crc32(block, value)
     return value
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core import distributed as dist
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.incidents.arguments import CannotStore, pack_passes
 from gradsight.incidents.bundle import Bundle, remove_leftovers
@@ -44,7 +44,7 @@ class Incidents:
         self._model, self.with_batch = model, with_batch
         remove_leftovers(self._folder, dist.rank())
 
-    def stage(self, passes: Sequence[Pass]) -> Staged:
+    def stage(self, passes: Sequence[RecordedCall]) -> Staged:
         """Begin a bundle: batch and parameters as they are now, if those are to be written at all."""
         bundle = Bundle(self._folder, dist.rank())
         try:
@@ -76,7 +76,7 @@ class Incidents:
             bundle.discard()
             raise
 
-    def _data(self, bundle: Bundle, passes: Sequence[Pass]) -> dict[str, Any]:
+    def _data(self, bundle: Bundle, passes: Sequence[RecordedCall]) -> dict[str, Any]:
         """Write the calls and the parameters; say why, where that is not possible."""
         from safetensors.torch import save_file
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall, suspended
+from gradsight.core.parameters import unwrapped
 from gradsight.core.problems import Problems
 from gradsight.health.alarm import EXPLODING, INF, NAN, SPIKE, Alarm
 from gradsight.health.instrument import Health
@@ -74,7 +75,7 @@ class Recorder:
         with_batch = mode == "batch"
         self.calls = Calls(model, *_HELD[with_batch], lasting=with_batch, on_failure=self._failed)
         self._model, self._seconds, self._health, self._problems = (
-            _innermost(model),
+            unwrapped(model),
             seconds,
             health,
             problems,
@@ -164,13 +165,13 @@ class Recorder:
         if dist.rank() != 0:
             self._write_part(self._pending)
 
-    def _run_again(self, passes: list[Pass], kind: Kind, scale: float) -> Diagnosis:
+    def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
         from gradsight.incidents.diagnosis.diagnose import diagnose
 
         if not passes:
             return _nothing(_NOT_CALLED)
         root = self.calls.root
-        with interception.suspend(), _own_hooks_silent(self._model):
+        with suspended(), _own_hooks_silent(self._model):
             return diagnose(
                 self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale
             )
@@ -384,12 +385,3 @@ def _own_hooks_silent(model: nn.Module) -> Iterator[None]:
         for hooks, before in silenced:
             hooks.clear()
             hooks.update(before)
-
-
-def _innermost(model: nn.Module) -> nn.Module:
-    """The user's own module below data-parallel and compiling wrappers."""
-    name = type(model).__name__
-    inner = model._modules.get(
-        {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(name, "")
-    )
-    return model if inner is None else _innermost(inner)

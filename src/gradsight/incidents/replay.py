@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.errors import RunError, UsageError
 from gradsight.incidents.arguments import unpack_passes
 from gradsight.incidents.bundle import checked_file, read_document
@@ -83,7 +83,7 @@ def _replay_part(
     )
 
 
-def _on_cpu(each: Pass) -> Pass:
+def _on_cpu(each: RecordedCall) -> RecordedCall:
     """Random states live on the CPU, whatever generator they are of."""
     return replace(each, rng={device: state.cpu() for device, state in each.rng.items()})
 

@@ -9,14 +9,13 @@ preconditioned. Millions of rows are nothing unusual, so they are read as column
 
 import dataclasses
 import json
-import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsight.errors import GradsightError, GradsightWarning, RunError
+from gradsight.core.files import whole_file
+from gradsight.errors import GradsightError, RunError
 from gradsight.values.scores import SampleScore, SavedScore
 
 if TYPE_CHECKING:
@@ -46,14 +45,17 @@ def score_files(run_dir: Path) -> list[Path]:
     return sorted((run_dir / FOLDER).glob("iter_*.parquet"))
 
 
-def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> None:
-    """Write a file, complete or not at all; of an earlier one of this name, other steps stay."""
+def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> str | None:
+    """Write a file, complete or not at all; of an earlier one of this name, other steps stay.
+
+    Returns what to say of an earlier file that cannot be read and was put aside.
+    """
     import pyarrow
     import pyarrow.parquet
 
     steps = {row.step for row in rows}
     new = [{name: getattr(row, name) for name in _names(format)} for row in rows]
-    old = _rows_in(path) if path.exists() else []
+    old, fault = _rows_in(path)
     merged = [row for row in old if row["step"] not in steps] + new
     sample_id = pyarrow.int64()
     if not all(isinstance(row["sample_id"], int) for row in merged):
@@ -61,16 +63,12 @@ def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> N
         merged = [{**row, "sample_id": str(row["sample_id"])} for row in merged]
     table = pyarrow.Table.from_pylist(merged, schema=_schema(sample_id, format))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     try:
-        with partial.open("wb") as file:
-            pyarrow.parquet.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with whole_file(path, path.with_suffix(".partial")) as partial:
+            pyarrow.parquet.write_table(table, partial)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise GradsightError(f"the scores could not be written to {path}: {error}") from error
+    return fault
 
 
 def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.Table":
@@ -115,22 +113,18 @@ def _each_step_once(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
     return table if kept.all() else table.filter(pyarrow.array(kept))
 
 
-def _rows_in(path: Path) -> list[dict[str, Any]]:
+def _rows_in(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     """The rows of an earlier file of this name; one that cannot be read is put aside."""
     import pyarrow.parquet
 
+    if not path.exists():
+        return [], None
     try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        return pyarrow.parquet.read_table(path).to_pylist(), None
     except (pyarrow.ArrowException, OSError) as error:
         aside = path.with_suffix(".damaged")
         path.replace(aside)
-        warnings.warn(
-            f"{path} cannot be read ({error}); it is now {aside.name}",
-            GradsightWarning,
-            stacklevel=2,
-        )
-        return []
-    return rows
+        return [], f"{path} cannot be read ({error}); it is now {aside.name}"
 
 
 def _names(format: ScoreFile) -> list[str]:

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from gradsight.cli.report import write_report
-from gradsight.cli.texts import Texts
 from gradsight.core.processes import Processes
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
@@ -24,6 +22,7 @@ from gradsight.memory.apply import apply_checkpointing
 from gradsight.show.markdown import report, summarize
 from gradsight.show.terminal import terminal_lines, wants_colour
 from gradsight.store.reader import open_run
+from gradsight.store.report_file import write_report
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batches, validation_pair
@@ -34,6 +33,7 @@ from gradsight.train.loop import Instruments, OnBatch, Training, train
 from gradsight.train.memory import advice, is_out_of_memory, startup_lines
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.progress import Telling
+from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring, forget_scores
 
@@ -207,7 +207,8 @@ def instruments(run: Training) -> Iterator[Instruments]:
     settings, callbacks, processes = run.settings, run.settings.trainer.callbacks, run.processes
     dump = asdict(callbacks.grad_dump)
     dumper = GradientDumper(run.run_dir, **dump) if dump["enabled"] or dump["dump_on"] else None
-    scoring = Scoring(make_engine(run) if settings.method == "GradDotProd" else None)
+    engine = make_engine(run) if settings.method == "GradDotProd" else None
+    scoring = Scoring(engine, run.problems)
     tracker = MetricsTracker(run.run_dir if processes.first else None)
     went_well = False
     try:
@@ -280,7 +281,7 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
-        write_report(run.run_dir / "report.md", report(summary, Texts(run.run_dir)))
+        write_report(run.run_dir / "report.md", report(summary, SampleTexts(run.run_dir)))
         for name in (
             name for name in run.memory if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb"))
         ):
