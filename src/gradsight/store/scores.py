@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradsight.core import rundir
 from gradsight.core.files import whole_file
 from gradsight.errors import GradsightError, RunError
 from gradsight.values.scores import SampleScore, SavedScore
@@ -21,7 +22,6 @@ from gradsight.values.scores import SampleScore, SavedScore
 if TYPE_CHECKING:
     import pyarrow
 
-FOLDER = "grad_dotprods"
 _PARAMETERS = "gradsight.parameters"
 _COLUMNS = [field.name for field in dataclasses.fields(SampleScore)]
 
@@ -37,12 +37,12 @@ class ScoreFile:
 
 def score_file(run_dir: Path, iteration: int) -> Path:
     """The file with the scores of the steps before an iteration."""
-    return run_dir / FOLDER / f"iter_{iteration:06d}.parquet"
+    return run_dir / rundir.SCORES / rundir.score_file(iteration)
 
 
 def score_files(run_dir: Path) -> list[Path]:
     """The files of a run's scores, in the order of steps."""
-    return sorted((run_dir / FOLDER).glob("iter_*.parquet"))
+    return sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES))
 
 
 def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> str | None:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gradsight.core import rundir
 from gradsight.core.files import write_text
 from gradsight.core.problems import Problems
 from gradsight.core.worker import Worker
@@ -28,7 +29,6 @@ from gradsight.values.histograms import Histogram
 from gradsight.values.problems import Problem
 from gradsight.values.steps import Step
 
-TAIL = "run.sqlite-tail"
 _PERIOD = 0.25
 _PATIENCE = 10.0
 """Seconds the thread gets to finish; whoever closes the run then does the rest."""
@@ -209,7 +209,9 @@ class Store:
             try:
                 _append(self._tail, frames.pack(*frame))
             except OSError as error:
-                self.problems.report("store-tail", f"{self.path / TAIL} cannot be written: {error}")
+                self.problems.report(
+                    "store-tail", f"{self.path / rundir.TAIL} cannot be written: {error}"
+                )
 
     # For the thread.
 
@@ -222,7 +224,7 @@ class Store:
                 schema.apply(self._connection, batch)
             except sqlite3.Error as error:
                 self.problems.report(
-                    "store", f"{self.path / schema.FILE} cannot be written: {error}; trying again"
+                    "store", f"{self.path / rundir.RECORD} cannot be written: {error}; trying again"
                 )
                 with self._lock:
                     self._pending = batch + self._pending
@@ -269,7 +271,7 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
 
 def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
     """config.json, whole or not at all."""
-    write_text(run_dir / "config.json", json.dumps(config, indent=1))
+    write_text(run_dir / rundir.CONFIG, json.dumps(config, indent=1))
 
 
 def _make_directory(path: Path) -> None:
@@ -287,7 +289,7 @@ def _make_directory(path: Path) -> None:
 
 def _lock_tail(path: Path) -> int:
     try:
-        tail = os.open(path / TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        tail = os.open(path / rundir.TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise RunError(f"run_dir {path} is not writable: {error.strerror}") from error
     try:
@@ -301,7 +303,7 @@ def _lock_tail(path: Path) -> int:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    file = path / schema.FILE
+    file = path / rundir.RECORD
     try:
         connection = sqlite3.connect(file, check_same_thread=False, timeout=10)
         schema.prepare(connection, file)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core import rundir
 from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
 from gradsight.core.processes import Processes, held_like, whole
@@ -24,7 +25,9 @@ _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step; None where there is none."""
-    found = [path for path in (run_dir / "checkpoints").glob("step_*") if (path / _FACTS).is_file()]
+    found = [
+        path for path in (run_dir / rundir.CHECKPOINTS).glob("step_*") if (path / _FACTS).is_file()
+    ]
     return max(found, key=_step, default=None)
 
 
@@ -46,7 +49,7 @@ def save(
         for rank, one in enumerate(processes.gather(state) or ()):
             tensors[f"rng/{rank}/{kind}"] = one
     if processes.first:
-        folder = run_dir / "checkpoints" / f"step_{facts['step']:06d}"
+        folder = run_dir / rundir.CHECKPOINTS / f"step_{facts['step']:06d}"
         try:
             _write(folder, tensors, facts)
         except (

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradsight.core import rundir
 from gradsight.core.files import write_text
 from gradsight.core.processes import Processes
 from gradsight.core.sharing import reshard
@@ -17,8 +18,6 @@ from gradsight.store.run_problems import RunProblems
 from gradsight.train.batches import make_batch, spread_evenly
 from gradsight.train.data import SPLITS
 from gradsight.train.samples import Samples
-
-FILE = "training_log.json"
 
 
 class NextTokenLoss:
@@ -80,7 +79,7 @@ class TrainingLog:
 
     def __init__(self, run_dir: Path, up_to: int, problems: RunProblems) -> None:
         self._problems = problems
-        self._file = run_dir / FILE
+        self._file = run_dir / rundir.TRAINING_LOG
         self.entries = [entry for entry in _read(self._file) if entry["step"] <= up_to]
 
     def add(self, entry: dict[str, Any]) -> None:

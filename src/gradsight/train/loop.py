@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core import rundir
 from gradsight.core.processes import Processes, reduced_at_last, whole
 from gradsight.dump.dumper import GradientDumper
 from gradsight.measure.distribution import log_gradient_distribution
@@ -221,7 +222,7 @@ def save(run: Training, scoring: Scoring) -> None:
 
 def add_to_config(run: Training) -> None:
     """Add to config.json what `--config` needs to repeat the run."""
-    config = json.loads((run.run_dir / "config.json").read_text())
+    config = json.loads((run.run_dir / rundir.CONFIG).read_text())
     samples = run.batches.samples
     config["settings"]["train"] = to_dict(run.settings)
     config["data"] = {

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from gradsight.core import rundir
 from gradsight.core.files import whole_file
 from gradsight.errors import GradsightError
 from gradsight.ghost.engine import GhostEngine
@@ -71,7 +72,7 @@ def forget_scores(run_dir: Path, step: int) -> None:
     import pyarrow.compute
     import pyarrow.parquet
 
-    for file in sorted((run_dir / "grad_dotprods").glob("iter_*.parquet")):
+    for file in sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES)):
         table = pyarrow.parquet.read_table(file)
         kept = table.filter(pyarrow.compute.field("step") < step)
         if kept.num_rows == 0:
