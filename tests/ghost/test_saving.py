@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ghost.small import loss_fn, pair, small
-from gradsight import GhostEngine
+from gradsight import GhostEngine, open_run
+from gradsight.cli import main
 from gradsight.errors import GradsightWarning
 
 
@@ -89,6 +90,10 @@ def test_training_goes_on_when_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.warns(GradsightWarning, match="training goes on, these scores are lost") as seen:
         train(engine, optimizer, 4)
     assert len(seen) == 1
+    (problem,) = open_run(tmp_path).problems()
+    assert (problem.key, problem.first_step, problem.count) == ("scores", 1, 4)
+    main(["report", str(tmp_path)])
+    assert "these scores are lost" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize("content", [b"", b"not parquet", b"PAR1 cut short PAR1"])
@@ -106,6 +111,8 @@ def test_a_damaged_file_is_put_aside(content: bytes, tmp_path: Path) -> None:
         match=r"iter_000002.parquet cannot be read .*it is now iter_000002.damaged",
     ):
         train(engine, optimizer, 2)
+    (problem,) = open_run(tmp_path).problems()
+    assert (problem.key, problem.count) == ("damaged scores", 1)
     assert damaged.with_suffix(".damaged").read_bytes() == content
     assert set(pyarrow.parquet.read_table(damaged)["step"].to_pylist()) == {0, 1}
 

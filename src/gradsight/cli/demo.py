@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsight.cli.demo_summary import demo_summary
+from gradsight.core import rundir
 from gradsight.show.markdown import report, summarize
 from gradsight.show.terminal import wants_colour
 from gradsight.store.reader import open_run
@@ -64,10 +65,10 @@ def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     texts = SampleTexts(run_dir)
     run = open_run(run_dir)
     summary = summarize(run)
-    write_report(run_dir / "report.md", report(summary, texts))
+    write_report(run_dir / rundir.REPORT, report(summary, texts))
     found, lines = demo_summary(run, summary, texts, planned, poisoned, wants_colour(sys.stdout))
     print("\n".join(lines))
-    print(f"\nThe report: {run_dir / 'report.md'}")
+    print(f"\nThe report: {run_dir / rundir.REPORT}")
     print(f"More:       gradsight influence {run_dir}")
     print(f"            gradsight dump show {run_dir}")
     return 0 if found else NOT_FOUND

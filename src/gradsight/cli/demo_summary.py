@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gradsight.core import rundir
 from gradsight.show.figures import figure, sparkline, trend
 from gradsight.show.influence import Domain, Influence
 from gradsight.show.samples import shortened
@@ -141,6 +142,6 @@ def _memory(run: "Run") -> Iterator[str]:
         "one step", f"{plain:.0f} MB plain, {checkpointed:.0f} MB with activation checkpointing"
     )
     yield _line("", f"{memory['checkpointing/reduction']:.0%} saved, {same}")
-    steps = [folder.name for folder in (run.path / "gradient_dumper").glob("step*")]
+    steps = [folder.name for folder in (run.path / rundir.DUMPS).glob("step*")]
     steps.sort(key=lambda name: int(name.removeprefix("step")))
     yield _line("dumped", f"{', '.join(steps)}: every gradient, whole, with checksums")

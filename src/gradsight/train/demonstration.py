@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from gradsight.core import rundir
 from gradsight.core.processes import Processes
 from gradsight.errors import UsageError
 from gradsight.memory.verify import verify_checkpointing
@@ -38,7 +39,7 @@ class Demonstration:
     rate: float = 2e-3
     target_rows: int = 24
     poisoned_step: int = 70
-    poisoned_row: int = 5
+    poisoned_row: int = 7
     poison: float = 1000.0
     """The weight of the poisoned sample, where all others have 1."""
 
@@ -102,7 +103,7 @@ def perform_training(
     planned: Demonstration, run_dir: Path, memory: CheckpointingReport
 ) -> Performance:
     """Train under all instruments; the memory that was measured goes to the record."""
-    if (run_dir / "run.sqlite").exists():
+    if rundir.is_run(run_dir):
         raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
     processes = Processes("cpu")
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from gradsight.core import rundir
 from gradsight.core.processes import Processes
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
@@ -75,7 +76,7 @@ def run_training(
         return 128 + signal.SIGINT
     except Exception as error:
         if is_out_of_memory(error):
-            config = run_dir / "config.json"
+            config = run_dir / rundir.CONFIG
             raise GradsightError(advice(settings, processes.device, config)) from error
         raise
     finally:
@@ -100,7 +101,7 @@ def _absolute(path: str | None) -> str | None:
 
 def refuse_to_mix_runs(run_dir: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to put two runs into one directory, or to resume what is not there."""
-    exists = (run_dir / "run.sqlite").exists()
+    exists = rundir.is_run(run_dir)
     if resume and checkpoint.newest(run_dir) is None:
         if exists:
             raise UsageError(
@@ -120,7 +121,7 @@ def make_directory(run_dir: Path, processes: Processes, anew: bool) -> None:
     # Called only when all settings have been found in order: a wrong one must not cost an old run.
     processes.wait()
     if processes.first:
-        if anew and (run_dir / "run.sqlite").exists():
+        if anew and rundir.is_run(run_dir):
             shutil.rmtree(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
     processes.wait()
@@ -221,7 +222,7 @@ def instruments(run: Training) -> Iterator[Instruments]:
     engine = None
     if run.settings.method == "GradDotProd":
         engine = make_engine(run)
-    scoring = Scoring(engine)
+    scoring = Scoring(engine, run.problems)
     tracker = MetricsTracker(run.run_dir if processes.first else None)
     went_well = False
     try:
@@ -292,7 +293,7 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
-        write_report(run.run_dir / "report.md", report(summary, SampleTexts(run.run_dir)))
+        write_report(run.run_dir / rundir.REPORT, report(summary, SampleTexts(run.run_dir)))
         for name, value in run.memory.items():
             if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb")):
                 run.progress.say(f"{name}: {value:.3f}")
@@ -304,7 +305,7 @@ def finish(run: Training, ended_by: int | None) -> int:
             run.progress.show(line)
         if ended_by is not None:
             say_how_to_continue(run, ended_by)
-        run.progress.show(f"report: {run.run_dir / 'report.md'}")
+        run.progress.show(f"report: {run.run_dir / rundir.REPORT}")
     return 0 if ended_by is None else 128 + ended_by
 
 
