@@ -8,6 +8,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.core.samples import tolerance
 from gradsight.core.sharing import Ranks
 from gradsight.errors import GradsightError
@@ -155,6 +156,6 @@ def rounding(parameters: Parameters) -> float:
     """The relative difference that rounding may cause in this model, automatic mixed precision
     included.
     """
-    if torch.is_autocast_enabled(parameters.device.type):
+    if autocast_dtype(parameters.device.type) is not None:
         return tolerance(torch.bfloat16)
     return max(tolerance(p.dtype) for p in parameters.trainable.values())

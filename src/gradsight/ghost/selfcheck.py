@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.core.distributed import local_part
 from gradsight.core.samples import collecting, rowed, tolerance
 from gradsight.core.sharing import Ranks, like
@@ -241,7 +242,7 @@ class SelfCheck:
 
     def _wrong(self, comparison: Comparison) -> set[str]:
         limit = max(tolerance(p.dtype) for p in self._parameters.trainable.values())
-        if torch.is_autocast_enabled(self._parameters.device.type):
+        if autocast_dtype(self._parameters.device.type) is not None:
             limit = tolerance(torch.bfloat16)
         wrong = [not error <= limit for error in comparison.errors().values()]
         if self._ranks.sharded:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.core.samples import collecting, usable
 from gradsight.core.sharing import without_reduction
 from gradsight.errors import UsageError
@@ -211,6 +212,6 @@ def verify_tolerance(parameters: Parameters) -> float:
     bits.
     """
     low = any(p.dtype in {torch.bfloat16, torch.float16} for p in parameters.trainable.values())
-    if low or torch.is_autocast_enabled(parameters.device.type):
+    if low or autocast_dtype(parameters.device.type) is not None:
         return 5e-2
     return 1e-9 if parameters.score_dtype == torch.float64 else 1e-5

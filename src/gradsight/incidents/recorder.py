@@ -39,7 +39,7 @@ batches are to be written.
 """
 _ALWAYS = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
-_OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.")
+_OWN = ("gradsight.core.", "gradsight.ghost.", "gradsight.incidents.", "gradsight.session.")
 RANK_APART = "GS503"
 _DIAGNOSED = (NAN, INF, SPIKE, EXPLODING)
 _NOT_CALLED = "the model itself was not called in this step since it is watched: there is nothing to run again"
