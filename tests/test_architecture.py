@@ -53,7 +53,6 @@ NOT_YET: set[tuple[str, str]] = {
     ("gradsight.incidents.recorder", "gradsight.health.alarm"),
     ("gradsight.incidents.recorder", "gradsight.health.instrument"),
     ("gradsight.incidents.recorder", "gradsight.session.step_builder"),
-    ("gradsight.store.incidents", "gradsight.incidents.bundle"),
 }
 """Imports that are still to be turned round."""
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import gradsight
 from gradsight.cli import main
-from gradsight.incidents import bundle
+from gradsight.store import incident_format
 from incidents.faults import FAULTS, train
 
 BUILD = """
@@ -145,8 +145,11 @@ def rewrite(incident: Path, document: dict[str, Any], **changes: Any) -> None:
     body = document["incident"] | changes
     for name in body["files"]:
         file = incident / name
-        body["files"][name] = {"bytes": file.stat().st_size, "crc32": bundle._checksum(file)}
-    document["crc32"], document["incident"] = bundle._checksum_of(body), body
+        body["files"][name] = {
+            "bytes": file.stat().st_size,
+            "crc32": incident_format.checksum_of_file(file),
+        }
+    document["crc32"], document["incident"] = incident_format.checksum_of(body), body
     (incident / "incident.json").write_text(json.dumps(document))
 
 

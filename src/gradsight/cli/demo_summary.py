@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gradsight.core import rundir
 from gradsight.show.figures import figure, sparkline, trend
 from gradsight.show.influence import Domain, Influence
 from gradsight.show.samples import shortened
@@ -148,7 +149,7 @@ def _memory(run: "Run") -> Iterator[str]:
     yield _line("one step", f"{plain:.0f} MB plain, {less:.0f} MB with activation checkpointing")
     yield _line("", f"{memory['checkpointing/reduction']:.0%} saved, {same}")
     dumps = sorted(
-        (run.path / "gradient_dumper").glob("step*"),
+        (run.path / rundir.DUMPS).glob("step*"),
         key=lambda folder: int(folder.name.removeprefix("step")),
     )
     yield _line(

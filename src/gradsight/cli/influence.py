@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from gradsight.core import rundir
 from gradsight.errors import RunError, UsageError
 from gradsight.show.export import keep_lines, weight_lines
 from gradsight.show.influence import Influence
@@ -12,7 +13,7 @@ from gradsight.show.influence import influence as add_up
 from gradsight.show.samples import TextOf, terminal_lines
 from gradsight.show.terminal import wants_colour
 from gradsight.store.report_file import write_report
-from gradsight.store.scores import FOLDER, all_scores
+from gradsight.store.scores import all_scores
 from gradsight.train.sample_texts import SampleTexts
 
 
@@ -59,7 +60,7 @@ def influence(
     table, unreadable = all_scores(_folder(run_dir).parent)
     if not len(table):
         reasons = f": {unreadable[0]}" if unreadable else ""
-        raise RunError(f"{run_dir / FOLDER} holds no scores that can be read{reasons}")
+        raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")
     found = add_up(table, target, raw=raw)
     texts = SampleTexts(run_dir)
     written = None if export is None else _export(export, found, by, drop, texts)
@@ -97,10 +98,10 @@ def _check(top: int, export: Path | None, drop: float | None) -> None:
 def _folder(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise RunError(f"there is no run directory at {run_dir}")
-    folder = run_dir / FOLDER
-    if not folder.is_dir() or not any(folder.glob("iter_*.parquet")):
+    folder = run_dir / rundir.SCORES
+    if not folder.is_dir() or not any(folder.glob(rundir.SCORE_FILES)):
         raise RunError(
-            f"{run_dir} has no scores: there is no {FOLDER}/iter_*.parquet in it. They are written by `gradsight train` "
+            f"{run_dir} has no scores: there is no {rundir.SCORES}/{rundir.SCORE_FILES} in it. They are written by `gradsight train` "
             f"(--method GradDotProd) and by GhostEngine(..., run_dir={str(run_dir)!r})"
         )
     return folder

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from gradsight.cli.check_result import gather, script_section
+from gradsight.core import rundir
 from gradsight.show.markdown import Summary, summarize
 from gradsight.show.markdown import report as render
 from gradsight.show.terminal import terminal_lines, wants_colour
@@ -29,14 +30,14 @@ def report(run_dir: Path, /) -> int:
         notes = script_section(checked.notes())
     code = _report_one(run_dir, first, notes)
     for place in sorted(run_dir.iterdir()):
-        if (place / "run.sqlite").is_file():
+        if rundir.is_run(place):
             code = max(code, _report_one(place, summarize(open_run(place)), ""))
     return code
 
 
 def _report_one(run_dir: Path, summary: Summary, notes: str) -> int:
     """Write one run's report, print its verdict and findings, give its exit code."""
-    file = run_dir / "report.md"
+    file = run_dir / rundir.REPORT
     write_report(file, render(summary, SampleTexts(run_dir)) + notes)
     if summary.health.findings:
         print("\n".join(terminal_lines(summary.health, wants_colour(sys.stdout))))

@@ -4,6 +4,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gradsight.core import rundir
 from gradsight.errors import GradsightError
 from gradsight.store.reader import open_run
 from gradsight.train.samples import Samples, open_samples
@@ -38,7 +39,7 @@ class SampleTexts:
 
     def _settings(self) -> dict[str, Any]:
         # A GhostEngine with a run_dir but no watch leaves scores and no record.
-        if not (self._run_dir / "run.sqlite").is_file():
+        if not rundir.is_run(self._run_dir):
             return {}
         settings: dict[str, Any] = open_run(self._run_dir).config.get("settings", {})
         return settings
