@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core.parameters import unwrapped
-from gradsight.core.sharing import Ranks, reshard
+from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.concat import Concatenation, refuse_concat
 from gradsight.ghost.first_block_check import Proof
@@ -72,7 +72,7 @@ class GhostEngine:
         self._batches = _one_of(val_data, targets)
         _check_options(mode, refresh_every, precondition, optimizer, save_interval, route)
         self.model, self.root, self.loss_fn, self.mode = model, unwrapped(model), loss_fn, mode
-        self._ranks = Ranks(model)
+        self._ranks = ModelGroup(model)
         self._parameters = Parameters(self.root)
         if not self._parameters.trainable:
             raise UsageError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.samples import tolerance
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.gradients import dot
 from gradsight.ghost.observation import Observation
@@ -25,7 +25,12 @@ class Proof:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
     def __init__(
-        self, root: nn.Module, ranks: Ranks, memory: LayoutMemory, enabled: bool, options: Options
+        self,
+        root: nn.Module,
+        ranks: ModelGroup,
+        memory: LayoutMemory,
+        enabled: bool,
+        options: Options,
     ) -> None:
         self._root, self._ranks, self._memory = root, ranks, memory
         self._enabled, self._options = enabled, options

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.files import whole_file
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError, GradsightWarning
 
 
@@ -97,7 +97,7 @@ class Ledger:
 
 
 def write(
-    directory: Path, iteration: int, rows: list[dict[str, Any]], ledger: Ledger, ranks: Ranks
+    directory: Path, iteration: int, rows: list[dict[str, Any]], ledger: Ledger, ranks: ModelGroup
 ) -> Path | None:
     """One file with every process's rows, written by the first; returns its path there."""
     gathered = ranks.gather_objects(rows)

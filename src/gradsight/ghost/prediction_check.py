@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 
 UNSETTLED = 128
 """How many steps may wait on the device before they are read, all at once."""
@@ -107,7 +107,7 @@ class Diary:
         """Every target's loss at the start of a step."""
         self._losses.append((step, losses))
 
-    def honesty(self, ranks: Ranks) -> dict[str, Honesty]:
+    def honesty(self, ranks: ModelGroup) -> dict[str, Honesty]:
         """Pairs for every target; to be called on all processes alike."""
         self._settle()
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}

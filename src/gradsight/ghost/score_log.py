@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightWarning
 from gradsight.ghost.clipping import ClipMeter
 from gradsight.ghost.ledger import Entry, Ledger, to_host, write
@@ -24,7 +24,7 @@ class Books:
         self,
         ledger: Ledger,
         diary: Diary,
-        ranks: Ranks,
+        ranks: ModelGroup,
         optimizer: Optimizer | None,
         directory: Path | None,
         save_interval: int,

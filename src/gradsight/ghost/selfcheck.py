@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.distributed import local_part
 from gradsight.core.samples import collecting, rowed, tolerance
-from gradsight.core.sharing import Ranks, like
+from gradsight.core.shards import like, local_part
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.oracle import TwinError, twin_scores
@@ -78,7 +78,7 @@ class SelfCheck:
         self,
         root: nn.Module,
         parameters: Parameters,
-        ranks: Ranks,
+        ranks: ModelGroup,
         memory: LayoutMemory,
         options: Options,
     ) -> None:
@@ -173,7 +173,7 @@ class SelfCheck:
         """
         if not self._ranks.sharded:
             return [(row, True) for row in rows]
-        most = self._ranks.largest(count, self._parameters.device)
+        most = self._ranks.largest(count)
         return [
             (rows[i] if i < count else rows[0], owner == self._ranks.rank and i < count)
             for owner in range(self._ranks.size)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from gradsight.core.distributed import local_part
-from gradsight.core.sharing import Ranks, without_reduction
+from gradsight.core.shards import local_part
+from gradsight.core.sharing import ModelGroup, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.gram import FactorBook, FactorRecorder
@@ -66,7 +66,7 @@ class Targets:
         root: nn.Module,
         loss_fn: LossFn,
         batches: Mapping[str, Any],
-        ranks: Ranks,
+        ranks: ModelGroup,
     ) -> None:
         self.names = tuple(batches)
         self.directions: dict[str, Direction] = {}
@@ -198,7 +198,7 @@ def check_loss(loss: Any, where: str) -> None:
         )
 
 
-def cosine(a: Direction, b: Direction, ranks: Ranks) -> Tensor:
+def cosine(a: Direction, b: Direction, ranks: ModelGroup) -> Tensor:
     """The cosine of the angle between two directions."""
     pairs = [(a.get(n), b.get(n)) for n in {*a, *b}]
     ab = [dot(x, y) for x, y in pairs if x is not None and y is not None]

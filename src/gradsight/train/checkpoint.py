@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
 from gradsight.core.problems import say
-from gradsight.core.processes import Processes, held_like, whole
+from gradsight.core.shards import held_like, whole
 from gradsight.errors import RunError, UsageError
+from gradsight.train.processes import Processes
 
 _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from gradsight.core.files import write_text
 from gradsight.core.problems import say
-from gradsight.core.processes import Processes
 from gradsight.core.sharing import reshard
 from gradsight.errors import RunError
 from gradsight.train.batches import make_batch, spread_evenly
 from gradsight.train.data import SPLITS
+from gradsight.train.processes import Processes
 from gradsight.train.samples import Samples
 
 FILE = "training_log.json"
