@@ -4,6 +4,7 @@ import sys
 from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from threads import gloo_threads
@@ -82,12 +83,8 @@ def endings() -> None:
 
 def meetings() -> None:
     if dist.get_rank() == 0:
-        try:
+        with pytest.raises(TimeoutError, match="waited 1 s"):
             ProcessGroup(meeting=timedelta(seconds=1))
-        except TimeoutError as error:
-            assert str(error) == "waited 1 s", error
-        else:
-            raise AssertionError("nobody came, and it was called a meeting")
     dist.barrier()
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from launch import torchrun
 from torch import nn
 
 from gradsight.core.group import ProcessGroup, open_groups, rank, shared_group, world_size
 from gradsight.core.sharing import ModelGroup
+from launch import torchrun
 
 HERE = Path(__file__).parent
 

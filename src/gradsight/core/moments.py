@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from gradsight.core.calls import is_unseen, unseen
+from gradsight.core.calls import is_suspended
 
 
 class Observer(Protocol):
@@ -89,11 +89,6 @@ def inside_backward() -> bool:
     return _depth > 0
 
 
-suspend = unseen
-"""What runs inside is ours, not the training's: nobody is told of it."""
-suspended = is_unseen
-
-
 def _install() -> None:
     scaler = torch.amp.GradScaler
     _replace(torch.autograd, "backward", _backward)
@@ -110,7 +105,7 @@ def _replace(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return (
             wrap(original, *args, **kwargs)
-            if _observers and not is_unseen()
+            if _observers and not is_suspended()
             else original(*args, **kwargs)
         )
 

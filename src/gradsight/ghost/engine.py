@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core import rundir
 from gradsight.core.parameters import unwrapped
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
@@ -97,7 +98,7 @@ class GhostEngine:
         ledger = Ledger(
             self._targets.names, names, frozenset(self._parameters.trainable), precondition
         )
-        directory = None if run_dir is None else Path(run_dir) / "grad_dotprods"
+        directory = None if run_dir is None else Path(run_dir) / rundir.SCORES
         self._books = Books(
             ledger,
             Diary(self._targets.names, Momentum.of(optimizer)),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core import rundir
 from gradsight.core.files import whole_file
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError, GradsightWarning
@@ -103,7 +104,7 @@ def write(
     gathered = ranks.gather_objects(rows)
     if gathered is None:
         return None
-    path = directory / f"iter_{iteration:06d}.parquet"
+    path = directory / rundir.score_file(iteration)
     merged = [row for part in gathered for row in part]
     if merged:
         write_parquet(path, merged, ledger)

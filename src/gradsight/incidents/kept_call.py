@@ -6,8 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradsight.core import moments as interception
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall, is_suspended
 
 
 class Call:
@@ -15,6 +14,7 @@ class Call:
 
     __slots__ = (
         "__weakref__",
+        "backward_caller",
         "buffer_versions",
         "bytes",
         "gradient_bytes",
@@ -26,8 +26,9 @@ class Call:
         "versions",
     )
 
-    def __init__(self, made: Pass, tensors: list[Tensor]) -> None:
+    def __init__(self, made: RecordedCall, tensors: list[Tensor]) -> None:
         self.made = made
+        self.backward_caller: str | None = None
         self.tensors = tensors
         self.versions = [tensor._version for tensor in tensors]
         self.bytes = sum(tensor.nbytes for tensor in tensors)
@@ -111,7 +112,7 @@ def is_aside() -> bool:
     torch.func.
     """
     return (
-        interception.suspended()
+        is_suspended()
         or torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

@@ -9,13 +9,14 @@ memory together than the limit.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradsight.core import moments as interception
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import called_module
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
@@ -145,7 +146,7 @@ class Calls:
 
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         ids, self._ids = self._ids, None
-        made = Pass(
+        made = RecordedCall(
             args=args,
             kwargs=kwargs,
             rng=self._random_states(),
@@ -188,7 +189,7 @@ class Calls:
         """
         return [call for call in self.calls if call.nodes] or self.calls
 
-    def passes(self, everything: bool = False) -> tuple[list[Pass], list[str]]:
+    def passes(self, everything: bool = False) -> tuple[list[RecordedCall], list[str]]:
         """The calls of this step with the gradients that came back to their outputs, and what is
         missing or in doubt.
 
@@ -196,6 +197,7 @@ class Calls:
         """
         used = self.calls if everything else self.used()
         notes: dict[str, None] = {}
+        made: list[RecordedCall] = []
         if self.dropped:
             notes[
                 f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"
@@ -205,11 +207,16 @@ class Calls:
             came_back = not call.too_large and any(
                 gradient is not None for gradient in call.gradients
             )
-            call.made.output_gradients = tuple(call.gradients) if came_back else None
-            call.made.output_nodes = (
-                tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
+            nodes = tuple(map(call.nodes.get, range(len(call.gradients))))
+            made.append(
+                replace(
+                    call.made,
+                    output_gradients=tuple(call.gradients) if came_back else None,
+                    output_nodes=nodes if came_back else None,
+                    backward_caller=call.backward_caller,
+                )
             )
-        return [call.made for call in used], list(notes)
+        return made, list(notes)
 
     def _doubts(self, call: Call) -> Iterator[str]:
         """Why running this call again may not be what it was."""
@@ -262,8 +269,8 @@ class Calls:
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
         caller = users_line() if self.calls else None
         for call in self.calls:
-            if call.made.backward_caller is None:
-                call.made.backward_caller = caller
+            if call.backward_caller is None:
+                call.backward_caller = caller
 
     def _after_backward(self) -> None:
         pass

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gradsight.core import moments as interception
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall, suspended
 from gradsight.core.group import rank, world_size
 from gradsight.core.parameters import unwrapped
 from gradsight.core.problems import Problems
@@ -165,13 +165,13 @@ class Recorder:
         if rank() != 0:
             self._write_part(self._pending)
 
-    def _run_again(self, passes: list[Pass], kind: Kind, scale: float) -> Diagnosis:
+    def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
         from gradsight.incidents.diagnosis.diagnose import diagnose
 
         if not passes:
             return _nothing(_NOT_CALLED)
         root = self.calls.root
-        with interception.suspend(), _own_hooks_silent(self._model):
+        with suspended(), _own_hooks_silent(self._model):
             return diagnose(
                 self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale
             )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core import moments as interception
+from gradsight.core.calls import is_suspended
 from gradsight.session.guess import loss_of_a_guess
 
 _GUESSES = 12
@@ -144,7 +145,7 @@ class _ForwardHook:
         self._vitals = vitals
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._vitals is None or not module.training or interception.suspended():
+        if self._vitals is None or not module.training or is_suspended():
             return
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._vitals.on_forward((*args, *kwargs.values()))

@@ -328,8 +328,6 @@ class Watch:
                 self._feed.close()
         if self._store is not None:
             with self._survives("store"):
-                for problem in self._problems.all():
-                    self._store.add_problem(problem)
                 self._store.recording = False
                 self._store.close()
 
@@ -373,7 +371,8 @@ class Watch:
         first = start_step or 0
         try:
             if run_dir is not None:
-                self._store = open_store(run_dir, self._problems)
+                self._store = open_store(run_dir)
+                self._problems = self._store.problems
                 if self._store.recording:
                     raise UsageError(
                         f"this process is already recording steps into {run_dir}; give each watch its own run_dir"
@@ -384,7 +383,6 @@ class Watch:
                 else:
                     self._store.forget_from(first)
                 self._store.recording = True
-                self._problems.on_new = self._store.add_problem
             opened = open_sinks(sinks, self._store.path if self._store else None)
             if opened:
                 self._feed = Feed(opened, self._problems)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.group import is_distributed, rank, world_size
 from gradsight.core.parameters import unwrapped
 from gradsight.core.shards import are_spread
@@ -25,7 +25,7 @@ Kind = Literal["nonfinite", "spike"]
 
 def diagnose(
     model: nn.Module,
-    passes: Sequence[Pass],
+    passes: Sequence[RecordedCall],
     *,
     seconds: float,
     kind: Kind,
@@ -55,7 +55,7 @@ def diagnose(
     return Diagnosis(operation, samples, budget.spent(), tuple(dict.fromkeys(notes)), len(passes))
 
 
-def _refusal(root: nn.Module, passes: Sequence[Pass]) -> str | None:
+def _refusal(root: nn.Module, passes: Sequence[RecordedCall]) -> str | None:
     """Why a step cannot be run again on this rank alone."""
     if not passes:
         return "no pass of this step was kept, so nothing could be run again"
@@ -69,7 +69,7 @@ def _refusal(root: nn.Module, passes: Sequence[Pass]) -> str | None:
 
 def _operation(
     root: nn.Module,
-    passes: Sequence[Pass],
+    passes: Sequence[RecordedCall],
     budget: Budget,
     notes: list[str],
     loss_root: Tensor | None,
@@ -94,7 +94,7 @@ def _operation(
 
 def _samples(
     root: nn.Module,
-    passes: Sequence[Pass],
+    passes: Sequence[RecordedCall],
     budget: Budget,
     notes: list[str],
     operation: GuiltyOperation | None,
@@ -129,7 +129,7 @@ def _samples(
 
 
 def _named(
-    norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float
+    norms: Mapping[int, Norms], passes: Sequence[RecordedCall], scale: float
 ) -> Iterator[GuiltySample]:
     """Every measured sample, as one of this rank's."""
     for number, found in sorted(norms.items()):
@@ -140,7 +140,7 @@ def _named(
             )
 
 
-def _learns(one: Pass) -> bool:
+def _learns(one: RecordedCall) -> bool:
     """False for a call that no gradient came back to, such as one without autograd."""
     return one.output_gradients is None or any(
         gradient is not None for gradient in one.output_gradients
