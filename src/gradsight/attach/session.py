@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsight.attach.models import distinct, models_of, name_of, roots, together
-from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
 from gradsight.core import rundir
+from gradsight.core.group import rank
 from gradsight.core.source import users_place
 from gradsight.errors import RunError, UsageError
 from gradsight.session.watch_session import Watch, watch
@@ -163,7 +163,7 @@ class Session:
                     optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
                 )
                 known["scheduler"] = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if dist.rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
+        if rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
             plain = [
                 {key: value for key, value in known.items() if key != "id"} for known in self._known
             ]

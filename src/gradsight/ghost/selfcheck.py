@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gradsight.core.autocast import autocast_dtype
-from gradsight.core.distributed import local_part
 from gradsight.core.samples import ModelCall, collecting, rowed, tensors_in, tolerance
-from gradsight.core.sharing import Ranks, like
+from gradsight.core.shards import like, local_part
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction, Directions
 from gradsight.ghost.gradients import dot, gradients
@@ -72,7 +72,7 @@ class SelfCheck:
     def __init__(
         self,
         parameters: ScoredParameters,
-        ranks: Ranks,
+        ranks: ModelGroup,
         memory: LayoutMemory,
         rules: RuleOptions,
     ) -> None:
@@ -167,7 +167,7 @@ class SelfCheck:
         if not self._ranks.sharded:
             return [(row, True) for row in rows]
         count = len(rows)
-        most = self._ranks.largest(count, self._parameters.device)
+        most = self._ranks.largest(count)
         turns = []
         for owner in range(self._ranks.size):
             for i in range(most):

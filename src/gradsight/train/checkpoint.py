@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from gradsight.core import rundir
 from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
-from gradsight.core.processes import Processes, held_like, whole
 from gradsight.core.random_state import device_state, set_device_state
+from gradsight.core.shards import held_like, whole
 from gradsight.errors import RunError, UsageError
+from gradsight.train.processes import Processes
 
 _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 
