@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from gradsight.core import rundir
-from gradsight.core.processes import Processes
 from gradsight.errors import UsageError
 from gradsight.memory.verify import verify_checkpointing
 from gradsight.train.batches import Batch
@@ -21,6 +20,7 @@ from gradsight.train.config import (
 )
 from gradsight.train.loop import train
 from gradsight.train.memory import build_for
+from gradsight.train.processes import Processes
 from gradsight.train.run import instruments, make_directory, prepare, resolved
 from gradsight.train.samples import Order
 from gradsight.values.memory import CheckpointingReport
