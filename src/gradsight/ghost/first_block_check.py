@@ -1,4 +1,4 @@
-"""Whether the scores of a run are right: the self-check, and what the first block must add up to."""
+"""Whether a run's scores are right: the self-check, and the sum of the first block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class FirstBlockCheck:
             self._prove_new_uses(observed, parameters)
 
     def _prove_new_uses(self, observed: ObservedPass, parameters: ScoredParameters) -> None:
-        """Trust uses that the self-check did not meet where shapes leave no choice, or ask again."""
+        """Trust new uses where their shapes leave no choice, else ask the twin again."""
         unsure = self._memory.ambiguous()
         names = {name for key in unsure for name in observed.uses.get(key, ())}
         new = ", ".join(sorted(names)[:3])

@@ -181,7 +181,7 @@ class SelfCheck:
         return self._dots(parts)
 
     def _dots(self, gradient: Direction) -> dict[str, Tensor]:
-        """<D, gradient> by parameter; of sharded ones the whole, undoing the mean over processes."""
+        """<D, gradient> by parameter; of sharded models the whole."""
         zero = torch.zeros((), dtype=self._parameters.score_dtype, device=self._parameters.device)
         values = []
         for name in self._slots:
@@ -191,6 +191,7 @@ class SelfCheck:
             values.append(value)
         stacked = torch.stack(values)
         if self._ranks.sharded:
+            # fully_shard averages gradients over the processes: the factor undoes it.
             stacked = self._ranks.sum(stacked) * self._ranks.size
         return dict(zip(self._slots, stacked, strict=True))
 

@@ -135,7 +135,7 @@ class Targets:
         return direction, value
 
     def _can_record(self) -> bool:
-        """Whether the target's activations make up its direction, and its operations can be seen."""
+        """Whether activations make up the direction, and the operations can be seen."""
         return self.ranks.size == 1 and not is_compiled(self._model)
 
     def _refuse_nonfinite(self, name: str, direction: Direction) -> None:
