@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.samples import ModelCall
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot
@@ -34,9 +34,9 @@ class FirstBlockCheck:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
     def __init__(
-        self, ranks: Ranks, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
+        self, group: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
     ) -> None:
-        self._ranks = ranks
+        self._group = group
         self._memory = memory
         self._rules = rules
         self._enabled = enabled
@@ -96,7 +96,7 @@ class FirstBlockCheck:
         unsure = self._memory.ambiguous()
         names = {name for key in unsure for name in observed.uses.get(key, ())}
         new = ", ".join(sorted(names)[:3])
-        if unsure and self._ranks.sharded:
+        if unsure and self._group.sharded:
             raise GradsightError(
                 f"{new} is used in a new way after the self-check: its scores are not proven"
             )
@@ -113,7 +113,7 @@ class FirstBlockCheck:
         self._memory.prove()
 
     def _self_check(self, parameters: ScoredParameters) -> SelfCheck:
-        return SelfCheck(parameters, self._ranks, self._memory, self._rules)
+        return SelfCheck(parameters, self._group, self._memory, self._rules)
 
     def _explained(
         self, parameters: ScoredParameters, directions: Sequence[Direction]
@@ -121,7 +121,7 @@ class FirstBlockCheck:
         """<D, .grad> by target as it stands; None where .grad is not simply what backward adds."""
         named = parameters.trainable
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values())
-        if self._ranks.size > 1 or hooked:
+        if self._group.size > 1 or hooked:
             return None
         zero = torch.zeros((), device=parameters.device)
         sums = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.measure.clipping import ClipReading
 
 UNSETTLED = 128
@@ -116,12 +116,12 @@ class LossHistory:
         """Every target's loss at the start of a step."""
         self._losses.append((step, losses))
 
-    def checks(self, ranks: Ranks) -> dict[str, PredictionCheck]:
+    def checks(self, group: ModelGroup) -> dict[str, PredictionCheck]:
         """The check of every target; to be called on all processes alike."""
         self._settle()
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}
         if self.steps:
-            changes = self._predicted_changes(ranks)
+            changes = self._predicted_changes(group)
             for (start, old), (end, new) in pairwise(self._losses):
                 between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
                 for k, name in enumerate(self.targets if between else ()):
@@ -129,9 +129,9 @@ class LossHistory:
                     pairs[name].append((predicted, float(new[k]) - float(old[k])))
         return {name: PredictionCheck(name, tuple(each)) for name, each in pairs.items()}
 
-    def _predicted_changes(self, ranks: Ranks) -> Tensor:
+    def _predicted_changes(self, group: ModelGroup) -> Tensor:
         """The change of every target's loss by step: [steps, targets]."""
-        sums = ranks.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
+        sums = group.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
         coefs = torch.tensor([s.clip_coef for s in self.steps], dtype=torch.float64)
         rates = [1.0 if s.lr is None else s.lr for s in self.steps]
         moved = self._momentum.applied(sums * coefs.unsqueeze(1))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
 from gradsight.measure.clipping import ClipMeter, ClipReading
@@ -110,21 +110,21 @@ class ScoreLog:
         self,
         pending: PendingScores,
         history: LossHistory,
-        ranks: Ranks,
+        group: ModelGroup,
         optimizer: Optimizer | None,
         saving: SaveOptions,
     ) -> None:
         self.pending = pending
         self.history = history
         self.saving = saving
-        self._ranks = ranks
+        self._group = group
         self._optimizer = optimizer
         self._clip = ClipMeter()
         self._blocks = 0
         self._optimizer_steps = 0
         self._saved_before = 0
         self._last = -1
-        self._problems = RunProblems(saving.run_dir if ranks.rank == 0 else None)
+        self._problems = RunProblems(saving.run_dir if group.rank == 0 else None)
         self._hooks: list[Any] = []
         if optimizer is not None:
             self._hooks = [
@@ -177,10 +177,10 @@ class ScoreLog:
         One file with every process's rows, written by the first; returns its path there.
         """
         rows = self.pending.take(iteration)
-        nothing_left = iteration is None and not rows and self._ranks.size == 1
+        nothing_left = iteration is None and not rows and self._group.size == 1
         if self.saving.run_dir is None or nothing_left:
             return None
-        gathered = self._ranks.gather_objects(rows)
+        gathered = self._group.gather_objects(rows)
         if gathered is None:
             return None
         before = self._last + 1 if iteration is None else iteration
@@ -220,5 +220,5 @@ class ScoreLog:
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_steps += 1
         # No collective of ours may run inside a hook: with several processes the next block saves.
-        if self._ranks.size == 1 and self.pending.blocks:
+        if self._group.size == 1 and self.pending.blocks:
             self.save_finished(self._last + 1)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.core.distributed import local_part
+from gradsight.core.shards import local_part
 from gradsight.measure.flatten import flat
 from gradsight.measure.host_copy import Arrival
 from gradsight.measure.norms import PIECE, NormsLook, measure

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.dots import in_wide, same_type, score_table, vector_dots
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.sample_axis import Layout
@@ -54,7 +55,7 @@ def layer_norm(use: Use) -> Any:
         fused
         and x.dtype == weight.dtype
         and weight.requires_grad
-        and not torch.is_autocast_enabled(x.device.type)
+        and autocast_dtype(x.device.type) is None
     ):
         split = NormSplit(layout, (use.source(weight), use.source(bias)), eps)
         return SplitLayerNorm.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
