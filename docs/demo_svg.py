@@ -11,7 +11,7 @@ from gradsight.record.reader import open_run
 from rich.console import Console
 from rich.text import Text
 
-from gradsight.show.markdown import summarize
+from gradsight.show.summary import summarize
 from gradsight.train.demonstration import Demonstration
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, open_samples

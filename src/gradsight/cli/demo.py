@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradsight.core import rundir
-from gradsight.show.terminal import wants_colour
+from gradsight.show.text import wants_colour
 from gradsight.store.report_file import write_report
 from gradsight.train.sample_texts import SampleTexts
 
@@ -65,7 +65,8 @@ def show(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     found.
     """
     from gradsight.cli.demo_summary import outline
-    from gradsight.show.markdown import report, summarize
+    from gradsight.show.markdown import report
+    from gradsight.show.summary import summarize
     from gradsight.store.reader import open_run
 
     run, texts = open_run(run_dir), SampleTexts(run_dir)

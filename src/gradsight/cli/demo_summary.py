@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from gradsight.core import rundir
 from gradsight.show.figures import figure, sparkline, trend
 from gradsight.show.influence import Domain, Influence
-from gradsight.show.samples import shortened
+from gradsight.show.text import shortened, tinted
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.values.diagnoses import GuiltySample
 from gradsight.values.findings import Finding
@@ -14,7 +14,7 @@ from gradsight.values.health_report import headline
 from gradsight.values.wording import named
 
 if TYPE_CHECKING:
-    from gradsight.show.markdown import Summary
+    from gradsight.show.summary import Summary
     from gradsight.store.reader import Run
     from gradsight.train.demonstration import Demonstration
 
@@ -33,10 +33,6 @@ def outline(
     """Whether the planted fault was found, and what to print: the verdict, the fault, the samples,
     memory, dumps.
     """
-
-    def tinted(text: str, code: str) -> str:
-        return f"\033[{code}m{text}\033[0m" if colour else text
-
     finding = next(
         (each for each in summary.health.findings if each.first_step == planned.poisoned_step), None
     )
@@ -51,20 +47,20 @@ def outline(
         if found
         else "❌ not found: this is a fault of Gradsight's"
     )
-    lines = [tinted("Verdict", _TITLE), *_verdict(summary)]
+    lines = [tinted("Verdict", _TITLE, colour), *_verdict(summary)]
     lines += [
         "",
-        tinted("The planted fault", _TITLE),
+        tinted("The planted fault", _TITLE, colour),
         *_fault(finding, culprit, texts, planned, poisoned),
     ]
-    lines.append(tinted(f"  {verdict}", _GOOD if found else _BAD))
+    lines.append(tinted(f"  {verdict}", _GOOD if found else _BAD, colour))
     if summary.samples is not None:
         lines += [
             "",
-            tinted("What helped the validation loss, and what did not", _TITLE),
+            tinted("What helped the validation loss, and what did not", _TITLE, colour),
             *_samples(summary.samples, texts, poisoned),
         ]
-    lines += ["", tinted("Memory and gradients on disk", _TITLE), *_memory(run)]
+    lines += ["", tinted("Memory and gradients on disk", _TITLE, colour), *_memory(run)]
     return found, lines
 
 
