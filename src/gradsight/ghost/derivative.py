@@ -41,7 +41,7 @@ RandomState = tuple[torch.device, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """A torch function and its arguments, flattened."""
 
     func: Callable[..., Any]
@@ -110,7 +110,7 @@ def replay(state: RandomState | None) -> Iterator[None]:
 
 
 def tangents_of(
-    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+    call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     """d f(inputs) along tangents given by input position: one per flattened output, None where it
     is zero.
@@ -139,7 +139,7 @@ def tangents_of(
             ) from error
 
 
-def _embedding(call: Call, flat: Sequence[Any], direction: Tensor) -> Tensor:
+def _embedding(call: OperatorCall, flat: Sequence[Any], direction: Tensor) -> Tensor:
     """D[index], zero at padding_idx: the row there gets no gradient, though it has a value."""
     args, kwargs = tree_unflatten(list(flat), call.spec)
     index, padding = args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")
@@ -161,7 +161,7 @@ def _load_forward_mode() -> None:
 
 
 def _forward_mode(
-    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+    call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     _load_forward_mode()
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
@@ -179,7 +179,7 @@ def _tangent(y: Tensor) -> Tensor | None:
 
 
 def _double_backward(
-    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+    call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     """J v as the derivative of u -> J^T u along v, for operations without a forward-mode formula."""
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
