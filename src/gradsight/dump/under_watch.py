@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
+from gradsight.core.group import world_size
 from gradsight.core.problems import Problems
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job
@@ -32,7 +32,7 @@ class Dumping:
         self._step = self._dumped = -1
         self._judged: set[tuple[str, int]] = set()
         self._staged: tuple[Job, Facts] | None = None
-        if dumper.dump_on is not None and dist.world_size() > 1:
+        if dumper.dump_on is not None and world_size() > 1:
             problems.report(
                 "dump-on", "dump_on needs a run of one process; dumps by schedule go on"
             )
@@ -40,7 +40,7 @@ class Dumping:
     def look(self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None) -> None:
         """The gradients are true now; a later look of the same step replaces this one."""
         critical = norms is not None and norms.counts is not None
-        severity = "critical" if critical and dist.world_size() == 1 else None
+        severity = "critical" if critical and world_size() == 1 else None
         if not self._dumper.wants(step, severity) or interception.inside_backward():
             return
         self._forget()
@@ -77,7 +77,7 @@ class Dumping:
         optimizer has left in place.
         """
         key = (finding.code, finding.first_step)
-        if key in self._judged or dist.world_size() > 1:
+        if key in self._judged or world_size() > 1:
             return
         self._judged.add(key)
         there = any(parameter.grad is not None for parameter in self._model.parameters())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from gradsight.core.sharing import Ranks, reshard
+from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightWarning, UsageError
 from gradsight.ghost.concat import Concatenation
 from gradsight.ghost.directions import Directions
@@ -71,7 +71,7 @@ class BlockScorer:
         self._closed = False
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> ModelGroup:
         """The processes that train the model together."""
         return self._ranks
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gradsight.core.autocast import autocast_to
+from gradsight.core.random_state import device_state, drawing_again
 from gradsight.errors import GradsightError
 
 STRUCTURAL = frozenset(
@@ -37,8 +39,6 @@ RANDOM = frozenset(
 """Operations that may draw random numbers: repeated with the generator's state of the first time.
 """
 
-RandomState = tuple[torch.device, Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
@@ -47,7 +47,7 @@ class OperatorCall:
     func: Callable[..., Any]
     spec: TreeSpec
     device: str = "cpu"
-    generator_state: RandomState | None = None
+    generator_state: Mapping[str, Tensor] | None = None
     autocast: torch.dtype | None = None
     """What automatic mixed precision computes in; None when it is off."""
 
@@ -59,7 +59,7 @@ class OperatorCall:
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """The flattened outputs of the call with these inputs."""
         args, kwargs = tree_unflatten(list(flat), self.spec)
-        with replay(self.generator_state), precision(self.device, self.autocast):
+        with drawing_again(self.generator_state), autocast_to(self.device, self.autocast):
             outputs, _ = tree_flatten(self.func(*args, **kwargs))
         return outputs
 
@@ -76,37 +76,11 @@ def name_of(func: Callable[..., Any]) -> str:
     return str(name)
 
 
-def generator_state(func: Callable[..., Any], device: torch.device) -> RandomState | None:
+def generator_state(func: Callable[..., Any], device: torch.device) -> Mapping[str, Tensor] | None:
     """The random state before a call that may draw from it; None for all other calls."""
     if name_of(func) not in RANDOM:
         return None
-    return device, torch.cuda.get_rng_state(
-        device
-    ) if device.type == "cuda" else torch.get_rng_state()
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """What automatic mixed precision computes in now; None when it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def precision(device: str, dtype: torch.dtype | None) -> torch.autocast:
-    """The same automatic mixed precision as in the forward pass, or none."""
-    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
-
-@contextmanager
-def replay(state: RandomState | None) -> Iterator[None]:
-    """Draw the same random numbers again, without disturbing the generator."""
-    if state is None:
-        yield
-        return
-    device, saved = state
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.cuda.set_rng_state(saved, device) if device.type == "cuda" else torch.set_rng_state(
-            saved
-        )
-        yield
+    return {str(device): device_state(device)}
 
 
 def tangents_of(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.gradients import dot
 from gradsight.ghost.gram import Factor, FactorCache
 
@@ -27,7 +27,7 @@ class Directions:
         targets: Sequence[str],
         *,
         parameters: Sequence[str] | None = None,
-        ranks: Ranks | None = None,
+        ranks: ModelGroup | None = None,
         factors: FactorCache | None = None,
     ) -> None:
         self.slots = len(targets)
@@ -77,7 +77,7 @@ class Directions:
         return tuple(pairs)
 
 
-def cosine(a: Direction, b: Direction, ranks: Ranks) -> Tensor:
+def cosine(a: Direction, b: Direction, ranks: ModelGroup) -> Tensor:
     """The cosine of the angle between two directions."""
     pairs = [(a.get(n), b.get(n)) for n in {*a, *b}]
     both = [dot(x, y) for x, y in pairs if x is not None and y is not None]

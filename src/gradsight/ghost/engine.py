@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core.parameters import unwrapped
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import UsageError
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
 from gradsight.ghost.concat import refuse_concat
@@ -101,7 +101,7 @@ class GhostEngine:
         self.root = unwrapped(model)
         self.loss_fn = loss_fn
         self.mode = mode
-        self._ranks = Ranks(model)
+        self._ranks = ModelGroup(model)
         parameters = ScoredParameters(self.root)
         if not parameters.trainable:
             raise UsageError(

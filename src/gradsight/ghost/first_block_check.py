@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.samples import ModelCall
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot
@@ -34,7 +34,7 @@ class FirstBlockCheck:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
     def __init__(
-        self, ranks: Ranks, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
+        self, ranks: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
     ) -> None:
         self._ranks = ranks
         self._memory = memory

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.distributed import is_sharded
 from gradsight.core.parameters import named_parameters
+from gradsight.core.shards import is_sharded
 
 
 class ScoredParameters:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 
 UNSETTLED = 128
 """How many steps may wait on the device before they are read, all at once."""
@@ -118,7 +118,7 @@ class LossHistory:
         """Every target's loss at the start of a step."""
         self._losses.append((step, losses))
 
-    def checks(self, ranks: Ranks) -> dict[str, PredictionCheck]:
+    def checks(self, ranks: ModelGroup) -> dict[str, PredictionCheck]:
         """The check of every target; to be called on all processes alike."""
         self._settle()
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}
@@ -131,7 +131,7 @@ class LossHistory:
                     pairs[name].append((predicted, float(new[k]) - float(old[k])))
         return {name: PredictionCheck(name, tuple(each)) for name, each in pairs.items()}
 
-    def _predicted_changes(self, ranks: Ranks) -> Tensor:
+    def _predicted_changes(self, ranks: ModelGroup) -> Tensor:
         """The change of every target's loss by step: [steps, targets]."""
         sums = ranks.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
         coefs = torch.tensor([s.clipped for s in self.steps], dtype=torch.float64)

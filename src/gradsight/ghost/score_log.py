@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.clipping import ClipMeter
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
@@ -112,7 +112,7 @@ class ScoreLog:
         self,
         pending: PendingScores,
         history: LossHistory,
-        ranks: Ranks,
+        ranks: ModelGroup,
         optimizer: Optimizer | None,
         saving: SaveOptions,
     ) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsight.core.distributed import local_part
+from gradsight.core.autocast import autocast_dtype
 from gradsight.core.samples import ModelCall, collecting, rowed, tensors_in, tolerance
-from gradsight.core.sharing import Ranks, like
+from gradsight.core.shards import like, local_part
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction, Directions
 from gradsight.ghost.gradients import dot, gradients
@@ -71,7 +72,7 @@ class SelfCheck:
     def __init__(
         self,
         parameters: ScoredParameters,
-        ranks: Ranks,
+        ranks: ModelGroup,
         memory: LayoutMemory,
         rules: RuleOptions,
     ) -> None:
@@ -166,7 +167,7 @@ class SelfCheck:
         if not self._ranks.sharded:
             return [(row, True) for row in rows]
         count = len(rows)
-        most = self._ranks.largest(count, self._parameters.device)
+        most = self._ranks.largest(count)
         turns = []
         for owner in range(self._ranks.size):
             for i in range(most):
@@ -250,7 +251,7 @@ class SelfCheck:
 
 def rounding(parameters: ScoredParameters) -> float:
     """The relative difference that rounding may cause in this model, autocast included."""
-    if torch.is_autocast_enabled(parameters.device.type):
+    if autocast_dtype(parameters.device.type) is not None:
         return tolerance(torch.bfloat16)
     return max(tolerance(p.dtype) for p in parameters.trainable.values())
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from gradsight.core.distributed import local_part
-from gradsight.core.sharing import Ranks, without_reduction
+from gradsight.core.shards import local_part
+from gradsight.core.sharing import ModelGroup, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
@@ -62,7 +62,7 @@ class Targets:
     """Validation batches by name, with the gradient of each one's mean loss."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, batches: Mapping[str, Any], ranks: Ranks
+        self, model: nn.Module, loss_fn: LossFn, batches: Mapping[str, Any], ranks: ModelGroup
     ) -> None:
         self.batches = batches
         self.names = tuple(batches)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradsight.core.samples import ModelCall
+from gradsight.core.autocast import autocast_dtype
+from gradsight.core.samples import ModelCall, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.ghost.derivative import OperatorCall, autocast_dtype, generator_state, name_of
+from gradsight.ghost.derivative import OperatorCall, generator_state, name_of
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.guard import PassGuard
@@ -182,7 +183,7 @@ class Tracer(TorchFunctionMode):
             replaced = guard.intercept(func, args, kwargs)
             if replaced is not DECLINED:
                 return replaced
-        tensors = _tensors_of(args, kwargs)
+        tensors = tensors_in(*args, *kwargs.values())
         if not torch.is_grad_enabled():
             self._expect_recompute()
             return self._plain(func, args, kwargs, tensors)
@@ -356,17 +357,6 @@ def paused(tracer: Tracer) -> Iterator[None]:
         yield
     finally:
         tracer.paused = False
-
-
-def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a torch function, which are at most in lists."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [x for x in value if isinstance(x, Tensor)]
-    return found
 
 
 def changes_in_place(func: Callable[..., Any]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.core.samples import ModelCall, collecting, tensors_in, usable
 from gradsight.core.sharing import without_reduction
 from gradsight.errors import UsageError
@@ -195,6 +196,6 @@ def compare(
 def verify_tolerance(parameters: ScoredParameters) -> float:
     """What rounding may cause: 1e-9 in fp64, 1e-5 in fp32, 5e-2 with products in 16 bits."""
     low = any(p.dtype in {torch.bfloat16, torch.float16} for p in parameters.trainable.values())
-    if low or torch.is_autocast_enabled(parameters.device.type):
+    if low or autocast_dtype(parameters.device.type) is not None:
         return 5e-2
     return 1e-9 if parameters.score_dtype == torch.float64 else 1e-5

@@ -8,8 +8,9 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import ProcessGroup, shared_group
 from gradsight.core.parameters import Named, named_parameters
+from gradsight.core.shards import are_spread, counts_here, is_sharded, local_part
 from gradsight.errors import UsageError
 from gradsight.health.judge import Judge
 from gradsight.health.ranks import Ranks
@@ -55,17 +56,17 @@ def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
 
 def _norms(found: Sequence[Named]) -> Norms:
     """Norms of whole gradients, merged over ranks where they are spread."""
-    parts = [dist.local_part(named.tensor.grad) for named in found if named.tensor.grad is not None]
+    parts = [local_part(named.tensor.grad) for named in found if named.tensor.grad is not None]
     norms = look_closer(parts, NormsLook(parts).read())
-    group = dist.shared_group() if dist.are_spread([named.tensor for named in found]) else None
+    group = shared_group() if are_spread([named.tensor for named in found]) else None
     if group is None:
         return norms
     zeros = np.zeros(len(parts))
     table = np.stack(
         [norms.l2, norms.max_abs, *(norms.counts or (zeros, zeros)), zeros + 1], axis=1
     )
-    table[[not dist.counts_here(named.tensor) for named in found], :4] = 0
-    table = merge_ranks(np.stack(group.gather(table).wait()))
+    table[[not counts_here(named.tensor) for named in found], :4] = 0
+    table = merge_ranks(np.stack(group.start_gather(table).wait()))
     merged = summed_up(table[:, 0], table[:, 1])
     if merged.counts is not None:
         merged.counts = (table[:, 2], table[:, 3])
@@ -120,7 +121,7 @@ class Health:
             subject_of(model, parameters, self._optimizers), settings, self._on_finding
         )
         subject = self._judge.window.subject
-        whole = [row for row in subject.matrices if not dist.is_sharded(parameters[row].tensor)]
+        whole = [row for row in subject.matrices if not is_sharded(parameters[row].tensor)]
         self.units = UnitLife([row for row in whole if subject.trainable[row]])
         self.vitals = Vitals(model, self._optimizers)
         self.elsewhere: list[Optimizer] = []
@@ -130,7 +131,7 @@ class Health:
         """The number of the first step, and where findings are kept."""
         self._first_step, self._store = first_step, store
 
-    def compare_ranks(self, group: dist.OwnGroup, report: Callable[[str, str], None]) -> None:
+    def compare_ranks(self, group: ProcessGroup, report: Callable[[str, str], None]) -> None:
         """Look at what every rank brings to the common gradient. To be called on all of them."""
         tensors = [named.tensor for named in self._parameters]
         self._ranks = Ranks(self._model, tensors, group, self.looks_closer, report)

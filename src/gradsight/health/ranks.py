@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import PendingArrays, ProcessGroup
+from gradsight.core.sharing import replicated_parameters
 from gradsight.health.window import RankLook
 from gradsight.measure.local import LocalLook, LocalNorms
 from gradsight.measure.local_hooks import LocalGradients
@@ -30,12 +31,12 @@ class Ranks:
         self,
         model: nn.Module,
         parameters: Sequence[Tensor],
-        group: dist.OwnGroup,
+        group: ProcessGroup,
         closer: Callable[[int], bool],
         report: Callable[[str, str], None],
     ) -> None:
         self._size, self._group, self._closer, self._report = len(parameters), group, closer, report
-        replicated = dist.replicated_parameters(model)
+        replicated = replicated_parameters(model)
         self._all = [
             row
             for row, tensor in enumerate(parameters)
@@ -46,7 +47,7 @@ class Ranks:
         self._norms = LocalNorms()
         self._hooks = LocalGradients(parameters, self._norms.see, self._failed)
         self._leaving: deque[tuple[int, list[int], LocalLook]] = deque()
-        self._pending: deque[dist.Gathering] = deque()
+        self._pending: deque[PendingArrays] = deque()
         self._works = bool(self._all)
 
     def begin(self, step: int) -> None:
@@ -96,7 +97,9 @@ class Ranks:
     def _send(self) -> None:
         while self._leaving and self._leaving[0][2].ready():
             step, rows, look = self._leaving.popleft()
-            self._pending.append(self._group.gather(np.append(look.read(self._size, rows), step)))
+            self._pending.append(
+                self._group.start_gather(np.append(look.read(self._size, rows), step))
+            )
 
     def _landed(self) -> list[RankLook]:
         found = []

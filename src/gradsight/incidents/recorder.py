@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
 from gradsight.core.calls import RecordedCall, suspended
+from gradsight.core.group import rank, world_size
 from gradsight.core.parameters import unwrapped
 from gradsight.core.problems import Problems
 from gradsight.health.alarm import EXPLODING, INF, NAN, SPIKE, Alarm
@@ -39,7 +39,7 @@ batches are to be written.
 """
 _ALWAYS = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
-_OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.")
+_OWN = ("gradsight.core.", "gradsight.ghost.", "gradsight.incidents.", "gradsight.session.")
 RANK_APART = "GS503"
 _DIAGNOSED = (NAN, INF, SPIKE, EXPLODING)
 _NOT_CALLED = "the model itself was not called in this step since it is watched: there is nothing to run again"
@@ -80,7 +80,7 @@ class Recorder:
             health,
             problems,
         )
-        self._ring = Ring(names) if run_dir is not None and dist.rank() == 0 else None
+        self._ring = Ring(names) if run_dir is not None and rank() == 0 else None
         self._incidents = (
             Incidents(run_dir, self._model, with_batch) if run_dir is not None else None
         )
@@ -151,7 +151,7 @@ class Recorder:
         first = self._innocent if kind == "nonfinite" else 0
         facts: dict[str, Any] = {
             "kind": kind,
-            "scale": self._scale * dist.world_size(),
+            "scale": self._scale * world_size(),
             "first_pass": first,
         }
         self._pending = _Pending(step, code, None, self._stage(passes), facts)
@@ -160,9 +160,9 @@ class Recorder:
             found = replace(found, notes=(*notes, *found.notes))
             dropped = self.calls.dropped
             self._pending.diagnosis = numbered(
-                found, dist.rank(), first + dropped, len(passes) + dropped
+                found, rank(), first + dropped, len(passes) + dropped
             )
-        if dist.rank() != 0:
+        if rank() != 0:
             self._write_part(self._pending)
 
     def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
@@ -195,12 +195,12 @@ class Recorder:
         if self._incidents is not None and pending.staged is not None and found:
             what = of_ending(
                 pending.step,
-                f"rank{dist.rank()}",
-                f"what rank {dist.rank()} found",
+                f"rank{rank()}",
+                f"what rank {rank()} found",
                 pending.diagnosis,
             )
             with self._survives_disk():
-                name = f"step{pending.step}-rank{dist.rank()}"
+                name = f"step{pending.step}-rank{rank()}"
                 self._incidents.write(name, pending.staged, what | pending.facts, None)
             pending.staged = None
         self._forget()
@@ -300,14 +300,14 @@ class Recorder:
 
     def asked_to_end(self, step: int) -> None:
         """SIGTERM has come."""
-        if dist.rank() == 0:
+        if rank() == 0:
             self._write_ending(step, "SIGTERM", "the process was asked to end")
 
     def _write_ending(self, step: int, code: str, reason: str) -> None:
         if self._incidents is None or self._stopped:
             return
         pending, self._pending = self._pending, None
-        name = f"step{step}-{code}" if dist.rank() == 0 else f"step{step}-rank{dist.rank()}"
+        name = f"step{step}-{code}" if rank() == 0 else f"step{step}-rank{rank()}"
         with self._survives_disk():
             staged = pending.staged if pending is not None else None
             staged = staged or self._incidents.stage(self.calls.passes(everything=True)[0])

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import shared_group
 from gradsight.core.parameters import named_parameters
+from gradsight.core.shards import are_spread, counts_here, local_part
 from gradsight.errors import UsageError
 from gradsight.measure.histogram import HistogramLook, histograms, share_within_a_tenth
 from gradsight.measure.norms import NormsLook, look_closer, merge_ranks
@@ -31,7 +32,7 @@ def log_gradient_distribution(
             f"a tracker needs a method log_scalar(name, value, step); {type(tracker).__name__} has none"
         )
     found = [named for named in named_parameters(model) if named.tensor.grad is not None]
-    parts = [dist.local_part(named.tensor.grad) for named in found if named.tensor.grad is not None]
+    parts = [local_part(named.tensor.grad) for named in found if named.tensor.grad is not None]
     norms = look_closer(parts, NormsLook(parts).read())
     table = np.stack(
         [
@@ -43,14 +44,14 @@ def log_gradient_distribution(
         axis=1,
     )
     counters = HistogramLook(parts, offset=step).read() if log_histogram and parts else None
-    group = dist.shared_group() if dist.are_spread([named.tensor for named in found]) else None
+    group = shared_group() if are_spread([named.tensor for named in found]) else None
     if group is not None:
-        left_out = [not dist.counts_here(named.tensor) for named in found]
+        left_out = [not counts_here(named.tensor) for named in found]
         table[left_out, :4] = 0
-        table = merge_ranks(np.stack(group.gather(table).wait()))
+        table = merge_ranks(np.stack(group.start_gather(table).wait()))
         if counters is not None:
             counters[left_out] = 0
-            counters = group.sum(counters).wait()[0]
+            counters = group.start_sum(counters).wait()[0]
     result = {named.name: float(norm) for named, norm in zip(found, table[:, 0], strict=True)}
     for name, norm in result.items():
         tracker.log_scalar(f"gradients/{name}/norm", norm, step)

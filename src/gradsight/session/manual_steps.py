@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
+from gradsight.core.sharing import reduces_gradients
 from gradsight.session.optimizer_steps import LOCAL, NONE, TRUE, Listener
 
 
@@ -34,7 +34,7 @@ class ManualCapture:
         interception.forget(self)
 
     def after_backward(self) -> None:
-        self._local = not dist.reduces_gradients(self._model)
+        self._local = not reduces_gradients(self._model)
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler

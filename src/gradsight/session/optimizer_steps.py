@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
+from gradsight.core.sharing import reduces_gradients
 from gradsight.errors import UsageError
 
 TRUE, LATE, LOCAL, NONE = "true", "at the optimizer", "not reduced over ranks", "none seen"
@@ -161,7 +161,7 @@ class OptimizerCapture:
             if self._done:
                 self._end_round()
         elif not self._closure_evaluated:
-            self._local = not dist.reduces_gradients(self._model)
+            self._local = not reduces_gradients(self._model)
             self._look(
                 [
                     row

@@ -6,7 +6,7 @@ of the batch on a few.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core import moments as interception
+from gradsight.core.autocast import is_autocast_to
 from gradsight.core.calls import is_suspended
+from gradsight.core.hooks import ModuleHook
+from gradsight.core.samples import tensors_in
 from gradsight.session.guess import loss_of_a_guess
 
 _GUESSES = 12
@@ -54,7 +57,7 @@ class Vitals:
             getattr(self._model, "_compiled_call_impl", None) is None
         ):  # hooks inside a compiled call would break its graph
             self._handle = self._model.register_forward_pre_hook(
-                _ForwardHook(self), with_kwargs=True
+                ModuleHook(self._on_forward), with_kwargs=True
             )
 
     def stop(self) -> None:
@@ -121,12 +124,14 @@ class Vitals:
         for clearing in self._clearing:
             clearing.after_backward()
 
-    def on_forward(self, values: Sequence[Any]) -> None:
-        """The model is called with these arguments, in training. After a few batches enough has
-        been seen.
-        """
-        self.half = _autocast_to_float16()
-        self._batches.see(values)
+    def _on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is called with these arguments. After a few batches enough has been seen."""
+        if not self._model.training or is_suspended():
+            return
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self.half = is_autocast_to(torch.float16)
+        self._batches.see((*args, *kwargs.values()))
         if self._batches.count >= _BATCHES:
             self._leave_model()
 
@@ -134,27 +139,6 @@ class Vitals:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-
-class _ForwardHook:
-    """Tells vitals of a forward pass. A copy of the model, or one that was saved and loaded, has a
-    hook that does nothing.
-    """
-
-    def __init__(self, vitals: Vitals | None = None) -> None:
-        self._vitals = vitals
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._vitals is None or not module.training or is_suspended():
-            return
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._vitals.on_forward((*args, *kwargs.values()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardHook":
-        return _ForwardHook()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _ForwardHook, ()
 
 
 class Clearing:
@@ -242,7 +226,7 @@ class Batches:
     def see(self, values: Sequence[Any]) -> None:
         """A batch comes by."""
         self.count += 1
-        tensors = list(_tensors(values))[:_TENSORS]
+        tensors = _tensors(values)
         if not tensors:
             return
         samples = [_sample(tensor) for tensor in tensors]
@@ -263,15 +247,10 @@ class Batches:
         self._before, self._objects = samples, [weakref.ref(tensor) for tensor in tensors]
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.numel() and value.layout is torch.strided:
-                yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(list(value.values()))
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(list(value[:_TENSORS]))
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """The first few tensors that can be compared."""
+    tensors = tensors_in(*values)
+    return [each for each in tensors if each.numel() and each.layout is torch.strided][:_TENSORS]
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -279,11 +258,3 @@ def _sample(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         entries = tensor.detach().reshape(-1)
         return entries[:: max(1, entries.numel() // _ENTRIES)][:_ENTRIES].clone()
-
-
-def _autocast_to_float16() -> bool:
-    """Whether autocast to float16 is on, on the CPU or on the accelerator."""
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
-            return True
-    return False

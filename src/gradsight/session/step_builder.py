@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import PendingArrays, ProcessGroup, rank
+from gradsight.core.shards import are_spread, counts_here, local_part
 from gradsight.errors import UsageError
 from gradsight.health.window import RankLook
 from gradsight.measure.clipping import ClipProbe
@@ -159,7 +160,7 @@ class Assembler:
         stats: Schedule,
         histograms: Schedule,
         first_step: int,
-        group: dist.OwnGroup | None,
+        group: ProcessGroup | None,
         deliver: Callable[[Measured], None],
         on_failure: Callable[[Exception], None],
         companions: "Sequence[Companion]" = (),
@@ -170,15 +171,15 @@ class Assembler:
         self._notes: Callable[[int], Noted] = lambda step: Noted()
         self._stats, self._histograms = stats, histograms
         self._deliver, self._on_failure, self._companions = deliver, on_failure, companions
-        self._group = group if dist.are_spread(parameters) else None
+        self._group = group if are_spread(parameters) else None
         self._left_out = (
-            [not dist.counts_here(parameter) for parameter in parameters] if self._group else []
+            [not counts_here(parameter) for parameter in parameters] if self._group else []
         )
-        self._measures = self._group is not None or dist.rank() == 0
+        self._measures = self._group is not None or rank() == 0
         self._looks_here = self._measures or any(companion.everywhere for companion in companions)
         self._looks: dict[int, Look] = {}  # by row, until its optimizer has stepped
         self._queue: deque[_Draft] = deque()
-        self._in_flight: tuple[_Draft, dist.Gathering, dist.Gathering | None] | None = None
+        self._in_flight: tuple[_Draft, PendingArrays, PendingArrays | None] | None = None
         self._draft = _Draft(first_step)
         self._looked = False
         self._sequence = -1
@@ -235,7 +236,7 @@ class Assembler:
         if looks and self._measures and self._looks_closer():
             self._draft.update_rows = list(rows)
             self._draft.update = UpdateLook(
-                [dist.local_part(self._parameters[row]) for row in rows], offset=self.step
+                [local_part(self._parameters[row]) for row in rows], offset=self.step
             )
 
     def _tell_companions(self, look: Look, probe: ClipProbe) -> None:
@@ -338,7 +339,7 @@ class Assembler:
     def _gradient(self, row: int) -> Tensor:
         """This rank's part of a gradient; empty where it is gone by now."""
         gradient = self._parameters[row].grad
-        return torch.empty(0) if gradient is None else dist.local_part(gradient)
+        return torch.empty(0) if gradient is None else local_part(gradient)
 
     # Reading and merging.
 
@@ -355,11 +356,11 @@ class Assembler:
         table[rows] = np.stack([norms.l2, norms.max_abs, nan, inf, np.ones(len(rows))], axis=1)
         table[self._left_out, :4] = 0
         self._land()
-        gathering = self._group.gather(table)
+        gathering = self._group.start_gather(table)
         widest = None
         if wide is not None:
             wide[self._left_out] = 0
-            widest = self._group.sum(wide)
+            widest = self._group.start_sum(wide)
         self._in_flight = (draft, gathering, widest)
 
     def _land(self) -> None:
@@ -370,7 +371,7 @@ class Assembler:
         self._in_flight = None
         table = merge_ranks(np.stack(gathering.wait()))
         wide = widest.wait()[0] if widest is not None else None
-        if dist.rank() == 0:
+        if rank() == 0:
             rows = np.flatnonzero(table[:, 4]).tolist()
             norms = summed_up(table[rows, 0], table[rows, 1])
             if norms.counts is not None:

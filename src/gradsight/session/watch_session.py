@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments as interception
+from gradsight.core.group import ProcessGroup, rank, world_size
 from gradsight.core.parameters import named_parameters
 from gradsight.core.problems import Problems, say
 from gradsight.dump.dumper import GradientDumper
@@ -131,7 +131,7 @@ class Watch:
         self._health = (
             None if health is False else Health(model, self._parameters, optimizers, health)
         )
-        self._group = dist.own_group()
+        self._group = ProcessGroup() if world_size() > 1 else None
         first_step = self._open_record(run_dir, sinks, start_step)
         judge = self._health
         self._recorder: Recorder | None = None
@@ -249,7 +249,7 @@ class Watch:
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """One number under a step of the caller's, as trackers take it: a watch is a tracker too."""
-        if not self._closed and dist.rank() == 0:
+        if not self._closed and rank() == 0:
             self._deliver.log_scalar(step, name, float(value))
 
     @property
@@ -357,10 +357,10 @@ class Watch:
             return self._open_on_first_rank(run_dir, sinks, start_step)
         first = _FAILED
         try:
-            if dist.rank() == 0:
+            if rank() == 0:
                 first = self._open_on_first_rank(run_dir, sinks, start_step)
         finally:
-            first = self._group.from_first_rank(first)
+            first = self._group.from_first(first)
         if first == _FAILED:
             raise RunError("rank 0 could not open the run; its own error says why")
         return first
@@ -466,7 +466,7 @@ def _config(
             "python": platform.python_version(),
         },
         "started": time.time(),
-        "world_size": dist.world_size(),
+        "world_size": world_size(),
         "gradient": GRADIENT,
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "parameters": [_fields(parameter) for parameter in described],

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.derivative import autocast_dtype, precision
+from gradsight.core.autocast import autocast_dtype, autocast_to
 from gradsight.ghost.dots import row_dots, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.rules.linear import sum_and_dots
@@ -61,7 +61,7 @@ def project(
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
         for slot, direction in weight_source.tangents() if weight_source else ():
-            with precision(device, mixed):
+            with autocast_to(device, mixed):
                 along = use.func(saved[0], direction.to(saved[0].dtype), None, *chosen)
             pairs.append((slot, row_dots(along, grad, layout, batch)))
         if bias_source:

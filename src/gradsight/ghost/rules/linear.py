@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.derivative import autocast_dtype
+from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.directions import Tangents
 from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsight.ghost.derivative import autocast_dtype, precision
+from gradsight.core.autocast import autocast_dtype, autocast_to
 from gradsight.ghost.dots import row_dots
 from gradsight.ghost.rules.linear import split_product
 from gradsight.ghost.use import DECLINED, Use, rule
@@ -57,7 +57,7 @@ def multilinear(use: Use) -> Any:
         pairs = []
         for slot, direction in source.tangents():
             operands = [*saved[:position], direction.to(flat_dtype), *saved[position:]]
-            with precision(device, mixed):
+            with autocast_to(device, mixed):
                 pairs.append((slot, row_dots(use.func(*head, *operands), grad, layout, batch)))
         return pairs
 

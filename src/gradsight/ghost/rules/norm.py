@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.dots import in_wide, same_type, score_table, vector_dots
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.sample_axis import Layout
@@ -35,7 +36,7 @@ def layer_norm(use: Use) -> Any:
         fused
         and x.dtype == weight.dtype
         and weight.requires_grad
-        and not torch.is_autocast_enabled(x.device.type)
+        and autocast_dtype(x.device.type) is None
     ):
         sources = use.source(weight), use.source(bias)
         split: Any = SplitLayerNorm.apply(x, weight, bias, use.probe, layout, sources, eps)  # type: ignore[no-untyped-call]
