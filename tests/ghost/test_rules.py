@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.rules import RULES
-from gradsight.ghost.sample_axis import Layout, LayoutMemory, candidates
+from gradsight.ghost.sample_axis import LayoutMemory, SampleLayout, candidates
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
 
 B = 3
@@ -171,9 +171,16 @@ def test_descending_into_multihead_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(0), Layout(1), Layout(0, "major"), Layout(0, "minor"), Layout(1, "minor")]
+    "layout",
+    [
+        SampleLayout(0),
+        SampleLayout(1),
+        SampleLayout(0, "major"),
+        SampleLayout(0, "minor"),
+        SampleLayout(1, "minor"),
+    ],
 )
-def test_matrices_hold_the_rows_of_each_sample(layout: Layout) -> None:
+def test_matrices_hold_the_rows_of_each_sample(layout: SampleLayout) -> None:
     shape = [6, 6, 2]
     if layout.kind == "plain":
         shape[layout.dim] = B
@@ -190,10 +197,14 @@ def test_matrices_hold_the_rows_of_each_sample(layout: Layout) -> None:
 def test_layouts_are_remembered_where_shapes_mislead() -> None:
     memory = LayoutMemory()
     key = ("linear", "w")
-    assert memory.find(key, torch.Size([7, 4]), 4) == Layout(1)
+    assert memory.find(key, torch.Size([7, 4]), 4) == SampleLayout(1)
     assert memory.unproven == {key}
     memory.prove()
-    assert memory.find(key, torch.Size([4, 4]), 4) == Layout(1)
+    assert memory.find(key, torch.Size([4, 4]), 4) == SampleLayout(1)
     assert not memory.unproven
-    assert candidates(torch.Size([8, 3]), 4) == [Layout(0, "major"), Layout(0, "minor"), None]
+    assert candidates(torch.Size([8, 3]), 4) == [
+        SampleLayout(0, "major"),
+        SampleLayout(0, "minor"),
+        None,
+    ]
     assert candidates(torch.Size([5, 3]), 4) == [None]

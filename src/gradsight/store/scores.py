@@ -35,7 +35,7 @@ class ScoreFile:
     has_direction: bool = False
 
 
-def score_file(run_dir: Path, iteration: int) -> Path:
+def score_path(run_dir: Path, iteration: int) -> Path:
     """The file with the scores of the steps before an iteration."""
     return run_dir / rundir.SCORES / rundir.score_file(iteration)
 
