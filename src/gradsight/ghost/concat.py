@@ -91,10 +91,11 @@ class Concatenation:
         predictions = kwargs.pop("input") if "input" in kwargs else args.pop(0)
         labels = kwargs.pop("target") if "target" in kwargs else args.pop(0)
         data = [predictions, labels]
-        if kwargs.get("reduction", "mean") == "none" or any(t.shape[0] % self.total for t in data):
+        reduced = kwargs.get("reduction", "mean") != "none"
+        if not reduced or any(t.shape[0] % self.total for t in data):
             raise GradsightError(
-                f"mode='concat' cannot split {function_name(func)} by rows: it needs reduction 'mean' or "
-                f"'sum' and {self.total} samples in rows, got shapes "
+                f"mode='concat' cannot split {function_name(func)} by rows: it needs reduction "
+                f"'mean' or 'sum' and {self.total} samples in rows, got shapes "
                 f"{[tuple(t.shape) for t in data]}. {ADVICE}"
             )
         if self.losses:
