@@ -12,7 +12,7 @@ from torch import nn
 
 from gradsight import verify_checkpointing
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.snapshot import compare, take
+from gradsight.memory.differences import compare, take
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
 
 Build = Callable[[], tuple[Any, ...]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gradsight.core.random_state import RandomSource, random_sources
-from gradsight.memory.snapshot import Differences
+from gradsight.memory.differences import Differences
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsight.memory.flops import flops_of
+from gradsight.memory.operators import flops_of
 from gradsight.memory.workspace import workspace_of
 
 

@@ -7,9 +7,9 @@ from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.choose import Choice, Problem, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.cuda import GRANULE, cuda_operators
 from gradsight.memory.fake import data_dependence_refused, fake_tensors, sequences_not_packed
+from gradsight.memory.fake_steps import Bench, Trial, problem_of
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import DEVICES
-from gradsight.memory.profile import Bench, Trial, problem_of
 from gradsight.memory.workload import Build, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size

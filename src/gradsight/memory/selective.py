@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from gradsight.memory.flops import flops_of
+from gradsight.memory.operators import flops_of
 from gradsight.memory.policy import Mode
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -15,10 +15,10 @@ from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.available import refuse_what_does_not_fit
 from gradsight.memory.blocks import find_blocks
 from gradsight.memory.causes import Evidence, likely_cause
+from gradsight.memory.differences import Differences, Snapshot, compare, seed_everything, take
 from gradsight.memory.divergence import Locator
 from gradsight.memory.peak import measure_peak_memory
 from gradsight.memory.policy import parse_policy
-from gradsight.memory.snapshot import Differences, Snapshot, compare, seed_everything, take
 from gradsight.memory.workload import Build, Workload, backward, call_build, make_optimizer, warm_up
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
 
