@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradsight.cli.demo_summary import demo_summary
-from gradsight.show.markdown import summarize
+from gradsight.show.summary import summarize
 from gradsight.store.reader import open_run
 from gradsight.train.demonstration import Demonstration
 from gradsight.train.sample_texts import SampleTexts

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from gradsight.cli.demo_summary import demo_summary
 from gradsight.core import rundir
-from gradsight.show.markdown import report, summarize
-from gradsight.show.terminal import wants_colour
+from gradsight.show.markdown import report
+from gradsight.show.summary import summarize
+from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.report_file import write_report
 from gradsight.train.sample_texts import SampleTexts

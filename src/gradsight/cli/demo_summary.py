@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 from gradsight.core import rundir
 from gradsight.show.figures import figure, sparkline, trend
 from gradsight.show.influence import Domain, Influence
-from gradsight.show.samples import shortened
+from gradsight.show.text import shortened, tinted
 from gradsight.values.diagnoses import GuiltySample
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import headline
 from gradsight.values.wording import named
 
 if TYPE_CHECKING:
-    from gradsight.show.markdown import Summary
+    from gradsight.show.summary import Summary
     from gradsight.store.reader import Run
     from gradsight.train.demonstration import Demonstration
     from gradsight.train.sample_texts import SampleTexts
@@ -33,21 +33,19 @@ def demo_summary(
     colour: bool,
 ) -> tuple[bool, list[str]]:
     """Whether the planted fault was found, and the lines to print."""
-
-    def tinted(text: str, code: str) -> str:
-        return f"\033[{code}m{text}\033[0m" if colour else text
-
     finding = _finding_of_step(summary, planned.poisoned_step)
     culprit = _culprit(finding)
     found = culprit is not None and culprit.sample_id == poisoned
-    lines = [tinted("Verdict", _TITLE), *_verdict(summary)]
-    lines += ["", tinted("The planted fault", _TITLE), *_planted(planned, poisoned)]
+    lines = [tinted("Verdict", _TITLE, colour), *_verdict(summary)]
+    lines += ["", tinted("The planted fault", _TITLE, colour), *_planted(planned, poisoned)]
     lines += _seen(finding, culprit, texts)
-    lines.append(tinted(f"  {_FOUND}", _GOOD) if found else tinted(f"  {_NOT_FOUND}", _BAD))
+    lines.append(
+        tinted(f"  {_FOUND}", _GOOD, colour) if found else tinted(f"  {_NOT_FOUND}", _BAD, colour)
+    )
     if summary.samples is not None:
-        lines += ["", tinted("What helped the validation loss, and what did not", _TITLE)]
+        lines += ["", tinted("What helped the validation loss, and what did not", _TITLE, colour)]
         lines += _samples(summary.samples, texts, poisoned)
-    lines += ["", tinted("Memory and gradients on disk", _TITLE), *_memory(run)]
+    lines += ["", tinted("Memory and gradients on disk", _TITLE, colour), *_memory(run)]
     return found, lines
 
 

@@ -21,6 +21,7 @@ from gradsight.errors import UsageError
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train.models import architecture, training_step
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
+from gradsight.values.sizes import gigabytes
 
 app = App(
     name="memory",
@@ -336,17 +337,6 @@ def show_plan(console: Console, found: CheckpointingPlan) -> None:
     console.print("    from gradsight import apply_checkpointing", style="cyan", highlight=False)
     line = f'    apply_checkpointing(model, "{found.policy}")'
     console.print(line, style="cyan", highlight=False, soft_wrap=True, markup=False)
-
-
-def gigabytes(size: int) -> str:
-    """GB with three places; small sizes get more.
-
-    >>> gigabytes(6_123_400_000), gigabytes(1_234_000)
-    ('6.123 GB', '0.001234 GB')
-    """
-    return (
-        f"{size / 1e9:.3f} GB" if abs(size) >= 10_000_000 or size == 0 else f"{size / 1e9:.6f} GB"
-    )
 
 
 @contextmanager

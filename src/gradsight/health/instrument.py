@@ -25,7 +25,7 @@ from gradsight.session.step_builder import Measured, Noted
 from gradsight.store.store import Store
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.findings import Finding
-from gradsight.values.health_report import HealthReport, make_report
+from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
 from gradsight.values.steps import Step
 
 _FLOAT16_LEAST_EXPONENT = -14
@@ -268,7 +268,7 @@ def _report(judge: Judge, steps: int) -> HealthReport:
         size, zero = len(now.l2), int((now.l2 == 0).sum())
     if now.counts is not None:
         nan, inf = (int((counts != 0).sum()) for counts in now.counts)
-    counts = (nan, inf, zero, size)
+    counts = ParameterCounts(nan, inf, zero, size)
     return make_report(
         now.step.step, now.total, counts, judge.findings(), judge.abstentions(), steps
     )

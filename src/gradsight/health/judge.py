@@ -199,4 +199,5 @@ def _finding(each: _Running, severity: str, first_step: int) -> Finding:
         message=check.meaning,
         recommendation=check.recommendation,
         fix=check.fix,
+        family=check.family,
     )

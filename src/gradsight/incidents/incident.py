@@ -21,7 +21,6 @@ from gradsight.core.shards import is_sharded
 from gradsight.incidents.arguments import CannotStore, pack_passes
 from gradsight.incidents.bundle import Bundle, remove_leftovers
 from gradsight.incidents.ring import Ring
-from gradsight.store.diagnoses import pack_diagnosis
 from gradsight.store.incident_format import BATCH, PARAMETERS, RING
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.findings import Finding
@@ -156,7 +155,7 @@ def of_finding(step: int, finding: Finding, diagnosis: Diagnosis | None) -> dict
         "code": finding.code,
         "reason": reason,
         "finding": found,
-        "diagnosis": pack_diagnosis(diagnosis),
+        "diagnosis": plain(diagnosis),
     }
 
 
@@ -167,7 +166,7 @@ def of_ending(step: int, code: str, reason: str, diagnosis: Diagnosis | None) ->
         "code": code,
         "reason": reason,
         "finding": None,
-        "diagnosis": pack_diagnosis(diagnosis),
+        "diagnosis": plain(diagnosis),
     }
 
 

@@ -29,7 +29,7 @@ from gradsight.measure.norms import Norms
 from gradsight.session.step_builder import Measured
 from gradsight.store.diagnoses import is_broken, numbered
 from gradsight.values.diagnoses import Diagnosis
-from gradsight.values.findings import Finding
+from gradsight.values.findings import ONE_LOOK, PRECISION, TREND, Finding
 
 SECONDS = 20.0
 """How long a diagnosis may take unless told otherwise."""
@@ -238,7 +238,7 @@ class Recorder:
         found, self._told = self._told, []
         pending = self._pending
         for finding in found:
-            if pending is not None and finding.code[2] in "124":
+            if pending is not None and finding.family in (ONE_LOOK, TREND, PRECISION):
                 self._write_pending(pending, finding)
             else:
                 self._write_late(measured.step.step, finding)

@@ -23,9 +23,9 @@ from gradsight.core.worker import Worker
 from gradsight.errors import RunError
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
-from gradsight.store.diagnoses import pack_diagnosis
 from gradsight.values.findings import Finding
 from gradsight.values.histograms import Histogram
+from gradsight.values.plain import plain
 from gradsight.values.problems import Problem
 from gradsight.values.steps import Step
 
@@ -125,23 +125,14 @@ class Store:
 
     def add_problem(self, problem: Problem) -> None:
         """A fault of ours that training survived."""
-        value = {
-            "key": problem.key,
-            "message": problem.message,
-            "first_step": problem.first_step,
-            "count": problem.count,
-        }
-        self.add_record("problem", problem.key, max(0, problem.first_step), value)
+        self.add_record("problem", problem.key, max(0, problem.first_step), plain(problem))
 
     def add_finding(self, finding: Finding) -> None:
         """A judged fact; told again with more parameters or evidence, it replaces what was told
         before.
         """
-        value = {name: getattr(finding, name) for name in Finding.__slots__}
-        value["diagnosis"] = pack_diagnosis(finding.diagnosis)
-        self.add_record(
-            "finding", f"{finding.code}:{finding.first_step}", finding.first_step, value
-        )
+        key = f"{finding.code}:{finding.first_step}"
+        self.add_record("finding", key, finding.first_step, plain(finding))
 
     def last_step(self) -> int | None:
         """The last recorded step."""

@@ -20,8 +20,10 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.show.markdown import report, summarize
-from gradsight.show.terminal import terminal_lines, wants_colour
+from gradsight.show.markdown import report
+from gradsight.show.summary import summarize
+from gradsight.show.terminal import health_lines
+from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.report_file import write_report
 from gradsight.store.tracker import MetricsTracker
@@ -301,7 +303,7 @@ def finish(run: Training, ended_by: int | None) -> int:
         run.progress.say(f"{run.step} steps in {run.seconds:.0f} s")
         lines = [summary.verdict]
         if summary.health.findings:
-            lines = terminal_lines(summary.health, wants_colour(sys.stdout))
+            lines = health_lines(summary.health, wants_colour(sys.stdout))
         for line in lines:
             run.progress.show(line)
         if ended_by is not None:
