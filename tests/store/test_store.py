@@ -143,20 +143,53 @@ def test_kill_9_loses_at_most_the_last_two_steps(attempt: int, tmp_path: Path) -
     assert len(list(open_run(tmp_path).parameter_stats("layer.7"))) == len(recorded)
 
 
+WRITER_BY_HAND = """
+import sys
+from core.hand_clock import HandClock
+from gradsight.store.store import open_store
+from gradsight.values.steps import Step
+clock = HandClock()
+store = open_store(sys.argv[1], clock)
+print("open", flush=True)
+for number, line in enumerate(sys.stdin):
+    if line == "step\\n":
+        store.add_step(Step(step=number, time=1.0), [])
+    else:
+        clock.tick()
+    print("done", flush=True)
+"""
+
+
 def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
+    """The writer's thread brings steps in when its period has passed, which is said by hand."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path), "0.001"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER_BY_HAND, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     ) as writer:
+
+        def ask(what: str) -> None:
+            assert writer.stdin is not None
+            assert writer.stdout is not None
+            print(what, file=writer.stdin, flush=True)
+            assert writer.stdout.readline() == "done\n"
+
         assert writer.stdout is not None
-        for _ in range(50):
-            writer.stdout.readline()
-        time.sleep(0.5)
+        assert writer.stdout.readline() == "open\n"
         run = open_run(tmp_path)
-        first = len(list(run.steps()))
-        time.sleep(0.7)
-        second = len(list(run.steps()))
+        ask("step")
+        assert list(run.steps()) == []
+        ask("tick")
+        assert len(list(run.steps())) == 1
+        ask("step")
+        ask("step")
+        assert len(list(run.steps())) == 1
+        ask("tick")
+        assert len(list(run.steps())) == 3
         writer.kill()
-    assert 0 < first < second
 
 
 def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
