@@ -90,7 +90,7 @@ def test_all_instruments_at_once(tmp_path: Path) -> None:
     assert {score.step for score in scores} == set(range(STEPS))
     clipped = {step.step: step.clip_coef for step in ours.steps()}
     assert [score.clip_coef for score in scores] == pytest.approx(
-        [clipped[score.step] for score in scores], rel=1e-3
+        [clipped[score.step] for score in scores], rel=1e-5
     )
     assert ours.to_arrow("scores").num_rows == len(scores)
     stats = {(stat.step, stat.parameter): stat.l2 for stat in ours.parameter_stats()}

@@ -1,4 +1,4 @@
-"""Whether the scores of a run are right: the self-check, and what the first block must add up to."""
+"""Whether a run's scores are right: the self-check, and the sum of the first block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class FirstBlockCheck:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
     def __init__(
-        self, ranks: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
+        self, group: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
     ) -> None:
-        self._ranks = ranks
+        self._group = group
         self._memory = memory
         self._rules = rules
         self._enabled = enabled
@@ -92,11 +92,11 @@ class FirstBlockCheck:
             self._prove_new_uses(observed, parameters)
 
     def _prove_new_uses(self, observed: ObservedPass, parameters: ScoredParameters) -> None:
-        """Trust uses that the self-check did not meet where shapes leave no choice, or ask again."""
+        """Trust new uses where their shapes leave no choice, else ask the twin again."""
         unsure = self._memory.ambiguous()
         names = {name for key in unsure for name in observed.uses.get(key, ())}
         new = ", ".join(sorted(names)[:3])
-        if unsure and self._ranks.sharded:
+        if unsure and self._group.sharded:
             raise GradsightError(
                 f"{new} is used in a new way after the self-check: its scores are not proven"
             )
@@ -113,7 +113,7 @@ class FirstBlockCheck:
         self._memory.prove()
 
     def _self_check(self, parameters: ScoredParameters) -> SelfCheck:
-        return SelfCheck(parameters, self._ranks, self._memory, self._rules)
+        return SelfCheck(parameters, self._group, self._memory, self._rules)
 
     def _explained(
         self, parameters: ScoredParameters, directions: Sequence[Direction]
@@ -121,7 +121,7 @@ class FirstBlockCheck:
         """<D, .grad> by target as it stands; None where .grad is not simply what backward adds."""
         named = parameters.trainable
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values())
-        if self._ranks.size > 1 or hooked:
+        if self._group.size > 1 or hooked:
             return None
         zero = torch.zeros((), device=parameters.device)
         sums = []

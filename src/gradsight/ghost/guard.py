@@ -1,5 +1,6 @@
-"""Refusals of passes in which samples have no gradient of their own: statistics over the batch,
-losses that tie samples together.
+"""Refusals of passes in which samples have no gradient of their own.
+
+Statistics over the batch mix samples, and so do losses that tie them together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ class PassGuard:
     def intercept(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The result of a call that is replaced, or DECLINED; an error if the call mixes samples."""
+        """A replaced call's result, or DECLINED; an error if the call mixes samples."""
         if func is F.batch_norm:
             refuse_batch_statistics(args, kwargs)
         if self._concatenation is None:

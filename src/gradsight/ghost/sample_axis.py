@@ -10,8 +10,9 @@ from torch import Tensor
 class Layout:
     """Which dimension holds the samples, and how.
 
-    `kind` is "plain" (one entry per sample), "major" (samples outside, several entries each, as after flattening [B, T]),
-    "minor" (samples inside, as after flattening [T, B]) or "all" (there is but one sample: everything is its own).
+    `kind` is "plain" (one entry per sample), "major" (samples outside, several entries each, as
+    after flattening [B, T]), "minor" (samples inside, as after flattening [T, B]) or "all" (there
+    is but one sample: everything is its own).
     """
 
     dim: int = 0
@@ -23,11 +24,9 @@ class Layout:
             return batch == 1
         if self.dim >= len(shape):
             return False
-        return (
-            shape[self.dim] == batch
-            if self.kind == "plain"
-            else shape[self.dim] > 0 and shape[self.dim] % batch == 0
-        )
+        if self.kind == "plain":
+            return shape[self.dim] == batch
+        return shape[self.dim] > 0 and shape[self.dim] % batch == 0
 
     def rows(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor with one leading entry per sample; a view.
@@ -65,12 +64,9 @@ Key = tuple[str, ...]
 
 
 def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[Layout | None]:
-    """Every way such a tensor could hold the samples, likeliest first; None stands for none of
-    them.
-    """
-    dims = sorted(
-        (d for d in range(len(shape)) if shape[d] == batch), key=lambda d: (d != preferred, d)
-    )
+    """Every way such a tensor could hold the samples, likeliest first; None stands for none."""
+    fitting = (d for d in range(len(shape)) if shape[d] == batch)
+    dims = sorted(fitting, key=lambda d: (d != preferred, d))
     ways: list[Layout | None] = [Layout(d) for d in dims]
     if shape and shape[0] > batch and shape[0] % batch == 0:
         flat = [Layout(0, "major"), Layout(0, "minor")]
@@ -105,9 +101,8 @@ class LayoutMemory:
             return fitting[0]
         likely = self.preferred if preferred is None else preferred
         layout = candidates(shape, batch, likely)[0]
-        if (
-            layout is None
-        ):  # then other shapes at this use, which would fit some layout, fit it by chance: samples are routed
+        if layout is None:
+            # The samples are routed: other shapes at this use that fit a layout fit it by chance.
             self._known[key] = []
         self._known.setdefault(key, []).append(layout)
         self._seen[key] = (shape, batch, likely)
@@ -115,7 +110,7 @@ class LayoutMemory:
         return layout
 
     def advance(self, key: Key) -> bool:
-        """Assume the next likely layout at an unproven use; False when that is the first one again."""
+        """Assume the next likely layout at an unproven use; False when that is the first again."""
         if key not in self.unproven or key not in self._seen:
             return False
         ways = candidates(*self._seen[key])
@@ -129,11 +124,12 @@ class LayoutMemory:
 
     def ambiguous(self) -> set[Key]:
         """The unproven uses whose shapes allow more than one layout."""
-        return {
-            key
-            for key in self.unproven
-            if key not in self._seen or len(candidates(*self._seen[key])) > 2
-        }
+        unsure = set()
+        for key in self.unproven:
+            # One way and none at all leave no choice: where there are rows, they are the way.
+            if key not in self._seen or len(candidates(*self._seen[key])) > 2:
+                unsure.add(key)
+        return unsure
 
     def prove(self) -> None:
         """Take every layout found so far for proven."""

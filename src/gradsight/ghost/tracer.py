@@ -1,5 +1,6 @@
-"""Sees every operation of an observed pass, and gives those that a parameter takes part in to a
-rule or to the fallback.
+"""Sees every operation of an observed pass, and gives those with a parameter to a rule.
+
+Without a rule the universal way takes them.
 
 An operation whose inputs are parameters and constants only has no samples to tell apart: its
 derivative is carried on. One that mixes in batch data is where the samples part: there the scores
@@ -127,7 +128,7 @@ class Tracer(TorchFunctionMode):
         return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Let go of every tensor: the graph of a pass holds its tracer, and must not be held by it."""
+        """Let go of every tensor: the graph of a pass holds its tracer."""
         self._probe = None
         self._carried.clear()
         self._constant.clear()
@@ -139,7 +140,7 @@ class Tracer(TorchFunctionMode):
             self._constant[id(tensor)] = weakref.ref(tensor)
 
     def mark_call(self, call: ModelCall) -> None:
-        """Tell the call's arguments with samples in them from constants, wherever they were made."""
+        """Tell a call's arguments with samples in them from constants, whoever made them."""
         for position, x in enumerate(call.flat):
             if isinstance(x, Tensor):
                 if position in call.dims:

@@ -99,7 +99,7 @@ class LossTwin:
     def _behind_inner_loss(
         self, outputs: list[Tensor], inputs: list[Tensor], loss: Tensor
     ) -> list[Cut]:
-        """The model computes its loss itself: one of its other outputs is what the loss is made of."""
+        """The model computes its loss itself, of one of its other outputs."""
         rows = [y for y in outputs if usable(y)]
         cuts = []
         for chosen in rows:

@@ -1,5 +1,6 @@
-"""Biases, scales and positions used by broadcasting: x + p, x * p and their kin (also hand-written
-norms: weight * n(x)).
+"""Biases, scales and positions used by broadcasting: x + p, x * p and their kin.
+
+Hand-written norms, as Llama's, end in one of them: weight * n(x).
 """
 
 from collections.abc import Sequence
@@ -32,22 +33,21 @@ def mul(use: Use) -> Any:
 
 
 def _broadcast(use: Use, sign: float, times: bool) -> Any:
-    """Score the one carried operand of a two-operand operation that the other's samples broadcast
-    it over.
-    """
+    """Score the one carried operand of two, which is broadcast over the other's samples."""
     if len(use.args) != 2 or use.kwargs or not all(isinstance(a, Tensor) for a in use.args):
         return DECLINED
-    carried = [use.source(a) for a in use.args]
-    which = 1 if carried[1] is not None else 0
-    if carried[1 - which] is not None or (sign < 0 and which == 0):
+    first, second = (use.source(a) for a in use.args)
+    if (first is None) == (second is None) or (sign < 0 and second is None):
         return DECLINED
+    which = 0 if second is None else 1
     parameter, other = use.args[which], use.args[1 - which]
     shape = torch.broadcast_shapes(parameter.shape, other.shape)  # type: ignore[no-untyped-call]
     layout = use.layout(shape)
     if layout is None or other.dim() < len(shape):
         return DECLINED
-    source, batch = carried[which], use.batch
+    source = first if second is None else second
     assert source is not None
+    batch = use.batch
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         values = in_wide(grad)
@@ -63,18 +63,17 @@ def _broadcast(use: Use, sign: float, times: bool) -> Any:
 
 
 def _sum_to_samples(values: Tensor, shape: torch.Size, layout: Layout, batch: int) -> Tensor:
-    """[B, ...] with every dimension that the parameter has only once (or not at all) summed, but
-    for the samples'.
-    """
+    """[B, ...], summed over every dimension that the parameter is broadcast along."""
     rows = layout.rows(values, batch)
     full = (1,) * (values.dim() - len(shape)) + tuple(shape)
+    # Strides of a tensor without memory tell which dimensions a layout makes of the broadcast ones.
     kept = layout.rows(torch.empty(full, device="meta").expand_as(values), batch) if full else rows
     summed = [d for d in range(1, rows.dim()) if kept.stride(d) == 0 and rows.shape[d] > 1]
     return rows.sum(summed, keepdim=True) if summed else rows
 
 
 def _dots(sums: Tensor, direction: Tensor, layout: Layout, rank: int, batch: int) -> Tensor:
-    """<sums_i, D> where D is broadcast to the shape of one sample, or holds a part for each sample."""
+    """<sums_i, D>, D broadcast to the shape of one sample, or with a part for each sample."""
     full = direction.reshape((1,) * (rank - direction.dim()) + tuple(direction.shape))
     if layout.kind != "all" and full.shape[layout.dim] > 1:
         along = layout.rows(full, batch)
