@@ -1,5 +1,6 @@
 """The record survives what happens to files and processes."""
 
+import json
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -362,3 +364,22 @@ def test_a_broken_config_is_reported(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(RunError, match=message):
             _ = open_run(tmp_path).config
+
+
+def test_the_order_of_packed_numbers_is_the_formats() -> None:
+    """They are taken from the records' fields: a new one may only come last."""
+    assert frames.COLUMNS[:6] == (
+        "l2",
+        "max_abs",
+        "nan",
+        "inf",
+        "update_ratio",
+        "update_ratio_error",
+    )
+    assert len(frames.COLUMNS) <= 8, "the mask of columns has eight bits"
+    assert frames.COUNTS == {"nan", "inf"}
+    assert frames.OPTIONAL >= {"update_ratio", "update_ratio_error"}
+    counts = Histogram(3, "a", -3, (1.0,), (2.0,), 4.0, 5.0, 6.0, 7.0, 8, 9)
+    payload = frames.pack_histograms(3, "", [counts])
+    row = ["a", -3, [1.0], [2.0], 4.0, 5.0, 6.0, 7.0, 8, 9]
+    assert json.loads(zlib.decompress(frames.unpack_histogram_step(payload)[2])) == [row]

@@ -32,9 +32,10 @@ from gradsight.session.outputs import Delivery
 from gradsight.session.shutdown import Ending
 from gradsight.session.step_builder import Assembler, take_scalars
 from gradsight.store.incidents import with_ranks
+from gradsight.store.run_files import write_config
 from gradsight.store.sinks import open_sinks
 from gradsight.store.sinks.queue import SinkQueue
-from gradsight.store.store import Store, open_store, write_config
+from gradsight.store.store import Store, open_store
 from gradsight.values.health_report import HealthReport
 from gradsight.values.steps import Schedule
 

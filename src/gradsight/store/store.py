@@ -9,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import json
 import os
 import sqlite3
 import threading
@@ -17,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradsight.core import rundir
-from gradsight.core.files import write_text
 from gradsight.core.problems import Problems
 from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import RunError
@@ -253,11 +251,6 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
     last = schema.last_frame(connection)
     schema.apply(connection, [frame for frame in left if frame[0] > last])
     os.ftruncate(tail, 0)
-
-
-def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
-    """config.json, whole or not at all."""
-    write_text(run_dir / rundir.CONFIG, json.dumps(config, indent=1))
 
 
 def _make_directory(path: Path) -> None:
