@@ -46,7 +46,6 @@ ORDER = [
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 SHOW_MAY_USE = {"errors", "values", "store"}
 NOT_YET: set[tuple[str, str]] = {
-    ("gradsight.core.beside", "gradsight.incidents.diagnosis.modes"),
     ("gradsight.health.instrument", "gradsight.session.optimizer_steps"),
     ("gradsight.health.instrument", "gradsight.session.signals"),
     ("gradsight.health.instrument", "gradsight.session.step_builder"),

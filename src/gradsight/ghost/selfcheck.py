@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from gradsight.core.autocast import autocast_dtype
-from gradsight.core.samples import ModelCall, collecting, rowed, tensors_in, tolerance
+from gradsight.core.beside import beside_training, eager
+from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
+from gradsight.core.samples import ModelCall, tolerance
 from gradsight.core.shards import like, local_part
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
@@ -15,7 +17,6 @@ from gradsight.ghost.directions import Direction, Directions
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.passes import aside, eager
 from gradsight.ghost.sample_axis import Key, LayoutMemory
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer, tracing
 
@@ -86,7 +87,7 @@ class SelfCheck:
 
     def run(self, calls: Sequence[ModelCall]) -> set[Key]:
         """Find layouts under which engine and twin agree, or refuse; returns the uses met."""
-        with aside(self._root), eager():
+        with beside_training(self._root, evaluating=True), eager():
             outputs, cotangents = self._outputs(calls)
             rows = spread(calls[0].batch)
             twin = self._twin(calls, outputs, cotangents, rows)
@@ -124,7 +125,7 @@ class SelfCheck:
 
     def _outputs(self, calls: Sequence[ModelCall]) -> tuple[list[Tensor], list[Tensor]]:
         """The model's outputs for the batch, and random gradients for them."""
-        outputs = self._forward(calls)
+        outputs = outputs_with_rows(self._root, calls)
         if not outputs:
             raise TwinError(
                 "the self-check found no output with rows of samples: the model returns only a "
@@ -138,15 +139,6 @@ class SelfCheck:
             cotangents.append(noise / max(y.numel(), 1) ** 0.5)
         return [y.detach() for y in outputs], cotangents
 
-    def _forward(self, calls: Sequence[ModelCall]) -> list[Tensor]:
-        outputs: list[Tensor] = []
-        losses: list[Tensor] = []
-        with collecting(losses):
-            for call in calls:
-                args, kwargs = call.whole()
-                outputs += tensors_in(self._root(*args, **kwargs))
-        return rowed(outputs, losses)
-
     def _twin(
         self,
         calls: Sequence[ModelCall],
@@ -155,7 +147,8 @@ class SelfCheck:
         rows: Sequence[int],
     ) -> dict[str, Tensor]:
         turns = self._turns(rows)
-        table = twin_scores(self._root, calls, outputs, cotangents, self._pull, turns)
+        batch = BatchOutputs(outputs, cotangents, calls[0].batch)
+        table = twin_scores(self._root, calls, batch, self._pull, turns)
         mine = [t for t, (_, active) in enumerate(turns) if active]
         return {name: torch.stack(values)[mine] for name, values in table.items()}
 
@@ -223,7 +216,7 @@ class SelfCheck:
         for call in calls:
             tracer.mark_call(call)
         with tracing(tracer, self._root):
-            outputs = self._forward(calls)
+            outputs = outputs_with_rows(self._root, calls)
             gradient, scores = gradients(
                 outputs, cotangents, self._parameters.trainable, self._group.sharded, probe
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gradsight.core.beside import beside_training, eager, is_compiled
 from gradsight.core.shards import local_part
 from gradsight.core.sharing import ModelGroup, without_reduction
 from gradsight.errors import GradsightError, UsageError
@@ -16,7 +17,6 @@ from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.gram import FactorCache, FactorRecorder
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.passes import aside, eager, is_compiled
 
 LossFn = Callable[[Any, Any], Tensor]
 """From the model and a batch to the mean loss."""
@@ -112,7 +112,11 @@ class Targets:
         """The gradient of the target's mean loss, averaged over all processes, and that loss."""
         wanted = keep_factors and name not in self._without_factors and self._can_record()
         recorder = FactorRecorder(parameters.name) if wanted else None
-        with aside(parameters.root), without_reduction(self._model), ExitStack() as stack:
+        with (
+            beside_training(parameters.root, evaluating=True),
+            without_reduction(self._model),
+            ExitStack() as stack,
+        ):
             if recorder is not None:
                 stack.enter_context(eager())
                 stack.enter_context(recorder)

@@ -3,7 +3,8 @@
 can be put back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,11 +46,15 @@ class Eyes(TorchDispatchMode):
         self._born |= {key_of(tensor) for tensor in tensors_in(out)} - given
         return out
 
-    def put_back(self) -> None:
-        """Undo what was written to memory from before."""
-        for storage, before in self._saved.values():
-            storage.copy_(before)
-        self._saved.clear()
+    @contextmanager
+    def writes_undone(self) -> Iterator[None]:
+        """What is written in here to memory from before is undone at the end."""
+        try:
+            yield
+        finally:
+            for storage, before in self._saved.values():
+                storage.copy_(before)
+            self._saved.clear()
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from gradsight.core.beside import arguments, replaying
+from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.core.samples import NotSeparable, tell_batch
@@ -44,8 +44,8 @@ def find_operation(
 ) -> GuiltyOperation | None:
     """The operation that made this pass's gradient non-finite; None where the pass is innocent."""
     finder = Finder(module_names(root), number, one.caller, budget)
-    with replaying(root, one, finder):
-        args, kwargs = arguments(one)
+    with replaying(root, one), finder.writes_undone():
+        args, kwargs = copied_arguments(one)
         for tensor, event in _before_the_pass(root, one, args, kwargs, number):
             finder.expect(tensor, event)
         if rerun is not None:

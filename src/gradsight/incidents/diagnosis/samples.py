@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.beside import arguments, replaying
+from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
 from gradsight.core.samples import (
     ModelCall,
@@ -125,8 +125,8 @@ def _whole(root: nn.Module, one: RecordedCall, budget: Budget) -> Whole:
         None,
         root,
     )
-    with replaying(root, one, tape), tape:
-        outputs, rows = _forward(root, *arguments(one))
+    with replaying(root, one), tape.writes_undone(), tape:
+        outputs, rows = _forward(root, *copied_arguments(one))
         totals = _totals(one, outputs)
         chosen = _direct(rows, _at_rows(rows, outputs, totals))
         last = _direct(outputs, {number: c for number, c in enumerate(totals) if c is not None})
@@ -193,8 +193,8 @@ def _alone(root: nn.Module, whole: Whole, row: int) -> list[Tensor | None]:
     whole.tape.row = (row, batch)
     args, kwargs = whole.call.row(row)
     copies = replace(whole.one, args=args, kwargs=kwargs)
-    with replaying(root, whole.one, whole.tape), whole.tape:
-        _, rows = _forward(root, *arguments(copies))
+    with replaying(root, whole.one), whole.tape.writes_undone(), whole.tape:
+        _, rows = _forward(root, *copied_arguments(copies))
         if whole.tape.unknown:
             raise _OwnRandomness
         numbers = list(whole.outputs)
