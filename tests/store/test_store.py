@@ -377,8 +377,8 @@ def test_the_order_of_packed_numbers_is_the_formats() -> None:
         "update_ratio_error",
     )
     assert len(frames.COLUMNS) <= 8, "the mask of columns has eight bits"
-    assert frames.COUNTS == {"nan", "inf"}
-    assert frames.OPTIONAL >= {"update_ratio", "update_ratio_error"}
+    assert {"nan", "inf"} == frames.COUNTS
+    assert {"update_ratio", "update_ratio_error"} <= frames.OPTIONAL
     counts = Histogram(3, "a", -3, (1.0,), (2.0,), 4.0, 5.0, 6.0, 7.0, 8, 9)
     payload = frames.pack_histograms(3, "", [counts])
     row = ["a", -3, [1.0], [2.0], 4.0, 5.0, 6.0, 7.0, 8, 9]
