@@ -25,7 +25,7 @@ from gradsight.show.summary import summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.report_file import write_report
+from gradsight.store.run_files import write_report
 from gradsight.store.scores import forget_scores
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
