@@ -13,7 +13,7 @@ from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.report_file import write_report
+from gradsight.store.run_files import write_report
 from gradsight.values.health_report import SEVERITIES
 
 FAILED = 3

@@ -12,7 +12,7 @@ from gradsight.show.markdown import report
 from gradsight.show.summary import summarize
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.report_file import write_report
+from gradsight.store.run_files import write_report
 from gradsight.train.sample_texts import SampleTexts
 
 if TYPE_CHECKING:

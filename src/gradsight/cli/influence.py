@@ -12,7 +12,7 @@ from gradsight.show.influence import Influence
 from gradsight.show.influence import influence as add_up
 from gradsight.show.samples import TextOf, influence_lines
 from gradsight.show.text import wants_colour
-from gradsight.store.report_file import write_report
+from gradsight.store.run_files import write_report
 from gradsight.store.scores import all_scores
 from gradsight.train.sample_texts import SampleTexts
 

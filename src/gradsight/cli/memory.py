@@ -229,8 +229,7 @@ def predicted_row(
     step: Step,
 ) -> Row:
     """Predict one model, plain and checkpointed."""
-    from gradsight.memory.largest_batch import largest_batch
-    from gradsight.memory.predict import predict_peak_memory
+    from gradsight.memory.predict import count_parameters, largest_batch, predict_peak_memory
 
     made, optimizer = step.build(place, name), step.optimizer_name
     with working(console, f"Predicting {place or name}"):
@@ -256,15 +255,6 @@ def predicted_row(
 def _batch_text(name: str, step: Step) -> str:
     shape = architecture(name)
     return f"{step.batch_size or shape.batch_size}x{step.block_size or shape.block_size}"
-
-
-def count_parameters(build: Callable[[], Any]) -> int:
-    """Parameters of a model that is never filled."""
-    from gradsight.memory.fake import fake_tensors
-    from gradsight.memory.workload import call_build
-
-    with fake_tensors():
-        return sum(parameter.numel() for parameter in call_build(build).model.parameters())
 
 
 def show_predictions(console: Console, rows: list[Row], limit: int | None, what: str) -> None:

@@ -10,7 +10,7 @@ from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.report_file import write_report
+from gradsight.store.run_files import write_report
 from gradsight.train.sample_texts import SampleTexts
 
 

@@ -9,7 +9,7 @@ from gradsight.measure.norms import combine
 from gradsight.measure.update import update_ratios
 from gradsight.session.optimizer_steps import NONE
 from gradsight.session.step_builder import Measured
-from gradsight.store.sinks.queue import Feed
+from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.store import Store
 from gradsight.store.tail_format import pack_statistics
 from gradsight.values.steps import block_of
@@ -25,7 +25,7 @@ class Delivery:
         names: list[str],
         sink_detail: str | None,
         store: Store | None,
-        feed: Feed | None,
+        feed: SinkQueue | None,
         problems: Problems,
         judge: Callable[[Measured], None] | None = None,
         recorder: Callable[[Measured], None] | None = None,

@@ -32,9 +32,10 @@ from gradsight.session.outputs import Delivery
 from gradsight.session.shutdown import Ending
 from gradsight.session.step_builder import Assembler, take_scalars
 from gradsight.store.incidents import with_ranks
+from gradsight.store.run_files import write_config
 from gradsight.store.sinks import open_sinks
-from gradsight.store.sinks.queue import Feed
-from gradsight.store.store import Store, open_store, write_config
+from gradsight.store.sinks.queue import SinkQueue
+from gradsight.store.store import Store, open_store
 from gradsight.values.health_report import HealthReport
 from gradsight.values.steps import Schedule
 
@@ -125,7 +126,7 @@ class Watch:
         _check_recorder(recorder, diagnose_seconds)
         self._problems = Problems()
         self._store: Store | None = None
-        self._feed: Feed | None = None
+        self._feed: SinkQueue | None = None
         self._closed = self._forked = False
         self._run_dir = None if run_dir is None else Path(run_dir).resolve()
         self._health = (
@@ -385,7 +386,7 @@ class Watch:
                 self._store.recording = True
             opened = open_sinks(sinks, self._store.path if self._store else None)
             if opened:
-                self._feed = Feed(opened, self._problems)
+                self._feed = SinkQueue(opened, self._problems)
         except BaseException:
             if self._store is not None:
                 self._store.close()

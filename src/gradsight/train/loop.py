@@ -20,8 +20,8 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.measure.distribution import log_gradient_distribution
 from gradsight.memory.monitor import MemoryMonitor
 from gradsight.session.watch_session import Watch, watch
+from gradsight.store.run_files import write_config
 from gradsight.store.run_problems import RunProblems
-from gradsight.store.store import write_config
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batch, BatchStream

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from gradsight.memory.available import available_memory
-from gradsight.memory.largest_batch import largest_batch
-from gradsight.memory.predict import predict_peak_memory
+from gradsight.memory.monitor import available_memory
+from gradsight.memory.predict import largest_batch, predict_peak_memory
 from gradsight.memory.startup import HEADROOM, startup_report
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.evaluate import NextTokenLoss
