@@ -18,7 +18,7 @@ _FRONT_DOOR = {
     "MetricsTracker": "store.tracker",
     "Schedule": "values.steps",
     "apply_checkpointing": "memory.apply",
-    "check_gradient_health": "health.instrument",
+    "check_gradient_health": "health.one_look",
     "get_checkpoint_metadata": "dump.reader",
     "load_keys": "dump.reader",
     "log_gradient_distribution": "measure.distribution",

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import gradsight
 from gradsight.errors import UsageError
-from gradsight.health.baseline import Baseline
-from gradsight.health.usual import Usual
-from gradsight.incidents.kept_calls import Calls
+from gradsight.incidents.kept_calls import KeptCalls
 from gradsight.incidents.ring import Ring
+from gradsight.values.measured import MeasuredStep, Norms, StepSignals
 from gradsight.values.steps import Step
 from incidents.faults import Probability, mlp
 
@@ -31,8 +30,8 @@ def watched(model: nn.Module, **options: Any) -> Any:
     return gradsight.watch(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
 
 
-def calls_of(watch: Any) -> Calls:
-    return watch._recorder.calls  # type: ignore[no-any-return]
+def calls_of(watch: Any) -> KeptCalls:
+    return watch._instruments.incidents.calls  # type: ignore[no-any-return]
 
 
 def test_a_pass_holds_what_the_model_was_called_with() -> None:
@@ -218,35 +217,14 @@ def test_a_compiled_model_is_kept_and_diagnosed(in_place: bool, tmp_path: Path) 
     assert inner._compiled_call_impl is compiled
 
 
-def test_what_is_usual_is_the_judges_baseline() -> None:
-    """The plain one against the judge's own, over norms with spikes, a new level and noise."""
-    rng = np.random.default_rng(0)
-    values = np.concatenate(
-        [rng.normal(0, 0.3, 80), [9.0], rng.normal(0, 0.3, 30), rng.normal(8, 0.1, 60)]
-    )
-    usual, twin = Usual(), Baseline()
-    seen = 0
-    for value in values.tolist():
-        row = np.array([value])
-        found, bound = usual.excess(value), twin.bound(10.0, 8.0, 1)
-        assert (found is None) == (bound is None)
-        if found is not None and twin.median is not None and twin.spread is not None:
-            seen += 1
-            above = value - float(twin.median[0])
-            assert found == pytest.approx((above, above / float(twin.spread[0])), rel=1e-12)
-        outlier = bound is not None and bool(row[0] > bound[0])
-        usual.enter(value)
-        twin.enter(row, True, outlier)
-    assert seen > 100
-
-
 def test_the_ring_is_bounded_in_bytes() -> None:
     names = [f"layer{number}.weight" for number in range(150)]
     ring = Ring(names, most_bytes=200_000)
     sizes = []
     for step in range(2000):
         l2 = np.full(150, float(step))
-        ring.add(Step(step, 0.0, lr=0.1, total_norm=1.0), 2.5, None, l2, l2)
+        made = Step(step, 0.0, lr=0.1, total_norm=1.0)
+        ring.add(MeasuredStep(made, None, Norms(l2, l2), signals=StepSignals(loss=2.5)))
         sizes.append(
             sum(array.nbytes for array in ring.arrays().values()) if step % 100 == 0 else 0
         )
@@ -257,7 +235,9 @@ def test_the_ring_is_bounded_in_bytes() -> None:
     assert arrays["l2"][-1, 3] == 1999
     assert arrays["loss"][-1] == 2.5
     assert math.isnan(arrays["clip_coef"][-1])
-    ring.add(Step(2000, 0.0, loss=7.0), 2.5, [3, 5], np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    l2 = np.array([1.0, 2.0])
+    signals = StepSignals(loss=2.5)
+    ring.add(MeasuredStep(Step(2000, 0.0, loss=7.0), (3, 5), Norms(l2, l2), signals=signals))
     assert ring.arrays()["l2"][-1, [3, 4, 5]].tolist()[::2] == [1.0, 2.0]
     assert ring.arrays()["loss"][-1] == 7.0
 
@@ -364,7 +344,7 @@ def test_overflows_that_a_scaler_settles_are_not_diagnosed(tmp_path: Path) -> No
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert watch._recorder is not None
-        assert watch._recorder._met == 0
+        assert watch._instruments.incidents is not None
+        assert watch._instruments.incidents._incidents_seen == 0
         scaler.scale(model(torch.full((4, 4), math.nan)).square().mean()).backward()
-        assert watch._recorder._met == 1
+        assert watch._instruments.incidents._incidents_seen == 1

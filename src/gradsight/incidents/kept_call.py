@@ -6,8 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradsight.core import moments as interception
-from gradsight.core.calls import Pass
+from gradsight.core.calls import Pass, is_unseen
 
 
 class Call:
@@ -43,7 +42,9 @@ class Call:
 
     def drop_gradients(self) -> None:
         """They take too much memory."""
-        self.too_large, self.gradients, self.gradient_bytes = True, [], 0
+        self.too_large = True
+        self.gradients = []
+        self.gradient_bytes = 0
 
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""
@@ -121,7 +122,7 @@ def is_aside() -> bool:
     torch.func.
     """
     return (
-        interception.suspended()
+        is_unseen()
         or torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

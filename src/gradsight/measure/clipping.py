@@ -7,6 +7,7 @@ coefficient; if not, there is no such number.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradsight.measure.flatten import flat
-from gradsight.measure.host_copy import Arrival
-from gradsight.measure.norms import PIECE, NormsLook, measure
+from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.norms import PIECE, NormReading, measure
 
 _ALIKE = 1e-4
 _ALIKE_IN_HALF = 2e-2
@@ -32,10 +33,13 @@ class ClipProbe:
     __slots__ = ("_after", "_alike", "_unchanged")
 
     def __init__(
-        self, look: NormsLook, allowed: Collection[int] | None, gradient_of: Callable[[int], Tensor]
+        self,
+        look: NormReading,
+        allowed: Collection[int] | None,
+        gradient_of: Callable[[int], Tensor],
     ) -> None:
         """`allowed`: the rows of the look that this optimizer uses, None for all. `gradient_of` gives a row's gradient now."""
-        self._after: list[tuple[Place, Arrival]] = []
+        self._after: list[tuple[Place, HostCopy]] = []
         self._alike = _ALIKE
         self._unchanged = False
         for place in _places(look, allowed):
@@ -49,9 +53,9 @@ class ClipProbe:
                 return
             if piece.numel():
                 with torch.no_grad():
-                    self._after.append((place, Arrival(torch.stack(measure(piece)))))
+                    self._after.append((place, HostCopy(torch.stack(measure(piece)))))
 
-    def coefficient(self, look: NormsLook, scale: float) -> float | None:
+    def coefficient(self, look: NormReading, scale: float) -> float | None:
         """What the optimizer used / the gradient, where the look saw `scale` times what it would
         see now without clipping.
         """
@@ -80,7 +84,9 @@ class ClipProbe:
         smallest, largest = torch.aminmax(piece.detach())
         return bool(float(smallest) == before[1] and float(largest) == before[2])
 
-    def _piece(self, look: NormsLook, place: Place, gradient_of: Callable[[int], Tensor]) -> Tensor:
+    def _piece(
+        self, look: NormReading, place: Place, gradient_of: Callable[[int], Tensor]
+    ) -> Tensor:
         rows = look.rows(place[0])
         row = rows[place[1]]
         number = place[1] - rows.index(row)
@@ -93,7 +99,28 @@ class ClipProbe:
         return entries[number * PIECE : (number + 1) * PIECE]
 
 
-def _places(look: NormsLook, allowed: Collection[int] | None) -> list[Place]:
+@dataclass(frozen=True, slots=True)
+class ClipReading:
+    """A probe with the look that it is compared with: read when somebody needs the number."""
+
+    probe: ClipProbe
+    look: NormReading
+    scale: HostCopy | None
+    """The factor of a GradScaler that was in the gradients when they were looked at."""
+    still_scaled: bool
+    """Whether it is in them still when the optimizer gets them: a fused one divides by itself."""
+
+    def read(self) -> float | None:
+        """The clip coefficient; None where there is no such number. Waits for the device."""
+        if not self.look.pieces:
+            self.look.read()
+        factor = 1.0
+        if self.scale is not None and not self.still_scaled:
+            factor = float(self.scale.read()[0])
+        return self.probe.coefficient(self.look, factor)
+
+
+def _places(look: NormReading, allowed: Collection[int] | None) -> list[Place]:
     """The piece with the largest entry, and a piece that is not zero of another row; anything where
     nothing is known yet.
     """

@@ -24,3 +24,13 @@ class Finding:
     """
     incident: str | None = None
     """The folder that the flight recorder wrote for it, as a path inside the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentRule:
+    """What the flight recorder does about the findings of a check."""
+
+    kept: str = "when critical"
+    """Which of them get an incident: "when critical", "always" or "never"."""
+    known_early: bool = False
+    """Whether such a step can be known before the optimizer uses its gradient."""
