@@ -34,7 +34,7 @@ from gradsight import (
     plan_checkpointing,
     predict_peak_memory,
 )
-from gradsight.memory.allocations import allocator_peak
+from gradsight.memory.allocator import allocator_peak
 from gradsight.memory.workload import Workload, backward, call_build
 from gradsight.train.models import training_step
 
@@ -141,7 +141,9 @@ def compiled_with(build: Callable[[], Any], budget: float) -> Candidate:
         run()
     held = sum(p.numel() * p.element_size() for p in workload.model.parameters())
     held += workload.batch.numel() * workload.batch.element_size()
-    return Candidate(f"compile, budget {budget:g}", run, None, held + allocator_peak(run), None)
+    return Candidate(
+        f"compile, budget {budget:g}", run, None, held + allocator_peak(run).everything, None
+    )
 
 
 def step(workload: Workload) -> Callable[[], None]:

@@ -11,9 +11,9 @@ from gradsight.record.reader import open_run
 from rich.console import Console
 from rich.text import Text
 
-from gradsight.cli.texts import Texts
 from gradsight.show.markdown import summarize
 from gradsight.train.demonstration import Demonstration
+from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, open_samples
 
 
@@ -23,7 +23,7 @@ def main(run_dir: Path) -> None:
     poisoned = order.take(planned.poisoned_step * planned.batch_size, planned.batch_size)[
         planned.poisoned_row
     ]
-    _, lines = outline(run, summarize(run), Texts(run_dir), planned, poisoned, colour=True)
+    _, lines = outline(run, summarize(run), SampleTexts(run_dir), planned, poisoned, colour=True)
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(Text.from_ansi("\n".join(["$ gradsight demo", "", *lines])), soft_wrap=True)
     drawn = console.export_svg(title="gradsight demo", unique_id="demo")

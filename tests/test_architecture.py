@@ -53,9 +53,6 @@ NOT_YET: set[tuple[str, str]] = {
     ("gradsight.incidents.recorder", "gradsight.health.alarm"),
     ("gradsight.incidents.recorder", "gradsight.health.instrument"),
     ("gradsight.incidents.recorder", "gradsight.session.step_builder"),
-    ("gradsight.store.incidents", "gradsight.incidents.bundle"),
-    ("gradsight.train.run", "gradsight.cli.report"),
-    ("gradsight.train.run", "gradsight.cli.texts"),
 }
 """Imports that are still to be turned round."""
 

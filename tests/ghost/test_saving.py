@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ghost.small import loss_fn, pair, small
-from gradsight import GhostEngine
+from gradsight import GhostEngine, open_run
+from gradsight.cli import main
 from gradsight.errors import GradsightWarning
 
 
@@ -89,6 +90,10 @@ def test_training_goes_on_when_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.warns(GradsightWarning, match="training goes on, these scores are lost") as seen:
         train(engine, optimizer, 4)
     assert len(seen) == 1
+    (problem,) = open_run(tmp_path).problems()
+    assert (problem.key, problem.first_step, problem.count) == ("scores", 1, 4)
+    main(["report", str(tmp_path)])
+    assert "these scores are lost" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize("content", [b"", b"not parquet", b"PAR1 cut short PAR1"])

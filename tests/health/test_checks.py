@@ -197,7 +197,7 @@ def test_an_ordinary_run_has_no_finding() -> None:
 
 def test_the_code_of_every_fix_is_python() -> None:
     for check in CHECKS.values():
-        compile(check.fix, check.code, "exec")
+        compile(check.advice.fix, check.code, "exec")
 
 
 def test_every_check_says_why() -> None:

@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import gradsight
 from gradsight.errors import UsageError
-from gradsight.incidents.kept_calls import KeptCalls
+from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
 from gradsight.incidents.ring import Ring
 from gradsight.values.measured import MeasuredStep, Norms, StepSignals
 from gradsight.values.steps import Step
@@ -32,6 +33,12 @@ def watched(model: nn.Module, **options: Any) -> Any:
 
 def calls_of(watch: Any) -> KeptCalls:
     return watch._instruments.incidents.calls  # type: ignore[no-any-return]
+
+
+def hold_gradients(watch: Any, most: int) -> None:
+    """Let the watch hold so many bytes of output gradients, and no more."""
+    calls = calls_of(watch)
+    calls._limits = replace(calls._limits, gradient_bytes=most)
 
 
 def test_a_pass_holds_what_the_model_was_called_with() -> None:
@@ -108,7 +115,8 @@ def test_a_pass_that_nobody_uses_keeps_no_activations() -> None:
 
 def test_held_bytes_are_bounded_and_the_newest_call_stays() -> None:
     model = nn.Linear(256, 1)
-    calls = Calls(model, most_bytes=5 * 4 * 256 * 10, most_gradient_bytes=100)
+    limits = KeptLimits(argument_bytes=5 * 4 * 256 * 10, gradient_bytes=100, lasting=False)
+    calls = KeptCalls(model, limits)
     calls.start()
     batches = [torch.randn(10, 256) for _ in range(12)]
     for batch in batches:
@@ -126,7 +134,7 @@ def test_held_bytes_are_bounded_and_the_newest_call_stays() -> None:
 def test_large_output_gradients_are_not_kept_and_say_so() -> None:
     model = nn.Linear(4, 1000)
     with watched(model) as watch:
-        calls_of(watch)._most_gradient_bytes = 2**20
+        hold_gradients(watch, 2**20)
         model(torch.randn(300, 4)).square().sum().backward()
         (one,), notes = calls_of(watch).passes()
         assert one.output_gradients is None
@@ -139,7 +147,7 @@ def test_of_many_gradients_the_newest_are_kept() -> None:
     """A NaN is met at once, and so in the newest micro-batch."""
     model = nn.Linear(4, 1000)
     with watched(model) as watch:
-        calls_of(watch)._most_gradient_bytes = 2**20
+        hold_gradients(watch, 2**20)
         for _ in range(5):
             model(torch.randn(100, 4)).square().sum().backward()
         passes, notes = calls_of(watch).passes()

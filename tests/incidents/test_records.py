@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradsight
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.incidents.arguments import CannotStore, pack_passes, unpack_passes
 from gradsight.store.diagnoses import merge_diagnoses, pack_diagnosis, unpack_diagnosis
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
@@ -71,7 +71,7 @@ def test_arguments_survive_as_data() -> None:
         [torch.arange(3), {"encoded": UserDict(ids=[1])}, {"deep": (1.5, "text", True)}],
         torch.randn(2, 2).t(),
     )
-    one = Pass(
+    one = RecordedCall(
         given,
         kwargs,
         {"cpu": torch.get_rng_state()},
@@ -93,7 +93,7 @@ def test_arguments_survive_as_data() -> None:
 
 
 def test_what_is_no_data_is_refused_by_name() -> None:
-    one = Pass(([{"x": {1, 2}}],), {}, {}, {}, None, True, None)
+    one = RecordedCall(([{"x": {1, 2}}],), {}, {}, {}, None, True, None)
     with pytest.raises(CannotStore, match=r"^pass0\.args\.0\.0\.x is a builtins\.set$"):
         pack_passes([one])
 

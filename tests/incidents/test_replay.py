@@ -17,7 +17,7 @@ from torch import nn
 
 import gradsight
 from gradsight.cli import main
-from gradsight.incidents import bundle
+from gradsight.store import incident_format
 from incidents.faults import FAULTS, train
 
 BUILD = """
@@ -145,8 +145,11 @@ def rewrite(incident: Path, document: dict[str, Any], **changes: Any) -> None:
     body = document["incident"] | changes
     for name in body["files"]:
         file = incident / name
-        body["files"][name] = {"bytes": file.stat().st_size, "crc32": bundle._checksum(file)}
-    document["crc32"], document["incident"] = bundle._checksum_of(body), body
+        body["files"][name] = {
+            "bytes": file.stat().st_size,
+            "crc32": incident_format.checksum_of_file(file),
+        }
+    document["crc32"], document["incident"] = incident_format.checksum_of(body), body
     (incident / "incident.json").write_text(json.dumps(document))
 
 
@@ -304,7 +307,7 @@ def test_arguments_that_are_no_data(tmp_path: Path, capsys: Any) -> None:
     assert replayed(incident) == 0
     reason = "the batch cannot be stored: pass0.args.1 is a test_replay.test_arguments_that_are_no_data.<locals>.Options"
     out = " ".join(capsys.readouterr().out.split())
-    assert reason.replace("test_replay", "recorder.test_replay") in out or reason in out
+    assert reason.replace("test_replay", "incidents.test_replay") in out or reason in out
     assert replayed(incident, "--build", f"{__file__}:nothing") == 64
     assert "cannot be run again: the batch cannot be stored" in capsys.readouterr().err
 

@@ -19,7 +19,8 @@ from gradsight.measure.histogram import (
     share_within_a_tenth,
 )
 from gradsight.measure.host_copy import HostCopy
-from gradsight.measure.norms import PIECE, NormReading, combine, exact_norms, merge_ranks, recount
+from gradsight.measure.norms import PIECE, NormReading, combine, exact_norms, recount
+from gradsight.measure.rank_table import merge_tables
 from gradsight.measure.sample import LARGEST, Sample, stride_for
 from gradsight.measure.update import UpdateReading, update_ratios
 
@@ -107,7 +108,7 @@ def test_norms_combine_without_overflow(values: list[float]) -> None:
 def test_ranks_merge() -> None:
     first = np.array([[3.0, 2.0, 0, 0, 1], [1.0, 1.0, -1, 0, 1], [0, 0, 0, 0, 0]])
     second = np.array([[4.0, 1.0, 2, 0, 1], [math.nan, math.nan, 3, 1, 1], [0, 0, 0, 0, 0]])
-    merged = merge_ranks(np.stack([first, second]))
+    merged = merge_tables(np.stack([first, second]))
     assert merged[0].tolist() == [5.0, 2.0, 2, 0, 1]
     assert math.isnan(merged[1, 0])
     assert merged[1, 2:].tolist() == [-1, 1, 1]

@@ -112,7 +112,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_trackio(tmp_path: Path) -> None:
     """In a process of its own: where Trackio keeps its database is settled when it is imported."""
     script = f"import sys; sys.path[:0] = {[*sys.path[:1], str(Path(__file__).parent.parent)]!r}\n"
-    script += "from pathlib import Path\nfrom record.test_sinks import train\nimport json\n"
+    script += "from pathlib import Path\nfrom store.test_sinks import train\nimport json\n"
     script += f"print('RESULT', json.dumps(train(Path({str(tmp_path / 'run')!r}), ['trackio'])))"
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

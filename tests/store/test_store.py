@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from gradsight import GradsightError, open_run
+from gradsight.core import rundir
 from gradsight.errors import GradsightWarning, RunError, UsageError
-from gradsight.store import schema
 from gradsight.store import tail_format as frames
-from gradsight.store.store import TAIL, open_store
+from gradsight.store.store import open_store
 from gradsight.values.histograms import Histogram
 from gradsight.values.steps import Step
 
@@ -186,10 +186,10 @@ def test_a_torn_tail_ends_the_reading(tmp_path: Path) -> None:
     ):
         folder = tmp_path / str(expected)
         folder.mkdir()
-        (folder / schema.FILE).write_bytes((tmp_path / schema.FILE).read_bytes())
-        (folder / TAIL).write_bytes(tail)
+        (folder / rundir.RECORD).write_bytes((tmp_path / rundir.RECORD).read_bytes())
+        (folder / rundir.TAIL).write_bytes(tail)
         assert len(list(open_run(folder).steps())) == expected
-        assert (folder / TAIL).stat().st_size == 0
+        assert (folder / rundir.TAIL).stat().st_size == 0
 
 
 def test_a_read_only_run_with_a_tail_is_read_whole(tmp_path: Path) -> None:
@@ -197,7 +197,9 @@ def test_a_read_only_run_with_a_tail_is_read_whole(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.add_step(step(0), NAMES, packed(1.0, 2.0))
     store.close()
-    (tmp_path / TAIL).write_bytes(frames.pack(99, frames.STEP, frames.pack_step(step(1), 0, b"")))
+    (tmp_path / rundir.TAIL).write_bytes(
+        frames.pack(99, frames.STEP, frames.pack_step(step(1), 0, b""))
+    )
     reader = f"""
         import os
         from gradsight import open_run
@@ -209,12 +211,12 @@ def test_a_read_only_run_with_a_tail_is_read_whole(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(reader)], capture_output=True, text=True
     )
     assert done.stdout.strip() == "2", done.stderr
-    assert (tmp_path / TAIL).stat().st_size > 0
+    assert (tmp_path / rundir.TAIL).stat().st_size > 0
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     open_store(tmp_path).close()
-    connection = sqlite3.connect(tmp_path / schema.FILE)
+    connection = sqlite3.connect(tmp_path / rundir.RECORD)
     connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
     connection.commit()
     connection.close()
@@ -233,7 +235,7 @@ def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
     for number in range(3000):
         store.add_step(step(number), NAMES, packed(1.0, 2.0))
     store.close()
-    file = tmp_path / schema.FILE
+    file = tmp_path / rundir.RECORD
     data = bytearray(file.read_bytes())
     if damage == "nonsense":
         data = bytearray(b"this is not a database" * 100)
@@ -293,7 +295,7 @@ def test_a_long_run_is_small_and_opens_at_once(tmp_path: Path) -> None:
             frames.pack_statistics(None, columns),
         )
     store.close()
-    assert (tmp_path / schema.FILE).stat().st_size / 4000 * 100_000 < 300e6
+    assert (tmp_path / rundir.RECORD).stat().st_size / 4000 * 100_000 < 300e6
     assert sum(1 for _ in open_run(tmp_path).steps()) == 4000
 
 

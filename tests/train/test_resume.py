@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -200,6 +201,23 @@ def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(
         place = run(tmp_path, checkpoint_interval=2)
     assert len(list(gradsight.open_run(place).steps())) == 4
     assert checkpoint.newest(place) is None
+    (problem,) = gradsight.open_run(place).problems()
+    assert (problem.key, problem.first_step, problem.count) == ("checkpoint", 2, 2)
+    assert "step_000002 cannot be written" in (place / "report.md").read_text()
+
+
+def test_scores_that_cannot_be_written_are_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", full)
+    with pytest.warns(GradsightWarning, match=r"no space left on device: scores are lost"):
+        place = run(tmp_path)
+    problems = {problem.key: problem for problem in gradsight.open_run(place).problems()}
+    assert "no space left" in problems["score-files"].message
+    assert "no space left" in (place / "report.md").read_text()
 
 
 def test_dumps_are_made_again(tmp_path: Path) -> None:
@@ -236,3 +254,6 @@ def test_a_training_log_that_cannot_be_read_or_written(
     ):
         assert main(common) == 0
     assert len(list(gradsight.open_run(place).steps())) == 6
+    problems = {problem.key: problem for problem in gradsight.open_run(place).problems()}
+    assert "training_log.json cannot be written" in problems["training-log"].message
+    assert "training_log.json cannot be written" in (place / "report.md").read_text()

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsight.attach.models import distinct, models_of, name_of, place_of_call, roots, together
 from gradsight.core import distributed as dist
-from gradsight.core import moments
+from gradsight.core import moments, rundir
 from gradsight.errors import RunError, UsageError
 from gradsight.session.watch_session import Watch, watch
 from gradsight.values.steps import Schedule
@@ -142,7 +142,7 @@ class Session:
             ]
             try:
                 self._run_dir.mkdir(parents=True, exist_ok=True)
-                (self._run_dir / "script.json").write_text(json.dumps(plain, indent=1, default=str))
+                (self._run_dir / rundir.SCRIPT).write_text(json.dumps(plain, indent=1, default=str))
             except OSError as error:
                 print(
                     f"gradsight: {self._run_dir} cannot be written: {error.strerror}",

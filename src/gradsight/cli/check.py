@@ -16,6 +16,7 @@ from cyclopts import Parameter
 
 from gradsight.attach import __file__ as _attach
 from gradsight.cli.check_result import Outcome, gather
+from gradsight.core import rundir
 from gradsight.errors import UsageError
 
 _WITH_VALUE = {"steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health"}
@@ -77,7 +78,7 @@ def check(
     _check_health(health)
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
-        if (folder / "run.sqlite").exists():
+        if rundir.is_run(folder):
             raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
         code = _run(command, folder, steps, health, json)
         outcome = gather(
@@ -205,4 +206,4 @@ def _show(outcome: Outcome, as_json: bool, run_dir: Path | None) -> None:
         return
     print("\n".join(outcome.lines(sys.stdout)))
     if run_dir is not None:
-        print(f"report: {run_dir / 'report.md'}")
+        print(f"report: {run_dir / rundir.REPORT}")

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradsight.cli.report import write_report
+from gradsight.core import rundir
 from gradsight.errors import RunError
 from gradsight.show.markdown import Summary, report, summarize
 from gradsight.show.terminal import terminal_lines, wants_colour
 from gradsight.store.reader import open_run
+from gradsight.store.report_file import write_report
 from gradsight.values.health_report import SEVERITIES
 
 FAILED = 3
@@ -105,13 +106,13 @@ class Outcome:
     def write(self, folder: Path) -> None:
         """report.md in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "check.json").write_text(json.dumps(self.to_dict(), indent=1))
+        (folder / rundir.CHECK).write_text(json.dumps(self.to_dict(), indent=1))
         for name, summary in self.runs.items():
             place = folder if name == next(iter(self.runs)) else folder / name
-            write_report(place / "report.md", report(summary) + script_section(self.notes()))
+            write_report(place / rundir.REPORT, report(summary) + script_section(self.notes()))
         if not self.runs:
             write_report(
-                folder / "report.md",
+                folder / rundir.REPORT,
                 "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
                 + script_section(self.notes()),
             )
@@ -137,12 +138,12 @@ def gather(
     """Read what a script has left in a directory; without a command, that of the check which wrote
     there, if one did.
     """
-    kept = folder / "check.json"
+    kept = folder / rundir.CHECK
     if not command and kept.is_file():
         script = json.loads(kept.read_text())["script"]
         command, code = script["command"], script["exit_code"]
     outcome = Outcome(list(command), code, ours=ours)
-    described = folder / "script.json"
+    described = folder / rundir.SCRIPT
     if described.is_file():
         outcome.optimizers = json.loads(described.read_text())
     first = next((each["model"] for each in outcome.optimizers if "model" in each), "model")
@@ -155,7 +156,7 @@ def gather(
         else []
     )
     for name, place in places:
-        if (place / "run.sqlite").is_file():
+        if rundir.is_run(place):
             try:
                 outcome.runs[name] = summarize(open_run(place))
             except RunError:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gradsight.cli.report import write_report
-from gradsight.cli.texts import Texts
+from gradsight.core import rundir
 from gradsight.show.terminal import wants_colour
+from gradsight.store.report_file import write_report
+from gradsight.train.sample_texts import SampleTexts
 
 if TYPE_CHECKING:
     from gradsight.train.demonstration import Demonstration
@@ -67,12 +68,12 @@ def show(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     from gradsight.show.markdown import report, summarize
     from gradsight.store.reader import open_run
 
-    run, texts = open_run(run_dir), Texts(run_dir)
+    run, texts = open_run(run_dir), SampleTexts(run_dir)
     summary = summarize(run)
-    write_report(run_dir / "report.md", report(summary, texts))
+    write_report(run_dir / rundir.REPORT, report(summary, texts))
     found, lines = outline(run, summary, texts, planned, poisoned, wants_colour(sys.stdout))
     print("\n".join(lines))
-    print(f"\nThe report: {run_dir / 'report.md'}")
+    print(f"\nThe report: {run_dir / rundir.REPORT}")
     print(f"More:       gradsight influence {run_dir}")
     print(f"            gradsight dump show {run_dir}")
     return 0 if found else NOT_FOUND

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gradsight.cli.texts import Texts
+from gradsight.core import rundir
 from gradsight.show.figures import figure, sparkline, trend
 from gradsight.show.influence import Domain, Influence
 from gradsight.show.samples import shortened
+from gradsight.train.sample_texts import SampleTexts
 from gradsight.values.diagnoses import GuiltySample
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import headline
@@ -24,7 +25,7 @@ _LABEL, _CURVE = 15, 40
 def outline(
     run: "Run",
     summary: "Summary",
-    texts: Texts,
+    texts: SampleTexts,
     planned: "Demonstration",
     poisoned: int,
     colour: bool,
@@ -94,7 +95,7 @@ def _peaks(values: list[float]) -> list[float]:
 def _fault(
     finding: Finding | None,
     culprit: GuiltySample | None,
-    texts: Texts,
+    texts: SampleTexts,
     planned: "Demonstration",
     poisoned: int,
 ) -> Iterator[str]:
@@ -119,7 +120,7 @@ def _fault(
         yield _line("kept in", finding.incident)
 
 
-def _samples(found: Influence, texts: Texts, poisoned: int) -> Iterator[str]:
+def _samples(found: Influence, texts: SampleTexts, poisoned: int) -> Iterator[str]:
     few = found.domains[:2], found.domains[-2:]
     values = [value for each in found.domains for value in each.over_time if value is not None]
     for label, domains in (("best", few[0]), ("worst", few[1])):
@@ -148,7 +149,7 @@ def _memory(run: "Run") -> Iterator[str]:
     yield _line("one step", f"{plain:.0f} MB plain, {less:.0f} MB with activation checkpointing")
     yield _line("", f"{memory['checkpointing/reduction']:.0%} saved, {same}")
     dumps = sorted(
-        (run.path / "gradient_dumper").glob("step*"),
+        (run.path / rundir.DUMPS).glob("step*"),
         key=lambda folder: int(folder.name.removeprefix("step")),
     )
     yield _line(

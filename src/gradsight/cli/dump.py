@@ -11,8 +11,9 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from gradsight.core import rundir
 from gradsight.dump.diff import Difference, compare
-from gradsight.dump.folders import ROOT, find_dumps, size, step_of
+from gradsight.dump.folders import find_dumps, size, step_of
 from gradsight.dump.manifest import Entry, Manifest, read
 from gradsight.dump.statistics import QUANTILES, Statistics, measure
 from gradsight.dump.values import values
@@ -50,7 +51,7 @@ def list_(run: Path, /) -> int:
     console.print(table)
     for text in unreadable:
         console.print(f"[red]unreadable:[/] {escape(text)}", soft_wrap=True)
-    for partial in sorted((run / ROOT).glob("step*.partial")):
+    for partial in sorted((run / rundir.DUMPS).glob("step*.partial")):
         console.print(f"[dim]unfinished, never read: {escape(partial.name)}[/]", soft_wrap=True)
     return DAMAGED if unreadable else 0
 

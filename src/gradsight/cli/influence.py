@@ -5,15 +5,16 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from gradsight.cli.report import write_report
-from gradsight.cli.texts import Texts
+from gradsight.core import rundir
 from gradsight.errors import RunError, UsageError
 from gradsight.show.export import keep_lines, weight_lines
 from gradsight.show.influence import Influence
 from gradsight.show.influence import influence as add_up
 from gradsight.show.samples import TextOf, terminal_lines
 from gradsight.show.terminal import wants_colour
-from gradsight.store.scores import FOLDER, all_scores
+from gradsight.store.report_file import write_report
+from gradsight.store.scores import all_scores
+from gradsight.train.sample_texts import SampleTexts
 
 
 def influence(
@@ -59,9 +60,9 @@ def influence(
     table, unreadable = all_scores(_folder(run_dir).parent)
     if not len(table):
         reasons = f": {unreadable[0]}" if unreadable else ""
-        raise RunError(f"{run_dir / FOLDER} holds no scores that can be read{reasons}")
+        raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")
     found = add_up(table, target, raw=raw)
-    texts = Texts(run_dir)
+    texts = SampleTexts(run_dir)
     written = None if export is None else _export(export, found, by, drop, texts)
     if json:
         print(
@@ -97,16 +98,16 @@ def _check(top: int, export: Path | None, drop: float | None) -> None:
 def _folder(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise RunError(f"there is no run directory at {run_dir}")
-    folder = run_dir / FOLDER
-    if not folder.is_dir() or not any(folder.glob("iter_*.parquet")):
+    folder = run_dir / rundir.SCORES
+    if not folder.is_dir() or not any(folder.glob(rundir.SCORE_FILES)):
         raise RunError(
-            f"{run_dir} has no scores: there is no {FOLDER}/iter_*.parquet in it. They are written by `gradsight train` "
+            f"{run_dir} has no scores: there is no {rundir.SCORES}/{rundir.SCORE_FILES} in it. They are written by `gradsight train` "
             f"(--method GradDotProd) and by GhostEngine(..., run_dir={str(run_dir)!r})"
         )
     return folder
 
 
-def _export(file: Path, found: Influence, by: str, drop: float | None, texts: Texts) -> str:
+def _export(file: Path, found: Influence, by: str, drop: float | None, texts: SampleTexts) -> str:
     """Write the file; returns what to say of it."""
     known = set(found.sample_ids.tolist())
     everything = [] if texts.samples is None else map(str, range(len(texts.samples)))

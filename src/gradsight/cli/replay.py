@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from gradsight.core import rundir
 from gradsight.errors import GradsightError, RunError, UsageError
-from gradsight.incidents.bundle import read_document
+from gradsight.store.incident_format import read_document
 from gradsight.store.incidents import merged
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.plain import plain
@@ -131,7 +132,7 @@ def _model_of_run(path: Path) -> Any:
     """The model of a run of `gradsight train`, from the settings in its config.json; None for any
     other run.
     """
-    file = path.resolve().parents[1] / "config.json"
+    file = path.resolve().parents[1] / rundir.CONFIG
     try:
         settings = json_format.loads(file.read_text())["settings"]
     except (OSError, ValueError, KeyError, TypeError):

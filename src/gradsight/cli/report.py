@@ -1,15 +1,16 @@
 """gradsight report RUN_DIR"""
 
-import os
 import sys
 from pathlib import Path
 
-from gradsight.cli.texts import Texts
-from gradsight.errors import RunError
+from gradsight.cli.check_result import gather, script_section
+from gradsight.core import rundir
 from gradsight.show.markdown import Summary, summarize
 from gradsight.show.markdown import report as render
 from gradsight.show.terminal import terminal_lines, wants_colour
 from gradsight.store.reader import open_run
+from gradsight.store.report_file import write_report
+from gradsight.train.sample_texts import SampleTexts
 
 
 def report(run_dir: Path, /) -> int:
@@ -22,35 +23,25 @@ def report(run_dir: Path, /) -> int:
     run_dir
         A directory that `gradsight.watch(..., run_dir=...)` has written.
     """
-    from gradsight.cli.check_result import gather, script_section
-
     first = summarize(open_run(run_dir))
     notes = ""
     checked = gather(run_dir)
     if checked.command:  # left by `gradsight check`
         notes = script_section(checked.notes())
-    code = _tell(run_dir, first, notes)
-    others = [place for place in sorted(run_dir.iterdir()) if (place / "run.sqlite").is_file()]
-    return max([code, *(_tell(place, summarize(open_run(place)), "") for place in others)])
+    code = _report_one(run_dir, first, notes)
+    for place in sorted(run_dir.iterdir()):
+        if rundir.is_run(place):
+            code = max(code, _report_one(place, summarize(open_run(place)), ""))
+    return code
 
 
-def _tell(place: Path, summary: Summary, notes: str) -> int:
+def _report_one(run_dir: Path, summary: Summary, notes: str) -> int:
     """Write one run's report, print its verdict and findings, give its exit code."""
-    file = place / "report.md"
-    write_report(file, render(summary, Texts(place)) + notes)
+    file = run_dir / rundir.REPORT
+    write_report(file, render(summary, SampleTexts(run_dir)) + notes)
     if summary.health.findings:
         print("\n".join(terminal_lines(summary.health, wants_colour(sys.stdout))))
     else:
         print(summary.verdict)
     print(f"report: {file}")
     return summary.exit_code
-
-
-def write_report(file: Path, text: str) -> None:
-    """Write a report whole or not at all."""
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
-    except OSError as error:
-        raise RunError(f"{file} cannot be written: {error.strerror}") from error

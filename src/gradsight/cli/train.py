@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
+from gradsight.core import rundir
 from gradsight.errors import UsageError
 from gradsight.train.config import ALIASES, MACHINE, Settings, flat, from_dict
 from gradsight.train.models import architecture
@@ -131,7 +132,7 @@ def _config_file(tokens: Sequence[str], given: dict[str, str]) -> Path | None:
     place = Path(_value(tokens, "results_dir") or DEFAULT.results_dir) / (
         _value(tokens, "experiment") or default
     )
-    return place / "config.json" if (place / "config.json").is_file() else None
+    return place / rundir.CONFIG if (place / rundir.CONFIG).is_file() else None
 
 
 def read_config(file: Path) -> dict[str, Any]:

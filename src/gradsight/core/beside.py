@@ -15,26 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name
 from gradsight.incidents.diagnosis.modes import Eyes
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and data parallel wrappers: none of their collectives, hooks
-    or graphs run.
-    """
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        else:
-            return model
-
-
 @contextmanager
-def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
+def replaying(root: nn.Module, one: RecordedCall, eyes: Eyes) -> Iterator[None]:
     """The state in which the model was called; afterwards everything is as it was found. `eyes` are
     to see the operations.
     """
@@ -59,7 +46,7 @@ def replaying(root: nn.Module, one: Pass, eyes: Eyes) -> Iterator[None]:
         yield
 
 
-def arguments(one: Pass) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(one: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copies of the arguments, cut off from whatever made them: a model may change them in place."""
     args, kwargs = tree_map_only(
         Tensor,

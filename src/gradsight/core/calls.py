@@ -1,6 +1,4 @@
-"""One pass of a training step as the model saw it: enough to run it again; and passes that are no
-part of training.
-"""
+"""One call of the model as it was made, and passes of ours that are no part of training."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,16 +8,17 @@ from typing import Any
 from torch import Tensor
 
 
-@dataclass(slots=True)
-class Pass:
-    """The arguments of one call of the model, and what came back to its outputs. References, not
-    copies.
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """The arguments and circumstances of one call of the model: enough to make it again.
+
+    All tensors are references, not copies.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     rng: Mapping[str, Tensor]
-    """The generators' states before the call, by device: "cpu", "cuda:0"."""
+    """The states of torch's generators before the call, by device: "cpu", "cuda:0"."""
     buffers: Mapping[str, Tensor]
     """The model's buffers before the call, where the call may change them (running statistics)."""
     autocast: tuple[str, str] | None
@@ -28,32 +27,28 @@ class Pass:
     caller: str | None
     """File and line of the user's call of the model."""
     output_gradients: tuple[Tensor | None, ...] | None = None
-    """The gradients at the tensors of the output, as `rows.tensors_in(output)` lists them; None
-    where they were not kept.
-    """
+    """The gradients at the output's tensors in the order of `tensors_in`; None where not kept."""
     output_nodes: tuple[Any, ...] | None = None
-    """The autograd nodes (`grad_fn`) of the same tensors, where the process that made them still
-    runs.
-    """
+    """The autograd nodes (`grad_fn`) of the same tensors, while the process that made them runs."""
     backward_caller: str | None = None
     """File and line of the user's call of backward."""
     sample_ids: tuple[int | str, ...] | None = None
 
 
-_unseen = 0
+_suspensions = 0
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """A pass of an instrument's own: the other instruments look away."""
-    global _unseen
-    _unseen += 1
+def suspended() -> Iterator[None]:
+    """A pass of an instrument's own: the other instruments look away in here."""
+    global _suspensions
+    _suspensions += 1
     try:
         yield
     finally:
-        _unseen -= 1
+        _suspensions -= 1
 
 
-def is_unseen() -> bool:
+def is_suspended() -> bool:
     """Whether the pass under way is an instrument's own."""
-    return _unseen > 0
+    return _suspensions > 0

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradsight.core.calls import is_unseen
+from gradsight.core.calls import is_suspended
 
 MOMENTS = (
     "before_backward",
@@ -103,7 +103,7 @@ def _replace(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not _listeners or is_unseen():
+        if not _listeners or is_suspended():
             return original(*args, **kwargs)
         return wrap(original, *args, **kwargs)
 

@@ -1,53 +1,63 @@
-"""Faults that training survives: said once, counted, kept for the report."""
+"""Faults that training survives: said once, counted, kept for the report. No torch."""
 
-import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 
 from gradsight.errors import GradsightWarning
 from gradsight.values.problems import Problem
 
 
 class Problems:
-    """What went wrong so far, by key."""
+    """The faults so far, by key. Whoever keeps a record asks for those that changed."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Problem] = {}
-        self._lock = threading.RLock()  # a signal may close a watch while this is held
         self.step = -1
-        """The step under way, for the record."""
-        self.on_new: Callable[[Problem], None] | None = None
+        """The step under way, for faults that are reported without one."""
+        self._problems: dict[str, Problem] = {}
+        self._changed: set[str] = set()
+        self._lock = threading.RLock()  # a signal may close a watch while this is held
 
-    def report(self, key: str, message: str) -> None:
-        """Say it the first time, count it every time."""
-        with self._lock:
-            known = self._found.get(key)
-            first_step, count = (known.first_step, known.count) if known else (self.step, 0)
-            problem = self._found[key] = Problem(key, message, first_step, count + 1)
-        if known is None:
+    def report(self, key: str, message: str, step: int | None = None) -> None:
+        """Say a fault the first time, count it every time."""
+        if self.count(key, message, step):
             say(message)
-            if self.on_new is not None:
-                with contextlib.suppress(Exception):
-                    self.on_new(problem)
+
+    def count(self, key: str, message: str, step: int | None = None) -> bool:
+        """Count a fault without saying it; tell whether it is the first of its key."""
+        with self._lock:
+            known = self._problems.get(key)
+            if known is None:
+                first_step = self.step if step is None else step
+                self._problems[key] = Problem(key, message, first_step, 1)
+            else:
+                self._problems[key] = replace(known, count=known.count + 1)
+            self._changed.add(key)
+        return known is None
 
     def add(self, problem: Problem) -> None:
-        """One that was said and counted elsewhere."""
+        """Take over a fault that was said and counted elsewhere."""
         with self._lock:
-            self._found[problem.key] = problem
+            self._problems[problem.key] = problem
+            self._changed.add(problem.key)
 
     def all(self) -> list[Problem]:
-        """Every problem with its count."""
+        """Every fault with its count."""
         with self._lock:
-            return list(self._found.values())
+            return list(self._problems.values())
+
+    def take_changed(self) -> list[Problem]:
+        """The faults that are new, or were counted again, since this was last asked."""
+        with self._lock:
+            changed = [self._problems[key] for key in sorted(self._changed)]
+            self._changed.clear()
+        return changed
 
 
-def say(message: str) -> None:
-    """A warning, which must not become an error in somebody's training loop even where warnings are
-    errors.
-    """
+def say(message: str, stacklevel: int = 3) -> None:
+    """Warn, also where warnings are errors: a warning must not end somebody's training loop."""
     try:
-        warnings.warn(message, GradsightWarning, stacklevel=3)
+        warnings.warn(message, GradsightWarning, stacklevel=stacklevel)
     except GradsightWarning:
         print(f"gradsight: {message}", file=sys.stderr)

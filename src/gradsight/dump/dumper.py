@@ -2,7 +2,6 @@
 
 import atexit
 import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +9,7 @@ from typing import Literal, SupportsIndex
 
 import torch
 
+from gradsight.core.problems import Problems, say
 from gradsight.core.writing import Ranks
 from gradsight.dump.folders import Layout
 from gradsight.dump.gradients import Collector, Gradients
@@ -17,7 +17,7 @@ from gradsight.dump.job import Facts, Job, Limits, run, without_tensors
 from gradsight.dump.plan import Fault
 from gradsight.dump.staging import Pool
 from gradsight.dump.writer import Writer
-from gradsight.errors import GradsightWarning, UsageError
+from gradsight.errors import UsageError
 from gradsight.values.problems import Problem
 from gradsight.values.steps import Schedule
 
@@ -81,8 +81,9 @@ class GradientDumper:
         self._ranks: Ranks | None = None
         self._collector: Collector | None = None
         self._broken: Fault | None = None
-        self._problems: dict[str, Problem] = {}
+        self._problems = Problems()
         self._unsaid: list[str] = []
+        self._capped = False
         self._lock = threading.Lock()
         self._started = self._closed = False
         atexit.register(self.close)
@@ -90,8 +91,7 @@ class GradientDumper:
     @property
     def problems(self) -> list[Problem]:
         """Faults so far that training survived, each kind once, with its count."""
-        with self._lock:
-            return list(self._problems.values())
+        return self._problems.all()
 
     def wants(self, step: int, severity: str | None = None) -> bool:
         """Whether a step is to be dumped: by schedule, or because it was judged at least as bad as
@@ -272,7 +272,8 @@ class GradientDumper:
                 self._pool.give(job.buffer)
 
     def _report_capped(self, gradients: Gradients, step: int) -> None:
-        if gradients.capped and "capped" not in self._problems:
+        if gradients.capped and not self._capped:
+            self._capped = True
             number, name = len(gradients.capped), gradients.capped[0]
             text = f"save_first_n={self._limits.first_n} is more rows than {number} gradients have (first: {name})"
             self._note(step, Fault("capped", f"{text}; all of theirs are dumped"))
@@ -287,20 +288,16 @@ class GradientDumper:
 
     def _note(self, step: int, fault: Fault) -> None:
         """Keep a problem; its first occurrence is to be said."""
-        with self._lock:
-            known = self._problems.get(fault.key)
-            if known is None:
-                self._problems[fault.key] = Problem(fault.key, fault.message, step, 1)
-                if (
-                    self._ranks is None or self._ranks.rank == 0 or fault.key == "ranks"
-                ):  # others know what rank 0 says
-                    self._unsaid.append(f"gradient dump of step {step}: {fault.message}")
-            else:
-                self._problems[fault.key] = replace(known, count=known.count + 1)
+        if not self._problems.count(fault.key, fault.message, step):
+            return
+        if self._ranks is None or self._ranks.rank == 0 or fault.key == "ranks":
+            # The other ranks would only say again what rank 0 says.
+            with self._lock:
+                self._unsaid.append(f"gradient dump of step {step}: {fault.message}")
 
     def _say(self) -> None:
         """Warn of new problems, in the thread of the caller."""
         with self._lock:
             unsaid, self._unsaid = self._unsaid, []
         for text in unsaid:
-            warnings.warn(text, GradsightWarning, stacklevel=4)
+            say(text, stacklevel=5)

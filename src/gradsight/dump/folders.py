@@ -15,13 +15,12 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from gradsight.core import files
+from gradsight.core import files, rundir
 from gradsight.dump.manifest import NAME, Manifest, read
 from gradsight.errors import GradsightError, RunError, UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ROOT = "gradient_dumper"
 NAMES = threading.Lock()
 """Held while folders come and go: two dumpers of a process may share a step's folder."""
 FOLDERS = {"full": "full_gradients", "sampled": "sampled_gradients"}
@@ -48,7 +47,7 @@ class Layout:
     @property
     def root(self) -> Path:
         """The folder of all dumps of the run."""
-        return self.run_dir / ROOT
+        return self.run_dir / rundir.DUMPS
 
     def final(self, step: int) -> Path:
         """Where the dump of a step lies once it is complete."""
@@ -92,13 +91,13 @@ class Layout:
         """
         partial, final = self.partial(step), self.final(step)
         old = partial.with_suffix(".old")
-        files.sync_folder(partial)
+        files.sync_path(partial)
         final.parent.mkdir(exist_ok=True)
         if final.exists():
             files.remove_tree(old)
             files.move(final, old)
         files.move(partial, final)
-        files.sync_folder(self.root)
+        files.sync_path(self.root)
         files.remove_tree(old)
         files.remove_if_empty(partial.parent)
 
@@ -158,7 +157,7 @@ def find_dumps(path: Path, step: int | None = None) -> list[Path]:
     if (path / NAME).exists() or path.name in FOLDERS.values():
         found = [path]
     else:
-        parents = [path, *step_folders(path), *step_folders(path / ROOT)]
+        parents = [path, *step_folders(path), *step_folders(path / rundir.DUMPS)]
         found = [
             folder / name
             for folder in parents
@@ -192,4 +191,4 @@ def step_of(folder: Path) -> int | None:
 def _nothing(path: Path) -> str:
     if not path.exists():
         return f"{path} does not exist"
-    return f"{path} holds no gradient dump; expected {ROOT}/step{{N}}/full_gradients or sampled_gradients in it"
+    return f"{path} holds no gradient dump; expected {rundir.DUMPS}/step{{N}}/full_gradients or sampled_gradients in it"

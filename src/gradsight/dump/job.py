@@ -83,9 +83,10 @@ def run(job: Job, layout: Layout, ranks: Ranks, limits: Limits, first: bool = Fa
     if isinstance(plan, Fault):
         return Outcome(plan)
     shards = _write(job, layout, ranks, plan, offers)
-    return ranks.broadcast(
+    outcome: Outcome = ranks.broadcast(
         _complete(job, layout, limits, plan, offers, shards) if ranks.rank == 0 else None
-    )  # type: ignore[no-any-return]
+    )
+    return outcome
 
 
 def _guarded(action: Callable[[], T]) -> T | Fault:

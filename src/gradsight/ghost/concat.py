@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from gradsight.core.samples import LOSSES
 from gradsight.errors import GradsightError, UsageError
+from gradsight.ghost.derivative import name_of
 from gradsight.ghost.gradients import gradients
-from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import refuse_mixing
+from gradsight.ghost.parameters import Parameters
 from gradsight.ghost.rules.registry import DECLINED
-from gradsight.ghost.tangent import name_of
 from gradsight.ghost.targets import Targets
 
 ADVICE = "Use mode='two_pass', which has no such limit."

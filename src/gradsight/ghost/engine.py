@@ -12,24 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core import rundir
+from gradsight.core.parameters import unwrapped
 from gradsight.core.sharing import Ranks, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
-from gradsight.ghost.bookkeeping import Books
-from gradsight.ghost.carriers import Tangents, keep
 from gradsight.ghost.concat import Concatenation, refuse_concat
+from gradsight.ghost.first_block_check import Proof
 from gradsight.ghost.gram import Factor
-from gradsight.ghost.honesty import Diary, Honesty, Momentum
 from gradsight.ghost.ledger import Ledger
-from gradsight.ghost.names import Parameters, unwrap
 from gradsight.ghost.observation import Observation, mixes_samples, refuse_mixing
+from gradsight.ghost.parameters import Parameters
 from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.precondition import adam_scales
-from gradsight.ghost.proof import Proof
+from gradsight.ghost.prediction_check import Diary, Honesty, Momentum
 from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.rules.registry import DECLINED
 from gradsight.ghost.sample_axis import LayoutMemory
+from gradsight.ghost.score_log import Books
 from gradsight.ghost.scores import Scores, VerifyReport
 from gradsight.ghost.scratch import Scratch
+from gradsight.ghost.tangent_sources import Tangents, keep
 from gradsight.ghost.targets import LossFn, Staleness, Targets, check_targets
 from gradsight.ghost.tracer import Options, Plan, Tracer
 from gradsight.ghost.verify import compare
@@ -70,7 +72,7 @@ class GhostEngine:
     ) -> None:
         self._batches = _one_of(val_data, targets)
         _check_options(mode, refresh_every, precondition, optimizer, save_interval, route)
-        self.model, self.root, self.loss_fn, self.mode = model, unwrap(model), loss_fn, mode
+        self.model, self.root, self.loss_fn, self.mode = model, unwrapped(model), loss_fn, mode
         self._ranks = Ranks(model)
         self._parameters = Parameters(self.root)
         if not self._parameters.trainable:
@@ -96,7 +98,7 @@ class GhostEngine:
         ledger = Ledger(
             self._targets.names, names, frozenset(self._parameters.trainable), precondition
         )
-        directory = None if run_dir is None else Path(run_dir) / "grad_dotprods"
+        directory = None if run_dir is None else Path(run_dir) / rundir.SCORES
         self._books = Books(
             ledger,
             Diary(self._targets.names, Momentum.of(optimizer)),

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gradsight.errors import GradsightError
-from gradsight.ghost.carriers import Carrier, push_forward
+from gradsight.ghost.derivative import Call
 from gradsight.ghost.dots import row_dots, score_table
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent import Call
+from gradsight.ghost.tangent_sources import Carrier, push_forward
 
 Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
 """From the gradient of an output and the saved tensors to pairs of slot and scores [B]."""

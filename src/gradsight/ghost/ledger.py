@@ -3,7 +3,6 @@ complete or not at all.
 """
 
 import json
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core import rundir
+from gradsight.core.files import whole_file
 from gradsight.core.sharing import Ranks
 from gradsight.errors import GradsightError, GradsightWarning
 
@@ -103,7 +104,7 @@ def write(
     gathered = ranks.gather_objects(rows)
     if gathered is None:
         return None
-    path = directory / f"iter_{iteration:06d}.parquet"
+    path = directory / rundir.score_file(iteration)
     merged = [row for part in gathered for row in part]
     if merged:
         write_parquet(path, merged, ledger)
@@ -141,15 +142,10 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], ledger: Ledger) -> Non
     )
     table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields, metadata=names))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     try:
-        with partial.open("wb") as file:
-            pyarrow.parquet.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with whole_file(path, path.with_suffix(".partial")) as partial:
+            pyarrow.parquet.write_table(table, partial)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise GradsightError(f"the scores could not be written to {path}: {error}") from error
 
 

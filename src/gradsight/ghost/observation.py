@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradsight.errors import GradsightError
-from gradsight.ghost.names import Parameters
+from gradsight.ghost.parameters import Parameters
 from gradsight.ghost.passes import ModelCall, eager, tell_batch, tensors_in
 from gradsight.ghost.tracer import Tracer, tracing
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradsight.core import samples as rows
-from gradsight.core.calls import unseen
+from gradsight.core.calls import suspended
 from gradsight.core.samples import ModelCall, NotSeparable, tensors_in
 from gradsight.errors import GradsightError
 
@@ -23,7 +23,7 @@ def aside(root: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in root.modules()]
     devices = {p.device for p in root.parameters() if p.device.type == "cuda"}
-    with unseen(), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+    with suspended(), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         try:
             for module, _ in modes:
                 module.training = False

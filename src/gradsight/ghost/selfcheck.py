@@ -10,12 +10,12 @@ from gradsight.core.distributed import local_part
 from gradsight.core.samples import collecting, rowed, tolerance
 from gradsight.core.sharing import Ranks, like
 from gradsight.errors import GradsightError
-from gradsight.ghost.carriers import keep
 from gradsight.ghost.gradients import dot, gradients
-from gradsight.ghost.names import Parameters
 from gradsight.ghost.oracle import TwinError, twin_scores
+from gradsight.ghost.parameters import Parameters
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
 from gradsight.ghost.sample_axis import Key, LayoutMemory
+from gradsight.ghost.tangent_sources import keep
 from gradsight.ghost.targets import Direction
 from gradsight.ghost.tracer import Options, Plan, Tracer, tracing
 

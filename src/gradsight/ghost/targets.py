@@ -14,7 +14,7 @@ from gradsight.core.sharing import Ranks, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.gram import FactorBook, FactorRecorder
-from gradsight.ghost.names import Parameters
+from gradsight.ghost.parameters import Parameters
 from gradsight.ghost.passes import aside, eager, is_compiled
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -19,7 +19,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.errors import GradsightError
-from gradsight.ghost.carriers import (
+from gradsight.ghost.derivative import Call, autocast_dtype, generator_state, name_of
+from gradsight.ghost.fallback import attach_derivative
+from gradsight.ghost.gram import Factor
+from gradsight.ghost.passes import ModelCall
+from gradsight.ghost.rules import DECLINED, RULES, descend
+from gradsight.ghost.sample_axis import Key, Layout, LayoutMemory
+from gradsight.ghost.scratch import Scratch
+from gradsight.ghost.tangent_sources import (
     Carrier,
     Fixed,
     Operation,
@@ -28,13 +35,6 @@ from gradsight.ghost.carriers import (
     origins_of,
     push_forward,
 )
-from gradsight.ghost.fallback import attach_derivative
-from gradsight.ghost.gram import Factor
-from gradsight.ghost.passes import ModelCall
-from gradsight.ghost.rules import DECLINED, RULES, descend
-from gradsight.ghost.sample_axis import Key, Layout, LayoutMemory
-from gradsight.ghost.scratch import Scratch
-from gradsight.ghost.tangent import Call, autocast_dtype, generator_state, name_of
 from gradsight.ghost.use import Use
 
 LookUp = Callable[[str], Tangents]

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.carriers import Carrier, Source
+from gradsight.ghost.derivative import name_of
 from gradsight.ghost.fallback import Score, attach
 from gradsight.ghost.gram import Factor
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent import name_of
+from gradsight.ghost.tangent_sources import Carrier, Source
 
 if TYPE_CHECKING:
     from gradsight.ghost.tracer import Tracer

@@ -14,9 +14,9 @@ from gradsight.core.samples import collecting, usable
 from gradsight.core.sharing import without_reduction
 from gradsight.errors import UsageError
 from gradsight.ghost.gradients import gradients
-from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import Observation
 from gradsight.ghost.oracle import TwinError, twin_scores
+from gradsight.ghost.parameters import Parameters
 from gradsight.ghost.passes import ModelCall, aside, eager, tensors_in
 from gradsight.ghost.scores import VerifyReport
 from gradsight.ghost.targets import Direction, LossFn, Targets, check_loss

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.errors import GradsightError, RunError
 
 
@@ -19,7 +19,7 @@ class CannotStore(GradsightError):
     """An argument that is neither data nor made of data."""
 
 
-def pack_passes(passes: Sequence[Pass]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def pack_passes(passes: Sequence[RecordedCall]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """The structure of some calls, and their tensors by name. Raises CannotStore where an argument
     is no data.
     """
@@ -29,7 +29,7 @@ def pack_passes(passes: Sequence[Pass]) -> tuple[list[dict[str, Any]], dict[str,
     ], tensors
 
 
-def _pack_pass(each: Pass, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _pack_pass(each: RecordedCall, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     gradients = each.output_gradients
     return {
         "args": _pack(each.args, f"{name}.args", tensors),
@@ -68,7 +68,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     raise CannotStore(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")
 
 
-def unpack_passes(structure: Any, tensors: Mapping[str, Tensor]) -> list[Pass]:
+def unpack_passes(structure: Any, tensors: Mapping[str, Tensor]) -> list[RecordedCall]:
     """The calls again."""
     try:
         return [_unpack_pass(each, tensors) for each in structure]
@@ -78,9 +78,9 @@ def unpack_passes(structure: Any, tensors: Mapping[str, Tensor]) -> list[Pass]:
         ) from error
 
 
-def _unpack_pass(each: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass:
+def _unpack_pass(each: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RecordedCall:
     gradients, autocast, ids = each["output_gradients"], each["autocast"], each["sample_ids"]
-    return Pass(
+    return RecordedCall(
         args=_unpack(each["args"], tensors),
         kwargs=_unpack(each["kwargs"], tensors),
         rng=_unpack(each["rng"], tensors),

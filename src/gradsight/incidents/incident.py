@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core import distributed as dist
-from gradsight.core.calls import Pass
+from gradsight.core import rundir
+from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.incidents.arguments import CannotStore, pack_passes
 from gradsight.incidents.bundle import Bundle, remove_leftovers
 from gradsight.incidents.ring import Ring
 from gradsight.store.diagnoses import pack_diagnosis
-from gradsight.store.incidents import INCIDENTS
+from gradsight.store.incident_format import BATCH, PARAMETERS, RING
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.findings import Finding
 from gradsight.values.plain import plain
@@ -40,11 +41,11 @@ class IncidentWriter:
     """Writes bundles below a run directory, each rank its own."""
 
     def __init__(self, run_dir: str | os.PathLike[str], model: nn.Module, with_batch: bool) -> None:
-        self._folder = Path(run_dir).resolve() / INCIDENTS
+        self._folder = Path(run_dir).resolve() / rundir.INCIDENTS
         self._model, self.with_batch = model, with_batch
         remove_leftovers(self._folder, dist.rank())
 
-    def stage(self, passes: Sequence[Pass]) -> StagedIncident:
+    def stage(self, passes: Sequence[RecordedCall]) -> StagedIncident:
         """Begin a bundle: batch and parameters as they are now, if those are to be written at all."""
         bundle = Bundle(self._folder, dist.rank())
         try:
@@ -64,7 +65,7 @@ class IncidentWriter:
             if ring is not None and len(ring):
                 from safetensors.numpy import save_file
 
-                bundle.add("ring.safetensors", lambda file: save_file(ring.arrays(), file))
+                bundle.add(RING, lambda file: save_file(ring.arrays(), file))
             return bundle.finish(
                 name,
                 {
@@ -78,7 +79,7 @@ class IncidentWriter:
             bundle.discard()
             raise
 
-    def _data(self, bundle: Bundle, passes: Sequence[Pass]) -> dict[str, Any]:
+    def _data(self, bundle: Bundle, passes: Sequence[RecordedCall]) -> dict[str, Any]:
         """Write the calls and the parameters; say why, where that is not possible."""
         from safetensors.torch import save_file
 
@@ -93,7 +94,7 @@ class IncidentWriter:
             return {
                 "replay": f"the batch takes {size / 1e9:.1f} GB, more than {MOST_BATCH_BYTES / 1e9:.0f} GB"
             }
-        bundle.add("batch.safetensors", lambda file: save_file(storable(tensors), file))
+        bundle.add(BATCH, lambda file: save_file(storable(tensors), file))
         state = state_of(self._model)
         facts: dict[str, Any] = {"passes": structure, "replay": None, "state": _described(state)}
         size = sum(tensor.nbytes for tensor in state.values())
@@ -104,7 +105,7 @@ class IncidentWriter:
                 f"the parameters take {size / 1e9:.1f} GB, more than {MOST_PARAMETER_BYTES / 1e9:.0f} GB"
             )
         else:
-            bundle.add("parameters.safetensors", lambda file: save_file(storable(state), file))
+            bundle.add(PARAMETERS, lambda file: save_file(storable(state), file))
         return facts
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.calls import Pass, is_unseen
+from gradsight.core.calls import RecordedCall, is_suspended
 
 
 class Call:
@@ -14,6 +14,7 @@ class Call:
 
     __slots__ = (
         "__weakref__",
+        "backward_caller",
         "buffer_versions",
         "bytes",
         "gradient_bytes",
@@ -25,8 +26,9 @@ class Call:
         "versions",
     )
 
-    def __init__(self, made: Pass, tensors: list[Tensor]) -> None:
+    def __init__(self, made: RecordedCall, tensors: list[Tensor]) -> None:
         self.made = made
+        self.backward_caller: str | None = None
         self.tensors = tensors
         self.versions = [tensor._version for tensor in tensors]
         self.bytes = sum(tensor.nbytes for tensor in tensors)
@@ -107,22 +109,12 @@ def around(calls: Told, compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def called(model: nn.Module) -> nn.Module:
-    """The module that sees the arguments, however a data-parallel wrapper is called."""
-    inner = model._modules.get("module")
-    return (
-        called(inner)
-        if type(model).__name__ == "DistributedDataParallel" and inner is not None
-        else model
-    )
-
-
 def is_aside() -> bool:
     """Whether a call is no pass of the training: ours, one being compiled, or one inside
     torch.func.
     """
     return (
-        is_unseen()
+        is_suspended()
         or torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

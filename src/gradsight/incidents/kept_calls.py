@@ -9,14 +9,15 @@ memory together than the limit.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradsight.core import moments
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
+from gradsight.core.parameters import called_module
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
 from gradsight.errors import UsageError
@@ -26,7 +27,6 @@ from gradsight.incidents.kept_call import (
     Call,
     around,
     autocast,
-    called,
     is_aside,
     tensors_of,
 )
@@ -51,7 +51,7 @@ class KeptCalls:
     """Hooks one module; `calls` are those of the step under way, the oldest first."""
 
     def __init__(self, model: nn.Module, limits: KeptLimits) -> None:
-        self.model = called(model)
+        self.model = called_module(model)
         self.calls: list[Call] = []
         self.dropped = 0
         """Calls of this step that were let go."""
@@ -147,7 +147,7 @@ class KeptCalls:
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         ids = self._ids
         self._ids = None
-        made = Pass(
+        made = RecordedCall(
             args=args,
             kwargs=kwargs,
             rng=self._random_states(),
@@ -192,7 +192,7 @@ class KeptCalls:
         """
         return [call for call in self.calls if call.nodes] or self.calls
 
-    def passes(self, everything: bool = False) -> tuple[list[Pass], list[str]]:
+    def passes(self, everything: bool = False) -> tuple[list[RecordedCall], list[str]]:
         """The calls of this step with the gradients that came back to their outputs, and what is
         missing or in doubt.
 
@@ -200,6 +200,7 @@ class KeptCalls:
         """
         used = self.calls if everything else self.used()
         notes: dict[str, None] = {}
+        made: list[RecordedCall] = []
         if self.dropped:
             notes[
                 f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"
@@ -209,11 +210,16 @@ class KeptCalls:
             came_back = not call.too_large and any(
                 gradient is not None for gradient in call.gradients
             )
-            call.made.output_gradients = tuple(call.gradients) if came_back else None
-            call.made.output_nodes = (
-                tuple(map(call.nodes.get, range(len(call.gradients)))) if came_back else None
+            nodes = tuple(map(call.nodes.get, range(len(call.gradients))))
+            made.append(
+                replace(
+                    call.made,
+                    output_gradients=tuple(call.gradients) if came_back else None,
+                    output_nodes=nodes if came_back else None,
+                    backward_caller=call.backward_caller,
+                )
             )
-        return [call.made for call in used], list(notes)
+        return made, list(notes)
 
     def _doubts(self, call: Call) -> Iterator[str]:
         """Why running this call again may not be what it was."""
@@ -265,8 +271,8 @@ class KeptCalls:
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
         caller = users_line() if self.calls else None
         for call in self.calls:
-            if call.made.backward_caller is None:
-                call.made.backward_caller = caller
+            if call.backward_caller is None:
+                call.backward_caller = caller
 
 
 def _spectral_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from gradsight.core import distributed as dist
-from gradsight.core.calls import Pass, unseen
+from gradsight.core.calls import RecordedCall, suspended
 from gradsight.core.parameters import unwrapped
 from gradsight.core.problems import Problems
 from gradsight.incidents.incident import (
@@ -39,7 +39,7 @@ _HELD_WITH_BATCH = KeptLimits(argument_bytes=2**30, gradient_bytes=2**30, lastin
 _ALWAYS_DIAGNOSED = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
 _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "gradsight.core.")
-_OF_THE_GRADIENT = ("one look", "trend", "precision")
+_OF_THE_GRADIENT = "124"
 """Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = "the model itself was not called in this step since it is watched: there is nothing to run again"
 _TOO_LATE = (
@@ -165,14 +165,14 @@ class FlightRecorder:
         if dist.rank() != 0:
             self._write_part(pending)
 
-    def _run_again(self, passes: list[Pass], kind: Kind, scale: float) -> Diagnosis:
+    def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
         # Here, because it imports much that a healthy run never needs.
         from gradsight.incidents.diagnosis.diagnose import diagnose
 
         if not passes:
             return _nothing(_NOT_CALLED)
         root = self.calls.root
-        with unseen(), _own_hooks_silent(self._model):
+        with suspended(), _own_hooks_silent(self._model):
             return diagnose(
                 self._model,
                 passes,
@@ -182,7 +182,7 @@ class FlightRecorder:
                 scale=scale,
             )
 
-    def _stage(self, passes: list[Pass]) -> StagedIncident | None:
+    def _stage(self, passes: list[RecordedCall]) -> StagedIncident | None:
         if self._writer is None:
             return None
         with self._survives_disk():
@@ -237,7 +237,7 @@ class FlightRecorder:
         for finding in findings:
             if not self._is_new_incident(finding):
                 continue
-            if pending is not None and finding.family in _OF_THE_GRADIENT:
+            if pending is not None and finding.code[2] in _OF_THE_GRADIENT:
                 self._write_pending(pending, finding)
             else:
                 self._write_late(measured.step.step, finding)

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.errors import RunError, UsageError
 from gradsight.incidents.arguments import unpack_passes
-from gradsight.incidents.bundle import checked_file, read_document
 from gradsight.incidents.diagnosis.diagnose import diagnose
 from gradsight.incidents.incident import state_of
 from gradsight.store.diagnoses import is_broken, merge_diagnoses, numbered
+from gradsight.store.incident_format import BATCH, PARAMETERS, checked_file, read_document
 from gradsight.store.incidents import rank_parts
 from gradsight.values.diagnoses import Diagnosis, GuiltySample
 
@@ -69,7 +69,7 @@ def _replay_part(
 ) -> Diagnosis:
     """One rank's batch."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    tensors = _tensors(path, body, "batch.safetensors", device)
+    tensors = _tensors(path, body, BATCH, device)
     passes = unpack_passes(body["passes"], tensors)
     notes = restore(path, body, model, device)
     if body.get("after"):
@@ -83,7 +83,7 @@ def _replay_part(
     )
 
 
-def _on_cpu(each: Pass) -> Pass:
+def _on_cpu(each: RecordedCall) -> RecordedCall:
     """Random states live on the CPU, whatever generator they are of."""
     return replace(each, rng={device: state.cpu() for device, state in each.rng.items()})
 
@@ -110,11 +110,11 @@ def restore(
     """Put the recorded parameters and buffers into a model; what could not be, in words."""
     state = state_of(model)
     _check_fit(body.get("state", {}), state)
-    if "parameters.safetensors" not in body.get("files", {}):
+    if PARAMETERS not in body.get("files", {}):
         return [
             f"{body.get('parameters', 'no parameters were recorded')}: those of the build function are used as they are"
         ]
-    recorded = _tensors(path, body, "parameters.safetensors", device)
+    recorded = _tensors(path, body, PARAMETERS, device)
     _check_fit({name: [list(each.shape), _dtype(each)] for name, each in recorded.items()}, state)
     with torch.no_grad():
         for name, tensor in recorded.items():

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from gradsight.core.parameters import unwrapped
 from gradsight.errors import UsageError
-from gradsight.memory.blocks import Named, find_blocks, unwrapped
+from gradsight.memory.blocks import Named, find_blocks
 from gradsight.memory.policy import NONE, Mode, parse_policy
 from gradsight.memory.selective import contexts
 from gradsight.values.memory import CheckpointingPlan

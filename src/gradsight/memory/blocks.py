@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from gradsight.core.parameters import unwrapped
 from gradsight.errors import UsageError
 
 Named = tuple[str, nn.Module]
@@ -30,19 +31,6 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> list[N
             f"parameters that stands beside another of its class. Name them, for example blocks={_suggestion(model)}"
         )
     return found
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside DistributedDataParallel and torch.compile."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if inner is None and isinstance(
-            model, nn.parallel.DistributedDataParallel | nn.DataParallel
-        ):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
 
 
 def _by_name(model: nn.Module, names: Sequence[str]) -> list[Named]:

@@ -69,7 +69,8 @@ class StorageCounter(TorchDispatchMode):
         self.log: list[Allocation] = []
         self.flops = 0
         self.backward_starts: list[int] = []
-        self.operators: set[str] = set()
+        self.operators: set[tuple[str, torch.dtype | None]] = set()
+        """The operators that ran, by name, with the type of the result where that is one tensor."""
         self.peak_moment = -1
         self.levels: list[int] = []
         """Bytes alive after each event, less those alive when counting began."""
@@ -125,7 +126,8 @@ class StorageCounter(TorchDispatchMode):
                     given, before=func is not torch.ops.aten.lift_fresh.default
                 )  # torch.tensor(...) ends in one
         out = func(*args, **kwargs)
-        self.operators.add(func.__name__)
+        result_type = out.dtype if isinstance(out, torch.Tensor) else None
+        self.operators.add((getattr(func, "_overloadpacket", func).__name__, result_type))
         self.flops += flops_of(func, args, kwargs, out)
         if workspace := workspace_of(func, args, out):
             self._enter_log(workspace[0].untyped_storage(), before=False, size=workspace[1])

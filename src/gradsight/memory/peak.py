@@ -2,12 +2,13 @@
 """The peak of live tensor bytes of any piece of work, split by what the bytes were for."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gradsight.errors import UsageError
-from gradsight.memory.allocations import allocator_peak
+from gradsight.memory.allocator import AllocatorPeak, OperatorMarks, allocator_peak
 from gradsight.memory.counter import Allocation, StorageCounter
 from gradsight.values.memory import MemoryUse
 
@@ -18,15 +19,24 @@ SCRATCH = {
     "convolution": "convolution",
     "mkldnn_convolution": "convolution",
 }
+"""Operators that allocate inside themselves, and what a user calls them."""
+
+# Which processors: oneDNN computes products of these types from AVX512 on, with scratch of 512 bytes
+# to as much as the operands; on AVX2 torch's own code does it, without.
+PRODUCTS_WITH_SCRATCH = ("mm", "addmm", "bmm", "baddbmm")
+TYPES_WITH_SCRATCH = (torch.bfloat16, torch.float16)
+
+WRAPPED_NUMBERS = 1024
+"""Bytes of Python numbers that torch wraps into tensors of 8 bytes, without an operator."""
 
 
 def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> MemoryUse:
     """Run fn once and give the exact peak of live tensor bytes.
 
     Tensors from before that fn uses (parameters, batch) count from the start. On the CPU this is
-    what the tensors take; what an operator allocates and frees inside itself is seen only with
-    `operators=True`, which runs torch's profiler beside the count and reports the difference as
-    `operator_bytes`. Where fn works on a CUDA device, the peak is that of CUDA's allocator, and
+    what the tensors take, the same on every processor. What an operator allocates and frees inside
+    itself differs between processors and is seen only with `operators=True`, which runs torch's
+    profiler beside the count and reports it apart, as `operator_bytes`. Where fn works on a CUDA device, the peak is that of CUDA's allocator, and
     whatever it holds beyond the tensors seen is counted as temporaries.
 
     >>> import torch
@@ -40,34 +50,43 @@ def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> Me
     counter = StorageCounter()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    moved = _run(fn, counter, operators)
+    allocated = run_counted(fn, counter, operators=operators)
     if torch.cuda.is_available() and any(entry.device == "cuda" for entry in counter.log):
         return cuda_memory_use(counter, torch.cuda.max_memory_allocated())
     use = memory_use(counter)
-    inside = None if moved is None else max(0, counter.at(-1) + moved - use.peak_bytes)
-    return MemoryUse(
-        use.peak_bytes,
-        use.by_kind,
-        flops=use.flops,
-        operator_bytes=inside,
-        notes=scratch_notes(counter, inside),
+    if allocated is None:
+        return replace(use, notes=scratch_notes(counter))
+    return replace(
+        use,
+        operator_bytes=allocated.inside_operators,
+        notes=_unseen_notes(unseen_bytes(counter, allocated), use.peak_bytes),
     )
 
 
-def _run(fn: Callable[[], Any], counter: StorageCounter, operators: bool) -> int | None:
-    """Run fn under the counter, and under the profiler where asked; its result does not outlive the
-    count.
-    """
+def run_counted(
+    fn: Callable[[], Any], counter: StorageCounter, *, operators: bool
+) -> AllocatorPeak | None:
+    """Run fn under the counter, and under the profiler where asked."""
 
     def counted() -> None:
         with counter:
             result = fn()
-        del result
+        del result  # it does not outlive the count
+
+    def marked() -> None:
+        with OperatorMarks():
+            counted()
 
     if operators:
-        return allocator_peak(counted)
+        return allocator_peak(marked)
     counted()
     return None
+
+
+def unseen_bytes(counter: StorageCounter, allocated: AllocatorPeak) -> int:
+    """How far the allocator's peak between operators lies above the counted one."""
+    there_before = counter.at(-1)
+    return there_before + allocated.between_operators - counter.peak()
 
 
 def memory_use(
@@ -116,18 +135,26 @@ def kind_of(entry: Allocation, backward_starts: list[int]) -> str:
     return "temporaries"
 
 
-def scratch_notes(counter: StorageCounter, inside: int | None) -> tuple[str, ...]:
-    """Names operators that are known to allocate inside themselves, where nobody looked."""
-    names = sorted(
-        {
-            name
-            for op, name in SCRATCH.items()
-            if any(o.split(".")[0] == op for o in counter.operators)
-        }
-    )
-    if inside is not None or not names:
+def scratch_notes(counter: StorageCounter, *, device: str = "cpu") -> tuple[str, ...]:
+    """Name the operators that may have used more inside themselves, where nobody looked."""
+    names = {SCRATCH[name] for name, _ in counter.operators if name in SCRATCH}
+    for name, result_type in counter.operators:
+        if device == "cpu" and name in PRODUCTS_WITH_SCRATCH and result_type in TYPES_WITH_SCRATCH:
+            names.add("products in 16 bits")
+    if not names:
         return ()
-    inside_of = ", ".join(names)
+    inside_of = ", ".join(sorted(names))
     return (
-        f"not in this number: what {inside_of} uses inside; measure_peak_memory(fn, operators=True) shows it",
+        f"not in this number: what {inside_of} uses inside; "
+        "measure_peak_memory(fn, operators=True) shows it",
+    )
+
+
+def _unseen_notes(unseen: int, peak_bytes: int) -> tuple[str, ...]:
+    """Say so where the allocator held more than the tensors that were counted."""
+    if unseen <= max(WRAPPED_NUMBERS, peak_bytes // 1000):
+        return ()
+    return (
+        f"not in this number: {unseen} bytes that were alive between operators and that no "
+        "operator made or used, such as a torch.UntypedStorage made by hand",
     )

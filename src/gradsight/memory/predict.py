@@ -40,7 +40,7 @@ def predict_peak_memory(
             stack.enter_context(cuda_operators())
         stack.enter_context(data_dependence_refused())
         _step(build, policy, optimizer, device, blocks, counter)
-    notes = (*(UNKNOWN if device == "cuda" else ()), *scratch_notes(counter, None))
+    notes = (*(UNKNOWN if device == "cuda" else ()), *scratch_notes(counter, device=device))
     return memory_use(counter, device=device, predicted=True, notes=notes)
 
 

@@ -22,6 +22,7 @@ from gradsight.incidents.recorder import FlightRecorder
 from gradsight.session.signals import TrainingSignals
 from gradsight.session.step_builder import StepBuilder
 from gradsight.values.findings import Finding
+from gradsight.values.health_report import Abstention
 from gradsight.values.measured import MeasuredStep, Norms, RankComparison, StepSignals
 from gradsight.values.steps import NO_GRADIENT
 
@@ -32,8 +33,8 @@ class Output(Protocol):
     def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
         """One step, and every finding that is new or has changed."""
 
-    def write_findings(self, findings: Sequence[Finding]) -> None:
-        """Findings of the whole run."""
+    def finish(self, findings: Sequence[Finding], abstained: Sequence[Abstention]) -> None:
+        """The run is over: the last word of its findings, and the checks that could not judge."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of a step that has been made already."""
@@ -231,7 +232,7 @@ class StepLine:
         if self._incidents is not None:
             findings = self._incidents.with_causes(findings)
         for output in self._outputs:
-            output.write_findings(findings)
+            output.finish(findings, self._health.abstentions())
 
 
 def _place(error: Exception) -> str:

@@ -31,6 +31,8 @@ class OpenedRun:
     """Where a run's steps go, and the number of its first one. Only rank 0 has a store and sinks."""
 
     first_step: int
+    problems: Problems
+    """The faults of the run, shared by all who have its record open."""
     store: Store | None = None
     sinks: Feed | None = None
 
@@ -38,45 +40,45 @@ class OpenedRun:
         """What finished steps are written to."""
         outputs: list[Output] = []
         if self.store is not None:
-            outputs.append(RecordOutput(self.store, names))
+            outputs.append(RecordOutput(self.store, names, self.first_step))
         if self.sinks is not None:
             outputs.append(SinkOutput(self.sinks, names, sink_detail))
         return outputs
 
 
-def open_run_outputs(
-    options: WatchOptions, problems: Problems, group: dist.OwnGroup | None
-) -> OpenedRun:
+def open_run_outputs(options: WatchOptions, group: dist.OwnGroup | None) -> OpenedRun:
     """Open store and sinks, on rank 0; tell the first step, on all ranks."""
     if group is None:
-        return _open_here(options, problems)
+        return _open_here(options)
     opened: OpenedRun | None = None
     first_step = _FAILED
     try:
         if dist.rank() == 0:
-            opened = _open_here(options, problems)
+            opened = _open_here(options)
             first_step = opened.first_step
     finally:
         first_step = group.from_first_rank(first_step)
     if first_step == _FAILED:
         raise RunError("rank 0 could not open the run; its own error says why")
-    return OpenedRun(first_step) if opened is None else opened
+    return OpenedRun(first_step, Problems()) if opened is None else opened
 
 
-def _open_here(options: WatchOptions, problems: Problems) -> OpenedRun:
+def _open_here(options: WatchOptions) -> OpenedRun:
     first_step = options.start_step or 0
+    problems = Problems()
     store: Store | None = None
     try:
         if options.run_dir is not None:
-            store = open_store(options.run_dir, problems)
+            store = open_store(options.run_dir)
+            problems = store.problems
             first_step = _claim(store, options)
-            problems.on_new = store.add_problem
         sinks = open_sinks(options.sinks, store.path if store is not None else None)
     except BaseException:
         if store is not None:
             store.close()
         raise
-    return OpenedRun(first_step, store, Feed(sinks, problems) if sinks else None)
+    queue = Feed(sinks, problems) if sinks else None
+    return OpenedRun(first_step, problems, store, queue)
 
 
 def _claim(store: Store, options: WatchOptions) -> int:

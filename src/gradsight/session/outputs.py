@@ -1,7 +1,7 @@
 """Where finished steps go: the record in the run directory, and the sinks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from gradsight.store.sinks.queue import Feed
 from gradsight.store.store import Store
 from gradsight.store.tail_format import pack_statistics
 from gradsight.values.findings import Finding
+from gradsight.values.health_report import Abstention
 from gradsight.values.measured import Floats, MeasuredStep
 from gradsight.values.steps import ParameterStat, block_of
 
@@ -23,9 +24,10 @@ _DETAILS = tuple(field.name for field in fields(ParameterStat) if field.default 
 class RecordOutput:
     """Writes steps to the run directory."""
 
-    def __init__(self, store: Store, names: Sequence[str]) -> None:
+    def __init__(self, store: Store, names: Sequence[str], first_step: int) -> None:
         self._store = store
         self._names = names
+        self._first_step = first_step
 
     def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
         """One step, and every finding that is new or has changed."""
@@ -40,12 +42,15 @@ class RecordOutput:
             self._store.add_histograms(number, details.histograms)
             if details.share_within_a_tenth is not None:
                 self._store.add_step_scalars(number, {_WITHIN: details.share_within_a_tenth})
-        self.write_findings(findings)
-
-    def write_findings(self, findings: Sequence[Finding]) -> None:
-        """Findings of the whole run."""
         for finding in findings:
             self._store.add_finding(finding)
+
+    def finish(self, findings: Sequence[Finding], abstained: Sequence[Abstention]) -> None:
+        """The run is over: the last word of its findings, and the checks that could not judge."""
+        for finding in findings:
+            self._store.add_finding(finding)
+        for each in abstained:
+            self._store.add_record("abstention", each.code, self._first_step, asdict(each))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of a step that has been made already."""
@@ -81,8 +86,8 @@ class SinkOutput:
                 name = f"gradients/{histogram.parameter}/histogram"
                 self._queue.histogram(name, histogram, number)
 
-    def write_findings(self, findings: Sequence[Finding]) -> None:
-        """Findings of the whole run: sinks are told numbers, no findings."""
+    def finish(self, findings: Sequence[Finding], abstained: Sequence[Abstention]) -> None:
+        """The run is over. Sinks are told numbers, no findings."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of a step that has been made already."""

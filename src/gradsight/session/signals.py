@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core import moments
-from gradsight.core.calls import is_unseen
+from gradsight.core.calls import is_suspended
 from gradsight.session.guess import loss_of_a_guess
 from gradsight.values.measured import StepSignals
 
@@ -137,7 +137,7 @@ class _ForwardHook:
         self._signals = signals
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._signals is None or not module.training or is_unseen():
+        if self._signals is None or not module.training or is_suspended():
             return
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._signals.on_forward((*args, *kwargs.values()))

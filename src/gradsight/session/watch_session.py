@@ -14,7 +14,7 @@ from gradsight.core import distributed as dist
 from gradsight.core import moments
 from gradsight.core.optimizers import innermost_optimizer, optimizer_list
 from gradsight.core.parameters import Named, named_parameters
-from gradsight.core.problems import Problems, say
+from gradsight.core.problems import say
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.under_watch import WatchedDumps
 from gradsight.errors import UsageError
@@ -115,9 +115,9 @@ class Watch:
         self._closed = False
         self._forked = False
         self._run_dir = None if options.run_dir is None else Path(options.run_dir).resolve()
-        self._problems = Problems()
         self._group = dist.own_group()
-        self._opened = open_run_outputs(options, self._problems, self._group)
+        self._opened = open_run_outputs(options, self._group)
+        self._problems = self._opened.problems
         self._outputs = self._opened.outputs(names, options.sink_detail)
         self._instruments = self._make_instruments(model, parameters, options, checks)
         plan = _measuring_plan(options, self._opened, self._instruments)
@@ -322,8 +322,6 @@ class Watch:
         if store is None:
             return
         with self._survives("store"):
-            for problem in self._problems.all():
-                store.add_problem(problem)
             store.recording = False
             store.close()
 

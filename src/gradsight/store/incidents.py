@@ -5,19 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradsight.core import rundir
 from gradsight.errors import RunError
-from gradsight.incidents.bundle import read_document
 from gradsight.store.diagnoses import merge_diagnoses, unpack_diagnosis
+from gradsight.store.incident_format import read_document
 from gradsight.values.diagnoses import Diagnosis, Incident
 from gradsight.values.findings import Finding
-
-INCIDENTS = "incidents"
 
 
 def read_incidents(run_dir: Path) -> list[Incident]:
     """Every incident of a run, in the order of steps; one that is damaged says so."""
     found = []
-    for folder in (run_dir / INCIDENTS).glob("step*-*"):
+    for folder in (run_dir / rundir.INCIDENTS).glob("step*-*"):
         number, _, code = folder.name.removeprefix("step").partition("-")
         if number.isdigit() and not code.endswith(".partial") and not _is_part(run_dir, folder):
             found.append(_read(folder, int(number), code))
@@ -31,7 +30,7 @@ def _is_part(run_dir: Path, folder: Path) -> bool:
         return False
     return any(
         "-rank" not in other.name
-        for other in (run_dir / INCIDENTS).glob(f"{step}-*")
+        for other in (run_dir / rundir.INCIDENTS).glob(f"{step}-*")
         if not other.suffix
     )
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradsight.core import rundir
 from gradsight.errors import RunError, UsageError
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.scores import all_scores, read_scores, score_files
-from gradsight.store.store import TAIL, recover
+from gradsight.store.store import recover
 from gradsight.values.diagnoses import Incident
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import Abstention
@@ -36,9 +37,9 @@ def open_run(run_dir: str | os.PathLike[str]) -> "Run":
     path = Path(run_dir)
     if not path.is_dir():
         raise RunError(f"there is no run directory at {path}")
-    file = path / schema.FILE
+    file = path / rundir.RECORD
     if not file.is_file():
-        raise RunError(f"{path} is not a run directory: it has no {schema.FILE}")
+        raise RunError(f"{path} is not a run directory: it has no {rundir.RECORD}")
     return Run(path)
 
 
@@ -50,14 +51,14 @@ class Run:
         try:
             _finish_killed_run(path)
             self._connection = _connect(path)
-            schema.check_version(self._connection, path / schema.FILE)
+            schema.check_version(self._connection, path / rundir.RECORD)
         except sqlite3.Error as error:
             raise _damaged(path, error) from error
 
     @property
     def config(self) -> dict[str, Any]:
         """What config.json says; empty where there is none."""
-        file = self.path / "config.json"
+        file = self.path / rundir.CONFIG
         if not file.exists():
             return {}
         try:
@@ -225,7 +226,7 @@ class Run:
                 }
             if layout not in layouts:
                 raise RunError(
-                    f"{self.path / schema.FILE} is damaged: step {step} has an unknown layout {layout}"
+                    f"{self.path / rundir.RECORD} is damaged: step {step} has an unknown layout {layout}"
                 )
             yield step, layouts[layout], packed
 
@@ -320,12 +321,12 @@ def _number(value: Any) -> float | None:
 
 
 def _damaged(path: Path, error: sqlite3.Error) -> RunError:
-    return RunError(f"{path / schema.FILE} is damaged or is not a run: {error}")
+    return RunError(f"{path / rundir.RECORD} is damaged or is not a run: {error}")
 
 
 def _finish_killed_run(path: Path) -> None:
     """Bring in the tail of a run that nobody is writing any more."""
-    tail = path / TAIL
+    tail = path / rundir.TAIL
     if (
         not tail.exists()
         or tail.stat().st_size == 0
@@ -336,9 +337,9 @@ def _finish_killed_run(path: Path) -> None:
     descriptor = os.open(tail, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        connection = sqlite3.connect(path / schema.FILE, timeout=10)
+        connection = sqlite3.connect(path / rundir.RECORD, timeout=10)
         try:
-            schema.check_version(connection, path / schema.FILE)
+            schema.check_version(connection, path / rundir.RECORD)
             recover(connection, descriptor)
         finally:
             connection.close()
@@ -352,7 +353,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     """Read only. Where nothing may be written at all, the file is read as it is, and a left tail
     from memory.
     """
-    file = path / schema.FILE
+    file = path / rundir.RECORD
     if os.access(path, os.W_OK):
         return sqlite3.connect(
             f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=10, check_same_thread=False
@@ -360,7 +361,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     unchanging = sqlite3.connect(
         f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
     )
-    tail = path / TAIL
+    tail = path / rundir.TAIL
     if not tail.exists() or tail.stat().st_size == 0:
         return unchanging
     copy = sqlite3.connect(":memory:", check_same_thread=False)

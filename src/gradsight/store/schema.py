@@ -12,7 +12,6 @@ from gradsight.errors import RunError
 from gradsight.store import tail_format as frames
 
 VERSION = 1
-FILE = "run.sqlite"
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;

@@ -6,19 +6,19 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradsight.core import rundir
 from gradsight.errors import RunError
 from gradsight.values.scores import SampleScore
 
 if TYPE_CHECKING:
     import pyarrow
 
-FOLDER = "grad_dotprods"
 _NAMES = [field.name for field in dataclasses.fields(SampleScore)]
 
 
 def score_files(run_dir: Path) -> list[Path]:
     """The files of a run's scores, in the order of steps."""
-    return sorted((run_dir / FOLDER).glob("iter_*.parquet"))
+    return sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES))
 
 
 def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.Table":

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gradsight.core import rundir
+from gradsight.core.files import write_text
 from gradsight.core.problems import Problems
 from gradsight.core.worker import Worker
 from gradsight.errors import RunError
@@ -27,7 +29,6 @@ from gradsight.values.histograms import Histogram
 from gradsight.values.problems import Problem
 from gradsight.values.steps import Step
 
-TAIL = "run.sqlite-tail"
 _PERIOD = 0.25
 _PATIENCE = 10.0
 """Seconds the thread gets to finish; whoever closes the run then does the rest."""
@@ -54,7 +55,7 @@ def _in_forked_children() -> None:
     os.register_at_fork(after_in_child=let_go)
 
 
-def open_store(run_dir: str | os.PathLike[str], problems: Problems | None = None) -> "Store":
+def open_store(run_dir: str | os.PathLike[str]) -> "Store":
     """The store of a run directory; those who open it in one process share it, and each closes it
     once.
     """
@@ -63,7 +64,7 @@ def open_store(run_dir: str | os.PathLike[str], problems: Problems | None = None
     with _open_lock:
         store = _open.get(path)
         if store is None:
-            store = _open[path] = Store(path, problems or Problems())
+            store = _open[path] = Store(path)
         store.users += 1
         return store
 
@@ -71,12 +72,13 @@ def open_store(run_dir: str | os.PathLike[str], problems: Problems | None = None
 class Store:
     """The record of one run, open for writing. Use `open_store`."""
 
-    def __init__(self, path: Path, problems: Problems) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.users = 0
         self.recording = False
         """Whether a watch counts the steps of this run."""
-        self._problems = problems
+        self.problems = Problems()
+        """The faults of this run, for all who have it open; the thread brings them in."""
         _make_directory(path)
         self._tail = _lock_tail(path)
         try:
@@ -196,7 +198,7 @@ class Store:
                 return
             self._number += 1
             if self._pending_bytes > _BACKLOG:
-                self._problems.report(
+                self.problems.report(
                     "store-full",
                     "the record cannot be written and its backlog is full: steps are being dropped",
                 )
@@ -207,24 +209,22 @@ class Store:
             try:
                 _append(self._tail, frames.pack(*frame))
             except OSError as error:
-                self._problems.report(
-                    "store-tail", f"{self.path / TAIL} cannot be written: {error}"
+                self.problems.report(
+                    "store-tail", f"{self.path / rundir.TAIL} cannot be written: {error}"
                 )
 
     # For the thread.
 
     def _drain(self) -> None:
         with self._database:
-            with self._lock:
-                batch, self._pending = self._pending, []
-                size, self._pending_bytes = self._pending_bytes, 0
+            batch, size = self._take_pending()
             if not batch:
                 return
             try:
                 schema.apply(self._connection, batch)
             except sqlite3.Error as error:
-                self._problems.report(
-                    "store", f"{self.path / schema.FILE} cannot be written: {error}; trying again"
+                self.problems.report(
+                    "store", f"{self.path / rundir.RECORD} cannot be written: {error}; trying again"
                 )
                 with self._lock:
                     self._pending = batch + self._pending
@@ -233,6 +233,24 @@ class Store:
             with self._lock, contextlib.suppress(OSError):
                 if not self._pending:
                     os.ftruncate(self._tail, 0)
+
+    def _take_pending(self) -> tuple[list[frames.Frame], int]:
+        """The frames to be brought in, and their bytes; those of problems last.
+
+        A full backlog drops what is added, so problems are asked for when it has been taken out.
+        """
+        with self._lock:
+            batch = self._pending
+            size = self._pending_bytes
+            self._pending = []
+            self._pending_bytes = 0
+            for problem in self.problems.take_changed():
+                self.add_problem(problem)
+            batch += self._pending
+            size += self._pending_bytes
+            self._pending = []
+            self._pending_bytes = 0
+        return batch, size
 
 
 def _append(tail: int, data: bytes) -> None:
@@ -253,12 +271,7 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
 
 def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
     """config.json, whole or not at all."""
-    temporary = run_dir / "config.json.partial"
-    with temporary.open("w") as file:
-        json.dump(config, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run_dir / "config.json")
+    write_text(run_dir / rundir.CONFIG, json.dumps(config, indent=1))
 
 
 def _make_directory(path: Path) -> None:
@@ -276,7 +289,7 @@ def _make_directory(path: Path) -> None:
 
 def _lock_tail(path: Path) -> int:
     try:
-        tail = os.open(path / TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        tail = os.open(path / rundir.TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise RunError(f"run_dir {path} is not writable: {error.strerror}") from error
     try:
@@ -290,7 +303,7 @@ def _lock_tail(path: Path) -> int:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    file = path / schema.FILE
+    file = path / rundir.RECORD
     try:
         connection = sqlite3.connect(file, check_same_thread=False, timeout=10)
         schema.prepare(connection, file)

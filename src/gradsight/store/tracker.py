@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradsight.core.problems import say
+from gradsight.core.problems import Problems
 from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks import open_sinks
 from gradsight.store.store import Store, open_store
@@ -32,7 +32,11 @@ class MetricsTracker:
         self.use_wandb = use_wandb
         """Whether W&B is being used; False if it was asked for and is not installed."""
         self._sinks: list[Any] = []
-        self._store: Store | None = open_store(self._path) if self._path is not None else None
+        self._store: Store | None = None
+        self._problems = Problems()
+        if self._path is not None:
+            self._store = open_store(self._path)
+            self._problems = self._store.problems
         try:
             if use_tensorboard:
                 self._sinks += open_sinks(["tensorboard"], self._path)
@@ -84,7 +88,7 @@ class MetricsTracker:
             self._sinks += open_sinks(["wandb"], self._path)
         except MissingPackage as error:
             self.use_wandb = False
-            say(f"{error}. Going on without W&B.")
+            self._problems.report("sink-wandb", f"{error}. Going on without W&B.")
 
     def _each(self, method: str, *args: Any) -> None:
         """Ask every sink; one that fails is switched off with one message."""
@@ -93,8 +97,10 @@ class MetricsTracker:
                 getattr(sink, method)(*args)
             except Exception as error:
                 self._sinks.remove(sink)
-                say(
-                    f"the sink {type(sink).__name__} failed and is switched off: {type(error).__name__}: {error}"
+                name = type(sink).__name__
+                self._problems.report(
+                    f"sink-{name}",
+                    f"the sink {name} failed and is switched off: {type(error).__name__}: {error}",
                 )
 
 

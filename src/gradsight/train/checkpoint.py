@@ -3,7 +3,6 @@ or not there at all.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core import rundir
+from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
-from gradsight.core.problems import say
 from gradsight.core.processes import Processes, held_like, whole
 from gradsight.errors import RunError, UsageError
 
@@ -25,7 +25,9 @@ _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step; None where there is none."""
-    found = [path for path in (run_dir / "checkpoints").glob("step_*") if (path / _FACTS).is_file()]
+    found = [
+        path for path in (run_dir / rundir.CHECKPOINTS).glob("step_*") if (path / _FACTS).is_file()
+    ]
     return max(found, key=_step, default=None)
 
 
@@ -36,28 +38,30 @@ def save(
     processes: Processes,
     facts: dict[str, Any],
     keep: int,
-) -> None:
-    """Write a checkpoint of the step in `facts`; to be called by all processes. The oldest beyond
-    `keep` go.
+) -> str | None:
+    """Write a checkpoint of the step in `facts`; to be called by all processes.
+
+    The oldest beyond `keep` go. Returns the fault where the checkpoint could not be written.
     """
+    fault = None
     tensors = {name: value for name, value in _gathered(model, optimizer) if processes.first}
     for kind, state in _random_state(processes.device).items():
         for rank, one in enumerate(processes.gather(state) or ()):
             tensors[f"rng/{rank}/{kind}"] = one
     if processes.first:
-        folder = run_dir / "checkpoints" / f"step_{facts['step']:06d}"
+        folder = run_dir / rundir.CHECKPOINTS / f"step_{facts['step']:06d}"
         try:
             _write(folder, tensors, facts)
         except (
             OSError,
             SafetensorError,
         ) as error:  # a full disk must not end what the checkpoint was to protect
-            say(
-                f"the checkpoint {folder} cannot be written: {error}. Training goes on; the one before stays"
-            )
+            fault = f"the checkpoint {folder} cannot be written: {error}. "
+            fault += "Training goes on; the one before stays"
         for old in sorted(folder.parent.glob("step_*"), key=_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     processes.wait()
+    return fault
 
 
 def load(
@@ -132,23 +136,8 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    partial = folder.with_name(f"partial_{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(tensors, partial / _TENSORS)
-    (partial / _FACTS).write_text(json.dumps(facts, indent=1))
-    for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors writes for its owner's eyes only
-        _force(file)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.replace(folder)
-    _force(folder.parent)
-
-
-def _force(path: Path) -> None:
-    """To the disk itself."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with whole_folder(folder, folder.with_name(f"partial_{folder.name}")) as partial:
+        save_file(tensors, partial / _TENSORS)
+        (partial / _FACTS).write_text(json.dumps(facts, indent=1))
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner's eyes only

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsight.core.problems import say
+from gradsight.core import rundir
+from gradsight.core.files import write_text
 from gradsight.core.processes import Processes
 from gradsight.core.sharing import reshard
 from gradsight.errors import RunError
+from gradsight.store.run_problems import RunProblems
 from gradsight.train.batches import make_batch, spread_evenly
 from gradsight.train.data import SPLITS
 from gradsight.train.samples import Samples
-
-FILE = "training_log.json"
 
 
 class NextTokenLoss:
@@ -78,8 +77,9 @@ def evaluate(
 class TrainingLog:
     """training_log.json: one object per evaluation, rewritten whole or not at all; NaN is null."""
 
-    def __init__(self, run_dir: Path, up_to: int) -> None:
-        self._file = run_dir / FILE
+    def __init__(self, run_dir: Path, up_to: int, problems: RunProblems) -> None:
+        self._problems = problems
+        self._file = run_dir / rundir.TRAINING_LOG
         self.entries = [entry for entry in _read(self._file) if entry["step"] <= up_to]
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -89,12 +89,11 @@ class TrainingLog:
             for name, value in entry.items()
         }
         self.entries = [known for known in self.entries if known["step"] != entry["step"]] + [plain]
-        partial = self._file.with_name(f"{FILE}.partial")
         try:
-            partial.write_text(json.dumps(self.entries, indent=1) + "\n")
-            os.replace(partial, self._file)
+            write_text(self._file, json.dumps(self.entries, indent=1) + "\n")
         except OSError as error:
-            say(f"{self._file} cannot be written: {error.strerror}. Training goes on")
+            text = f"{self._file} cannot be written: {error.strerror}. Training goes on"
+            self._problems.report("training-log", text, entry["step"])
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core import rundir
 from gradsight.core.processes import Processes, reduced_at_last, whole
 from gradsight.dump.dumper import GradientDumper
 from gradsight.measure.distribution import log_gradient_distribution
 from gradsight.memory.monitor import MemoryMonitor
 from gradsight.session.watch_session import Watch, watch
+from gradsight.store.run_problems import RunProblems
 from gradsight.store.store import write_config
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
@@ -66,6 +68,11 @@ class Training:
     """Time spent so far, in all."""
     memory: dict[str, float] = field(default_factory=dict)
     """The last look at it."""
+    problems: RunProblems = field(init=False)
+    """Faults that training survives, for the record."""
+
+    def __post_init__(self) -> None:
+        self.problems = RunProblems(self.run_dir if self.processes.first else None)
 
     def evaluate(self) -> dict[str, float | None]:
         """The losses of train, val and test."""
@@ -79,7 +86,7 @@ def train(run: Training, tools: Instruments) -> int | None:
     settings, model, optimizer = run.settings, run.model, run.optimizer
     watching = settings.trainer.callbacks.watch
     parameters = list(model.parameters())
-    log = TrainingLog(run.run_dir, up_to=run.step)
+    log = TrainingLog(run.run_dir, up_to=run.step, problems=run.problems)
     monitor = MemoryMonitor(log_every=settings.log_interval)
     model.train()
     with (
@@ -205,15 +212,17 @@ def save(run: Training, scoring: Scoring) -> None:
         "seconds": run.seconds,
         "data": run.batches.samples.fingerprint,
     }
-    checkpoint.save(
+    fault = checkpoint.save(
         run.run_dir, run.model, run.optimizer, run.processes, facts, run.settings.keep_checkpoints
     )
+    if fault is not None:
+        run.problems.report("checkpoint", fault, run.step)
     run.telling.pause(time.perf_counter() - started)
 
 
 def add_to_config(run: Training) -> None:
     """Add to config.json what `--config` needs to repeat the run."""
-    config = json.loads((run.run_dir / "config.json").read_text())
+    config = json.loads((run.run_dir / rundir.CONFIG).read_text())
     samples = run.batches.samples
     config["settings"]["train"] = to_dict(run.settings)
     config["data"] = {

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from gradsight.cli.report import write_report
-from gradsight.cli.texts import Texts
+from gradsight.core import rundir
 from gradsight.core.processes import Processes
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
@@ -24,6 +23,7 @@ from gradsight.memory.apply import apply_checkpointing
 from gradsight.show.markdown import report, summarize
 from gradsight.show.terminal import terminal_lines, wants_colour
 from gradsight.store.reader import open_run
+from gradsight.store.report_file import write_report
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batches, validation_pair
@@ -34,6 +34,7 @@ from gradsight.train.loop import Instruments, OnBatch, Training, train
 from gradsight.train.memory import advice, is_out_of_memory, startup_lines
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.progress import Telling
+from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring, forget_scores
 
@@ -75,7 +76,7 @@ def run_training(
     except Exception as error:
         if is_out_of_memory(error):
             raise GradsightError(
-                advice(settings, processes.device, run_dir / "config.json")
+                advice(settings, processes.device, run_dir / rundir.CONFIG)
             ) from error
         raise
     finally:
@@ -95,7 +96,7 @@ def resolved(settings: Settings) -> Settings:
 
 def refuse_mixing(run_dir: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to put two runs into one directory, or to resume what is not there."""
-    there = (run_dir / "run.sqlite").exists()
+    there = rundir.is_run(run_dir)
     if resume and checkpoint.newest(run_dir) is None:
         what = "has no checkpoint yet" if there else "is not there"
         raise UsageError(
@@ -114,7 +115,7 @@ def make_directory(run_dir: Path, processes: Processes, anew: bool) -> None:
     """
     processes.wait()
     if processes.first:
-        if anew and (run_dir / "run.sqlite").exists():
+        if anew and rundir.is_run(run_dir):
             shutil.rmtree(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
     processes.wait()
@@ -207,7 +208,8 @@ def instruments(run: Training) -> Iterator[Instruments]:
     settings, callbacks, processes = run.settings, run.settings.trainer.callbacks, run.processes
     dump = asdict(callbacks.grad_dump)
     dumper = GradientDumper(run.run_dir, **dump) if dump["enabled"] or dump["dump_on"] else None
-    scoring = Scoring(make_engine(run) if settings.method == "GradDotProd" else None)
+    engine = make_engine(run) if settings.method == "GradDotProd" else None
+    scoring = Scoring(engine, run.problems)
     tracker = MetricsTracker(run.run_dir if processes.first else None)
     went_well = False
     try:
@@ -280,7 +282,7 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
-        write_report(run.run_dir / "report.md", report(summary, Texts(run.run_dir)))
+        write_report(run.run_dir / rundir.REPORT, report(summary, SampleTexts(run.run_dir)))
         for name in (
             name for name in run.memory if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb"))
         ):
@@ -303,5 +305,5 @@ def finish(run: Training, ended_by: int | None) -> int:
             run.telling.show(
                 f"  gradsight train --resume --results_dir {folder} --experiment {name}"
             )
-        run.telling.show(f"report: {run.run_dir / 'report.md'}")
+        run.telling.show(f"report: {run.run_dir / rundir.REPORT}")
     return 0 if ended_by is None else 128 + ended_by

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from gradsight.core.problems import say
+from gradsight.core import rundir
+from gradsight.core.files import whole_file
 from gradsight.errors import GradsightError
 from gradsight.ghost.engine import GhostEngine
+from gradsight.store.run_problems import RunProblems
 from gradsight.train.batches import Batch
 
 
@@ -15,14 +17,16 @@ class Scoring:
     scored.
     """
 
-    def __init__(self, engine: GhostEngine | None) -> None:
+    def __init__(self, engine: GhostEngine | None, problems: RunProblems) -> None:
         self._engine = engine
-        self._said = False
+        self._problems = problems
+        self._step = 0
 
     @contextmanager
     def observe(self, batch: Batch, step: int) -> Iterator[None]:
         """Around the one backward pass of a micro-batch."""
         passed = False
+        self._step = step
         try:
             with ExitStack() as stack:
                 if self._engine is not None:
@@ -32,7 +36,7 @@ class Scoring:
         except GradsightError as error:
             if not passed:
                 raise
-            self._say(f"samples are no longer scored, from step {step} on: {error}")
+            self._report("scoring", f"samples are no longer scored, from step {step} on: {error}")
             self._engine = None
 
     def _enter(self, stack: ExitStack, engine: GhostEngine, batch: Batch, step: int) -> None:
@@ -41,7 +45,7 @@ class Scoring:
         except (
             GradsightError
         ) as error:  # the target's gradient is not finite: there is no direction to score along
-            self._say(f"step {step} is not scored: {error}")
+            self._report("scoring", f"step {step} is not scored: {error}")
 
     def save(self, step: int) -> None:
         """Write the scores of all steps before this one."""
@@ -49,7 +53,7 @@ class Scoring:
             try:
                 self._engine.save(step)
             except (GradsightError, OSError) as error:
-                self._say(f"{error}: scores are lost")
+                self._report("score-files", f"{error}: scores are lost")
 
     def close(self) -> None:
         """Write what is left."""
@@ -57,12 +61,10 @@ class Scoring:
             try:
                 self._engine.close()
             except (GradsightError, OSError) as error:
-                self._say(f"{error}: scores are lost")
+                self._report("score-files", f"{error}: scores are lost")
 
-    def _say(self, text: str) -> None:
-        if not self._said:
-            say(f"{text.rstrip('.')}. Training goes on")
-        self._said = True
+    def _report(self, key: str, text: str) -> None:
+        self._problems.report(key, f"{text.rstrip('.')}. Training goes on", self._step)
 
 
 def forget_scores(run_dir: Path, step: int) -> None:
@@ -70,12 +72,11 @@ def forget_scores(run_dir: Path, step: int) -> None:
     import pyarrow.compute
     import pyarrow.parquet
 
-    for file in sorted((run_dir / "grad_dotprods").glob("iter_*.parquet")):
+    for file in sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES)):
         table = pyarrow.parquet.read_table(file)
         kept = table.filter(pyarrow.compute.field("step") < step)
         if kept.num_rows == 0:
             file.unlink()
         elif kept.num_rows < table.num_rows:
-            partial = file.with_suffix(".partial")
-            pyarrow.parquet.write_table(kept, partial)
-            partial.replace(file)
+            with whole_file(file, file.with_suffix(".partial")) as partial:
+                pyarrow.parquet.write_table(kept, partial)

@@ -19,8 +19,9 @@ class MemoryUse:
     """Floating-point operations of matrix products, convolutions and attention while the work ran.
     """
     operator_bytes: int | None = None
-    """What operators used inside themselves on top of peak_bytes; None where that was not looked
-    at.
+    """What operators used inside themselves on top of peak_bytes; None where nobody looked.
+
+    It depends on the processor, as the rest does not.
     """
     notes: tuple[str, ...] = ()
     """What this number does not know."""

@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.samples import tensors_in
 
 
@@ -29,14 +30,16 @@ def user_frame() -> str:
 
 
 @contextmanager
-def captured(model: nn.Module, ids: list[tuple[Any, ...]] | None = None) -> Iterator[list[Pass]]:
-    """Every call of the model in here as a Pass, with the gradients that come back to its outputs."""
-    passes: list[Pass] = []
+def captured(
+    model: nn.Module, ids: list[tuple[Any, ...]] | None = None
+) -> Iterator[list[RecordedCall]]:
+    """Every call of the model in here as a RecordedCall, with the gradients that come back to its outputs."""
+    passes: list[RecordedCall] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         device = torch.is_autocast_enabled("cpu")
         passes.append(
-            Pass(
+            RecordedCall(
                 args=args,
                 kwargs=kwargs,
                 rng={"cpu": torch.get_rng_state()},
@@ -51,8 +54,11 @@ def captured(model: nn.Module, ids: list[tuple[Any, ...]] | None = None) -> Iter
     def after(module: nn.Module, args: Any, output: Any) -> None:
         one, found = passes[-1], tensors_in(output)
         gradients: list[Tensor | None] = [None] * len(found)
-        one.output_nodes = tuple(y.grad_fn for y in found)
-        one.output_gradients = gradients  # type: ignore[assignment]  # filled while backward runs
+        passes[-1] = replace(
+            one,
+            output_nodes=tuple(y.grad_fn for y in found),
+            output_gradients=gradients,  # type: ignore[arg-type]  # filled while backward runs
+        )
         for position, y in enumerate(found):
             if y.requires_grad:
                 y.register_hook(
@@ -72,7 +78,7 @@ def captured(model: nn.Module, ids: list[tuple[Any, ...]] | None = None) -> Iter
 
 def step(
     model: nn.Module, batches: list[Any], loss_of: Callable[[nn.Module, Any], Tensor]
-) -> tuple[list[Pass], Tensor]:
+) -> tuple[list[RecordedCall], Tensor]:
     """Forward and backward over micro-batches; their passes and the last loss."""
     with captured(model) as passes:
         for batch in batches:

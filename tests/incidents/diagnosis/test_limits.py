@@ -1,6 +1,7 @@
 """What a diagnosis cannot do, and how it says so."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_the_likeliest_samples_come_first() -> None:
 def test_gradients_that_were_not_kept() -> None:
     model = Body(Length())
     passes, _ = step(model, [rows((11, 0.0))], squared)
-    passes[0].output_gradients = None
+    passes[0] = replace(passes[0], output_gradients=None)
     found = diagnose(model, passes, seconds=60, kind="nonfinite")
     assert found.operation is None
     assert found.notes == (

@@ -1,5 +1,6 @@
 """A fault in a loss that cannot be run again: what is said about it, and how surely."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_without_the_loss_only_the_place_is_known() -> None:
     assert found is not None
     assert (found.operation, found.phase, found.detail) == ("loss", "loss", OUTSIDE)
     assert found.place == line_of("the only line that is known", __file__)
-    passes[0].backward_caller = f"{__file__}:1"
+    passes[0] = replace(passes[0], backward_caller=f"{__file__}:1")
     found = diagnose(model, passes, seconds=60, kind="nonfinite").operation
     assert found is not None
     assert (found.place, found.source) == (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.incidents.diagnosis.budget import Budget, OutOfTime
 from gradsight.incidents.diagnosis.diagnose import diagnose
 from gradsight.incidents.diagnosis.operation import find_operation
@@ -50,7 +50,7 @@ class Busy(nn.Module):
 
 
 def fingerprint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, passes: list[Pass]
+    model: nn.Module, optimizer: torch.optim.Optimizer, passes: list[RecordedCall]
 ) -> dict[str, Any]:
     """Everything that must be the same afterwards: values as bytes, objects by identity."""
     modules = list(model.modules())
@@ -93,7 +93,7 @@ def _bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def busy_step() -> tuple[Busy, torch.optim.Optimizer, list[Pass], list[int]]:
+def busy_step() -> tuple[Busy, torch.optim.Optimizer, list[RecordedCall], list[int]]:
     torch.manual_seed(0)
     model = Busy()
     model.norm.eval()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ghost.models import BATCH, MODELS, UNEQUAL, build, rows_of
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.incidents.diagnosis.diagnose import diagnose
 from gradsight.values.diagnoses import Diagnosis
 from incidents.diagnosis.capture import captured, step
@@ -393,7 +393,7 @@ def test_randomness_that_cannot_be_dealt_out_is_turned_off_and_said() -> None:
     assert found.notes == (
         "norms were taken with dropout off: the batch's random numbers could not be dealt out to its samples",
     )
-    quiet: Pass = passes[0]
+    quiet: RecordedCall = passes[0]
     model.eval()
     cotangent = (quiet.output_gradients or (None,))[0]
     assert cotangent is not None

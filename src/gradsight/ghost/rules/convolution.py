@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.carriers import Carrier
+from gradsight.ghost.derivative import autocast_dtype, precision
 from gradsight.ghost.dots import row_dots, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.rules.linear import sum_and_dots
 from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent import autocast_dtype, precision
+from gradsight.ghost.tangent_sources import Carrier
 
 if TYPE_CHECKING:
     from gradsight.ghost.use import Use

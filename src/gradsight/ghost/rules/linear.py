@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.carriers import Carrier, Tangents
+from gradsight.ghost.derivative import autocast_dtype
 from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.gram import Factor, gram_dots
@@ -16,7 +16,7 @@ from gradsight.ghost.routes import balance_of, choose
 from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.sample_axis import Layout
 from gradsight.ghost.scratch import Room, Scratch
-from gradsight.ghost.tangent import autocast_dtype
+from gradsight.ghost.tangent_sources import Carrier, Tangents
 
 if TYPE_CHECKING:
     from gradsight.ghost.use import Use

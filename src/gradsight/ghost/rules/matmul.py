@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradsight.ghost.derivative import autocast_dtype, precision
 from gradsight.ghost.dots import row_dots
 from gradsight.ghost.rules.linear import split_product
 from gradsight.ghost.rules.registry import DECLINED, rule
-from gradsight.ghost.tangent import autocast_dtype, precision
 
 if TYPE_CHECKING:
     from gradsight.ghost.use import Use

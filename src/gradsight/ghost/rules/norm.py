@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.carriers import Carrier
 from gradsight.ghost.dots import in_wide, same_type, score_table, vector_dots
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.tangent_sources import Carrier
 
 if TYPE_CHECKING:
     from gradsight.ghost.use import Use

@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from gradsight.core.beside import unwrapped
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.distributed import are_spread, is_distributed, rank, world_size
+from gradsight.core.parameters import unwrapped
 from gradsight.errors import GradsightError
 from gradsight.incidents.diagnosis.budget import Budget, OutOfTime
 from gradsight.incidents.diagnosis.operation import find_operation
@@ -24,7 +24,7 @@ Kind = Literal["nonfinite", "spike"]
 
 def diagnose(
     model: nn.Module,
-    passes: Sequence[Pass],
+    passes: Sequence[RecordedCall],
     *,
     seconds: float,
     kind: Kind,
@@ -54,7 +54,7 @@ def diagnose(
     return Diagnosis(operation, samples, budget.spent(), tuple(dict.fromkeys(notes)), len(passes))
 
 
-def _refusal(root: nn.Module, passes: Sequence[Pass]) -> str | None:
+def _refusal(root: nn.Module, passes: Sequence[RecordedCall]) -> str | None:
     """Why a step cannot be run again on this rank alone."""
     if not passes:
         return "no pass of this step was kept, so nothing could be run again"
@@ -68,7 +68,7 @@ def _refusal(root: nn.Module, passes: Sequence[Pass]) -> str | None:
 
 def _operation(
     root: nn.Module,
-    passes: Sequence[Pass],
+    passes: Sequence[RecordedCall],
     budget: Budget,
     notes: list[str],
     loss_root: Tensor | None,
@@ -93,7 +93,7 @@ def _operation(
 
 def _samples(
     root: nn.Module,
-    passes: Sequence[Pass],
+    passes: Sequence[RecordedCall],
     budget: Budget,
     notes: list[str],
     operation: GuiltyOperation | None,
@@ -128,7 +128,7 @@ def _samples(
 
 
 def _named(
-    norms: Mapping[int, Norms], passes: Sequence[Pass], scale: float
+    norms: Mapping[int, Norms], passes: Sequence[RecordedCall], scale: float
 ) -> Iterator[GuiltySample]:
     """Every measured sample, as one of this rank's."""
     for number, found in sorted(norms.items()):
@@ -139,7 +139,7 @@ def _named(
             )
 
 
-def _learns(one: Pass) -> bool:
+def _learns(one: RecordedCall) -> bool:
     """False for a call that no gradient came back to, such as one without autograd."""
     return one.output_gradients is None or any(
         gradient is not None for gradient in one.output_gradients

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import state_of, summary
 from gradsight.incidents.diagnosis.places import source_of
@@ -74,7 +74,7 @@ _MOST_NODES = 10_000
 
 
 def outside(
-    one: Pass, outputs: Sequence[Tensor], number: int, loss_root: Tensor | None
+    one: RecordedCall, outputs: Sequence[Tensor], number: int, loss_root: Tensor | None
 ) -> GuiltyOperation:
     """The model's outputs are finite and the gradients at them are not: what lies between, as far
     as it can be told.
@@ -99,7 +99,7 @@ def outside(
 
 
 def _tell(
-    one: Pass, outputs: Sequence[Tensor], loss_root: Tensor | None
+    one: RecordedCall, outputs: Sequence[Tensor], loss_root: Tensor | None
 ) -> tuple[str, str, tuple[Any, ...]]:
     """Operation, remark, inputs: the one that is sure, else the likely ones, else only that it is
     the loss.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradsight.core.beside import arguments, replaying
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.core.samples import NotSeparable, tell_batch
 from gradsight.incidents.diagnosis.budget import Budget
@@ -35,7 +35,7 @@ Pair = tuple[Tensor, Tensor]
 
 def find_operation(
     root: nn.Module,
-    one: Pass,
+    one: RecordedCall,
     number: int,
     budget: Budget,
     *,
@@ -57,7 +57,7 @@ def find_operation(
 
 def _judge(
     root: nn.Module,
-    one: Pass,
+    one: RecordedCall,
     number: int,
     finder: Finder,
     outputs: Sequence[Tensor],
@@ -133,7 +133,7 @@ def _at_first(
     return before if same else guilty
 
 
-def _cotangents(one: Pass, outputs: Sequence[Tensor]) -> list[Pair]:
+def _cotangents(one: RecordedCall, outputs: Sequence[Tensor]) -> list[Pair]:
     """Outputs and the gradients at them; where none were kept, a model that returns its loss is
     pulled from there.
     """
@@ -150,7 +150,7 @@ def _cotangents(one: Pass, outputs: Sequence[Tensor]) -> list[Pair]:
 
 
 def _before_the_pass(
-    root: nn.Module, one: Pass, args: Sequence[Any], kwargs: Any, number: int
+    root: nn.Module, one: RecordedCall, args: Sequence[Any], kwargs: Any, number: int
 ) -> Iterator[tuple[Tensor, Event]]:
     """What is not finite before the first operation: parameters, buffers, arguments."""
     bad = [each for each in named_parameters(root) if state_of(each.tensor)]
@@ -177,7 +177,7 @@ def _before_the_pass(
 
 
 def _arguments(
-    root: nn.Module, one: Pass, args: Sequence[Any], kwargs: Any, number: int
+    root: nn.Module, one: RecordedCall, args: Sequence[Any], kwargs: Any, number: int
 ) -> Iterator[tuple[Tensor, Event]]:
     """Arguments with NaN or an infinity; -inf alone may be a mask."""
     positional = list(inspect.signature(root.forward).parameters)
@@ -199,7 +199,7 @@ def _arguments(
         yield tensor, Event(came.operation, certain)
 
 
-def _rows(root: nn.Module, one: Pass, position: int) -> str:
+def _rows(root: nn.Module, one: RecordedCall, position: int) -> str:
     """The samples in which an argument is not finite, in words."""
     try:
         call_ = tell_batch(

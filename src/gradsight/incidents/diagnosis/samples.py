@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.beside import arguments, replaying
-from gradsight.core.calls import Pass
+from gradsight.core.calls import RecordedCall
 from gradsight.core.samples import (
     ModelCall,
     NotSeparable,
@@ -48,7 +48,7 @@ class Norms:
 class Whole:
     """The pass of the whole batch: what each sample's is compared with and cut out of."""
 
-    one: Pass
+    one: RecordedCall
     call: ModelCall
     tape: Tape
     outputs: Mapping[int, Tensor]
@@ -58,7 +58,7 @@ class Whole:
     """The gradient of the parameters, from the model's last outputs."""
 
 
-def measure(root: nn.Module, one: Pass, budget: Budget, found: Norms) -> None:
+def measure(root: nn.Module, one: RecordedCall, budget: Budget, found: Norms) -> None:
     """Fill in the norms of a pass's samples, the likeliest culprits first."""
     _refuse_mixing(root, one)
     try:
@@ -75,7 +75,7 @@ class _OwnRandomness(Exception):
     """A sample alone drew other random numbers than in its batch."""
 
 
-def _measure(root: nn.Module, one: Pass, budget: Budget, found: Norms) -> None:
+def _measure(root: nn.Module, one: RecordedCall, budget: Budget, found: Norms) -> None:
     whole = _whole(root, one, budget)
     found.batch = whole.call.batch
     total: list[Tensor | None] = [None] * len(whole.gradient)
@@ -93,7 +93,7 @@ def _measure(root: nn.Module, one: Pass, budget: Budget, found: Norms) -> None:
         )
 
 
-def _refuse_mixing(root: nn.Module, one: Pass) -> None:
+def _refuse_mixing(root: nn.Module, one: RecordedCall) -> None:
     for module in root.modules():
         mixing = isinstance(module, nn.modules.batchnorm._BatchNorm) and (
             module.training or module.running_mean is None
@@ -115,7 +115,7 @@ def _forward(
     return outputs, rowed(several, losses) or rowed(outputs, losses)
 
 
-def _whole(root: nn.Module, one: Pass, budget: Budget) -> Whole:
+def _whole(root: nn.Module, one: RecordedCall, budget: Budget) -> Whole:
     budget.check()
     tape = Tape(budget)
     told = tell_batch(
@@ -135,7 +135,7 @@ def _whole(root: nn.Module, one: Pass, budget: Budget) -> Whole:
     return Whole(one, told, tape, values, chosen, gradient)
 
 
-def _totals(one: Pass, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+def _totals(one: RecordedCall, outputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient at every output, as it was kept."""
     kept = one.output_gradients
     if kept is None or len(kept) != len(outputs) or all(c is None for c in kept):

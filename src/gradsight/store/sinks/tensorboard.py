@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
+from gradsight.core import rundir
 from gradsight.errors import MissingPackage, UsageError
 from gradsight.values.histograms import Histogram
 
@@ -24,7 +25,7 @@ class TensorBoardSink:
         except ImportError as error:
             raise MissingPackage("tensorboard", "tensorboard", "The sink 'tensorboard'") from error
         self._event, self._summary, self._histogram = Event, Summary, HistogramProto
-        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        self._writer = EventFileWriter(str(run_dir / rundir.TENSORBOARD))
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """Take one number."""

@@ -1,6 +1,5 @@
 """Which step it is, what the optimizer did, and when scores go to disk."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core.sharing import Ranks
-from gradsight.errors import GradsightWarning
 from gradsight.ghost.clipping import ClipMeter
-from gradsight.ghost.honesty import Diary
 from gradsight.ghost.ledger import Entry, Ledger, to_host, write
-from gradsight.ghost.names import Parameters
+from gradsight.ghost.parameters import Parameters
+from gradsight.ghost.prediction_check import Diary
+from gradsight.store.run_problems import RunProblems
 
 
 class Books:
@@ -35,7 +34,8 @@ class Books:
         self._clip = ClipMeter()
         self._blocks = self._optimizer_steps = self._saved_before = 0
         self._last = -1
-        self._warned = False
+        run_dir = directory.parent if directory is not None and ranks.rank == 0 else None
+        self._problems = RunProblems(run_dir)
         self._hooks = [] if optimizer is None else [
             optimizer.register_step_pre_hook(self._before_optimizer),
             optimizer.register_step_post_hook(self._after_optimizer),
@@ -88,13 +88,8 @@ class Books:
         try:
             self.save(due)
         except Exception as error:
-            if not self._warned:
-                warnings.warn(
-                    f"{type(error).__name__}: {error}; training goes on, these scores are lost",
-                    GradsightWarning,
-                    stacklevel=2,
-                )
-            self._warned = True
+            text = f"{type(error).__name__}: {error}; training goes on, these scores are lost"
+            self._problems.report("scores", text, step)
 
     def save(self, iteration: int | None) -> Path | None:
         """Write the scores of all steps before this one (None: of all); returns the path on the

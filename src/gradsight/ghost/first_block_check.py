@@ -12,8 +12,8 @@ from gradsight.core.samples import tolerance
 from gradsight.core.sharing import Ranks
 from gradsight.errors import GradsightError
 from gradsight.ghost.gradients import dot
-from gradsight.ghost.names import Parameters
 from gradsight.ghost.observation import Observation
+from gradsight.ghost.parameters import Parameters
 from gradsight.ghost.passes import ModelCall
 from gradsight.ghost.sample_axis import LayoutMemory
 from gradsight.ghost.selfcheck import SelfCheck

@@ -1,34 +1,12 @@
-"""The model behind its wrappers, and its parameters by name."""
+"""The parameters of a model by name, for looking up the tensors of operations."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gradsight.core.distributed import is_sharded
-
-WRAPPINGS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, without DistributedDataParallel and torch.compile around it."""
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
-def own_name(name: str) -> str:
-    """A parameter's name without the wrappers' parts.
-
-    >>> own_name("h._orig_mod.0.weight")
-    'h.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in WRAPPINGS)
+from gradsight.core.parameters import named_parameters
 
 
 class Parameters:
@@ -38,11 +16,11 @@ class Parameters:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        named = list(root.named_parameters())
-        self.all = {own_name(name): parameter for name, parameter in named}
+        named = named_parameters(root)
+        self.all = {each.name: each.tensor for each in named}
         self.trainable = {name: p for name, p in self.all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self.trainable.items()}
-        self.device = named[0][1].device
+        self.device = named[0].tensor.device
         """Where the first parameter lives."""
         self.score_dtype = _widest(self.trainable.values())
         """What scores are kept in: fp32, or fp64 for a model in fp64."""

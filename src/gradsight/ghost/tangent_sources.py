@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gradsight.ghost.tangent import Call, tangents_of
+from gradsight.ghost.derivative import Call, tangents_of
 
 Tangents = tuple[tuple[int, Tensor], ...]
 """Pairs of a slot (a row of the table of scores) and the directional derivative that counts for it.

@@ -1,0 +1,39 @@
+"""The names of the files and folders of a run directory. No torch.
+
+run.sqlite                            the record: steps, statistics, scalars, findings, problems
+run.sqlite-tail                       frames on their way into the record
+config.json                           settings, versions, parameters
+report.md                             `gradsight report`, and others at the end of a run
+incidents/step{N}-{CODE}/             the flight recorder's bundles
+gradient_dumper/step{N}/              dumps
+grad_dotprods/iter_{N}.parquet        scores of samples
+training_log.json, checkpoints/       of the reference trainer
+check.json, script.json               of `gradsight check`
+tensorboard/                          the events of that sink
+"""
+
+from pathlib import Path
+
+RECORD = "run.sqlite"
+TAIL = "run.sqlite-tail"
+CONFIG = "config.json"
+REPORT = "report.md"
+INCIDENTS = "incidents"
+DUMPS = "gradient_dumper"
+SCORES = "grad_dotprods"
+SCORE_FILES = "iter_*.parquet"
+TRAINING_LOG = "training_log.json"
+CHECKPOINTS = "checkpoints"
+CHECK = "check.json"
+SCRIPT = "script.json"
+TENSORBOARD = "tensorboard"
+
+
+def score_file(iteration: int) -> str:
+    """The name of the score file that ends before this step."""
+    return f"iter_{iteration:06d}.parquet"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a recorded run."""
+    return (path / RECORD).is_file()

@@ -1,0 +1,37 @@
+"""Faults of those who have a run directory, but perhaps no watch, on their way to the run's record."""
+
+import contextlib
+import os
+
+from gradsight.core.problems import Problems
+from gradsight.store.store import open_store
+
+
+class RunProblems:
+    """Says a fault once, counts it, and writes it into the run's record.
+
+    Where a watch of this process has the record open, it is shared; else it is opened for a moment.
+    A record that cannot be opened loses nothing at once: the next fault brings the earlier ones too.
+
+    run_dir: None where there is no run directory, and on every rank but the first: two processes
+    cannot have one record open, and the first rank's watch must find it free.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str] | None) -> None:
+        self._run_dir = run_dir
+        self._problems = Problems()
+
+    def report(self, key: str, message: str, step: int) -> None:
+        """Say a fault the first time, count and record it every time."""
+        self._problems.report(key, message, step)
+        if self._run_dir is not None:
+            with contextlib.suppress(Exception):  # the fault has been said, and training goes on
+                self._record(self._run_dir)
+
+    def _record(self, run_dir: str | os.PathLike[str]) -> None:
+        store = open_store(run_dir)
+        try:
+            for problem in self._problems.take_changed():
+                store.add_problem(problem)
+        finally:
+            store.close()
