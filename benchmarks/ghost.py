@@ -371,7 +371,7 @@ def routes(rounds: int, quick: bool) -> None:
         batch, val = split(everything, rows)
         options: list[str | None] = ["materialise", "project", "gram", None]
         arms = {
-            f"{r}": observed(model, loss_fn, batch, val, refresh_every=10**9, route=r)
+            f"{r}": observed(model, loss_fn, batch, val, refresh_every=10**9, _route=r)
             for r in options
         }
         best = best_times({"plain": plain(model, loss_fn, batch), **arms}, rounds)

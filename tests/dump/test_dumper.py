@@ -388,10 +388,10 @@ def test_gradients_that_cannot_be_read_do_not_stop_training(
 def test_ranks_that_do_not_meet(
     tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise RuntimeError("timed out")
 
-    monkeypatch.setattr("gradsight.core.writing.Ranks.join", fail)
+    monkeypatch.setattr("gradsight.dump.dumper.ProcessGroup", fail)
     dumper = GradientDumper(tmp_path)
     with pytest.warns(
         GradsightWarning,

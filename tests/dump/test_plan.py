@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gradsight.core.writing import Place
+from gradsight.core.shards import Place
 from gradsight.dump.gradients import Row
 from gradsight.dump.plan import Fault, Offer, Plan, decide
 

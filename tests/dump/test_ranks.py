@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from gradsight import get_checkpoint_metadata, load_keys
-from gradsight.core.writing import Ranks
+from gradsight.core.group import ProcessGroup
 from gradsight.dump.manifest import Manifest, read
 from gradsight.dump.verify import verify
 from gradsight.errors import UsageError
@@ -177,9 +177,9 @@ def test_a_killed_rank_leaves_no_dump_and_the_other_goes_on(tmp_path: Path, laun
 
 
 def test_alone_every_exchange_is_with_itself() -> None:
-    ranks = Ranks.join()
+    ranks = ProcessGroup()
     assert (ranks.rank, ranks.size) == (0, 1)
-    assert ranks.gather("x") == ["x"]
-    assert ranks.broadcast("x") == "x"
+    assert ranks.gather_objects("x") == ["x"]
+    assert ranks.from_first("x") == "x"
     mine = torch.zeros(3, dtype=torch.uint8)
     assert ranks.collect(mine, [3])[0] is mine

@@ -57,7 +57,7 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
         local_rows(val, rank),
         optimizer=optimizer,
         exact_grad=exact_grad,
-        route=None if exact_grad else "materialise",
+        _route=None if exact_grad else "materialise",
         run_dir=run_dir,
         precondition="adam",
     )

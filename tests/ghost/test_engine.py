@@ -63,7 +63,7 @@ def test_by_parameter(exact_grad: bool) -> None:
         val,
         per_parameter=True,
         exact_grad=exact_grad,
-        route=None if exact_grad else "materialise",
+        _route=None if exact_grad else "materialise",
     )
     step(engine, batch)
     direction = direction_of(model, val)
@@ -208,7 +208,7 @@ def test_fifty_steps_of_adamw(exact_grad: bool) -> None:
                 pair(3, 2),
                 optimizer=optimizer,
                 exact_grad=exact_grad,
-                route=None if exact_grad else "materialise",
+                _route=None if exact_grad else "materialise",
             )
         torch.manual_seed(7)
         for number in range(50):
@@ -321,7 +321,7 @@ def test_memory_is_flat_over_a_thousand_steps() -> None:
 
     early = run(range(150))
     assert run(range(150, 1150)) <= early + 2 * 128 * 3  # what waits to be read, not what has been
-    assert len(engine._books.ledger.entries) <= 1
+    assert len(engine._log.pending.blocks) <= 1
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_protocol(mode: str, exact_grad: bool) -> None:
         val,
         mode=mode,
         exact_grad=exact_grad,
-        route=None if exact_grad else "materialise",
+        _route=None if exact_grad else "materialise",
     )
     loss = protocol_step(engine, batch)
     assert (

@@ -27,7 +27,7 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
     plain = gradient(model)
     model.zero_grad()
     engine = GhostEngine(
-        model, loss_fn, val, exact_grad=exact_grad, route=None if exact_grad else "materialise"
+        model, loss_fn, val, exact_grad=exact_grad, _route=None if exact_grad else "materialise"
     )
     if inside:
         with engine.observe():
@@ -55,7 +55,7 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
 def test_bf16_weights(name: str) -> None:
     case = build(name, torch.bfloat16)
     case.model.eval()
-    engine, _ = observe(case, route="materialise")
+    engine, _ = observe(case, _route="materialise")
     assert engine.scores.total.dtype == torch.float32
     reference = build(name)
     for p, q in zip(reference.model.parameters(), case.model.parameters(), strict=True):
@@ -79,7 +79,7 @@ def test_grad_scaler(scale: float) -> None:
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     scaler.step(optimizer)
-    assert abs(float(engine._books.ledger.entries[-1].clip_coef) * float(norm) / 0.01 - 1) < 1e-4
+    assert abs(float(engine._log.pending.blocks[-1].clip_coef) * float(norm) / 0.01 - 1) < 1e-4
     assert torch.amp.GradScaler.scale.__qualname__ == "GradScaler.scale"
 
 
@@ -93,7 +93,7 @@ def test_checkpointed_blocks_give_the_same_gradient_and_scores() -> None:
                 inner = block.forward
                 block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
         torch.manual_seed(3)
-        engine = GhostEngine(model, loss_fn, val, route="materialise")
+        engine = GhostEngine(model, loss_fn, val, _route="materialise")
         with engine.observe():
             loss_fn(model, batch).backward()
         found.append((engine.scores.total, gradient(model)))

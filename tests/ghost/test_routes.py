@@ -20,7 +20,7 @@ from gradsight.ghost.rules import linear
 def test_every_route_is_exact(name: str, route: str | None) -> None:
     case = build(name)
     expected = plain_scores(case)
-    engine, _ = observe(case, route=route)
+    engine, _ = observe(case, _route=route)
     assert relative_error(engine.scores.total, expected) < 1e-9
 
 
@@ -42,7 +42,7 @@ def test_products_are_made_for_as_many_samples_as_fit(
     loss_fn(model, x).backward()
     plain = [p.grad for p in model.parameters()]
     model.zero_grad()
-    engine = GhostEngine(model, loss_fn, v, self_check=False, route="materialise")
+    engine = GhostEngine(model, loss_fn, v, self_check=False, _route="materialise")
     for _ in range(2):
         model.zero_grad()
         with engine.observe():

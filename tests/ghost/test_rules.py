@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradsight.ghost.directions import Directions
 from gradsight.ghost.rules import RULES
 from gradsight.ghost.sample_axis import Layout, LayoutMemory, candidates
-from gradsight.ghost.tracer import Options, Plan, Tracer
+from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
 
 B = 3
 
@@ -26,7 +27,7 @@ def scores(
     run: Callable[..., Tensor],
     parameters: list[Tensor],
     x: Tensor,
-    options: Options,
+    options: RuleOptions,
     rules: bool,
     preferred: int = 0,
 ) -> tuple[Tensor, list[Tensor], Tracer]:
@@ -35,13 +36,11 @@ def scores(
     """
     leaves = [p.clone().requires_grad_() for p in parameters]
     names = {id(p): f"p{i}" for i, p in enumerate(leaves)}
-    directions = [rand(*p.shape, seed=50 + i) for i, p in enumerate(leaves)]
-    slots = {f"p{i}": i for i in range(len(leaves))}
+    direction = {f"p{i}": rand(*p.shape, seed=50 + i) for i, p in enumerate(leaves)}
     probe = torch.zeros(len(leaves), B, dtype=torch.float64, requires_grad=True)
-    plan = Plan(
-        lambda name: ((slots[name], directions[slots[name]]),), LayoutMemory(preferred), options
-    )
-    tracer = Tracer(plan, lambda t: names.get(id(t)), probe)
+    directions = Directions({"target": direction}, ("target",), parameters=tuple(direction))
+    tracing = TraceOptions(directions, LayoutMemory(preferred), options)
+    tracer = Tracer(tracing, lambda t: names.get(id(t)), probe)
     kept = dict(RULES)
     if not rules:
         RULES.clear()
@@ -116,11 +115,11 @@ def _assign(x: Tensor, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [Options(), Options(route="materialise"), Options(exact_grad=True)],
+    [RuleOptions(), RuleOptions(route="materialise"), RuleOptions(exact_grad=True)],
     ids=["rule", "materialise", "exact"],
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_rule_equals_the_universal_way(name: str, options: Options) -> None:
+def test_rule_equals_the_universal_way(name: str, options: RuleOptions) -> None:
     run, parameters, x, preferred = CALLS[name]
     fast, grads, _ = scores(run, parameters, x, options, rules=True, preferred=preferred)
     slow, plain, _ = scores(run, parameters, x, options, rules=False, preferred=preferred)
@@ -145,8 +144,8 @@ def test_fast_rules_do_not_go_the_universal_way() -> None:
     }
     for name in CALLS.keys() - slow:
         run, parameters, x, preferred = CALLS[name]
-        _, _, tracer = scores(run, parameters, x, Options(), rules=True, preferred=preferred)
-        assert not tracer.plan.slow, (name, tracer.plan.slow)
+        _, _, tracer = scores(run, parameters, x, RuleOptions(), rules=True, preferred=preferred)
+        assert not tracer.slow, (name, tracer.slow)
 
 
 def test_descending_into_multihead_attention() -> None:
@@ -163,10 +162,12 @@ def test_descending_into_multihead_attention() -> None:
                 attention, dict(zip(names, leaves, strict=True)), (x, key, key)
             )[0]
 
-        fast, _, tracer = scores(run, parameters, rand(5, B, 6), Options(), rules=True, preferred=1)
-        slow, _, _ = scores(run, parameters, rand(5, B, 6), Options(), rules=False, preferred=1)
+        fast, _, tracer = scores(
+            run, parameters, rand(5, B, 6), RuleOptions(), rules=True, preferred=1
+        )
+        slow, _, _ = scores(run, parameters, rand(5, B, 6), RuleOptions(), rules=False, preferred=1)
         assert torch.allclose(fast, slow, atol=1e-12)
-        assert not tracer.plan.slow
+        assert not tracer.slow
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,8 @@ def test_a_damaged_file_is_put_aside(content: bytes, tmp_path: Path) -> None:
         match=r"iter_000002.parquet cannot be read .*it is now iter_000002.damaged",
     ):
         train(engine, optimizer, 2)
+    (problem,) = open_run(tmp_path).problems()
+    assert (problem.key, problem.count) == ("damaged scores", 1)
     assert damaged.with_suffix(".damaged").read_bytes() == content
     assert set(pyarrow.parquet.read_table(damaged)["step"].to_pylist()) == {0, 1}
 

@@ -45,7 +45,7 @@ def plain_scores(case: Case) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{"route": "materialise"}, {"exact_grad": True}], ids=["fast", "exact"]
+    "options", [{"_route": "materialise"}, {"exact_grad": True}], ids=["fast", "exact"]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
@@ -84,7 +84,7 @@ def test_gradient_is_plain_trainings(name: str, exact_grad: bool) -> None:
     plain = gradient(case.model)
     case.model.zero_grad()
     torch.manual_seed(5)
-    engine, _ = observe(case, exact_grad=exact_grad, route=None if exact_grad else "materialise")
+    engine, _ = observe(case, exact_grad=exact_grad, _route=None if exact_grad else "materialise")
     observed = gradient(case.model)
     assert observed.keys() == plain.keys()
     noise = 1e-8 * max(

@@ -13,9 +13,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradsight.attach.models import distinct, models_of, name_of, place_of_call, roots, together
-from gradsight.core import distributed as dist
+from gradsight.attach.models import distinct, models_of, name_of, roots, together
 from gradsight.core import moments, rundir
+from gradsight.core.group import rank
+from gradsight.core.source import users_place
 from gradsight.errors import RunError, UsageError
 from gradsight.session.watch_session import Watch, watch
 from gradsight.values.steps import Schedule
@@ -51,7 +52,7 @@ class Session:
         """An optimizer has just been made."""
         self._new.append(optimizer)
         self._known.append(
-            {"optimizer": type(optimizer).__name__, "made": place_of_call(), "id": id(optimizer)}
+            {"optimizer": type(optimizer).__name__, "made": users_place(), "id": id(optimizer)}
         )
 
     def _let_go(self) -> None:
@@ -131,12 +132,12 @@ class Session:
         """Write down what is known of this optimizer, for the report; rank 0 does."""
         for known in self._known:
             if known["id"] == id(optimizer):
-                known["steps"] = place_of_call()
+                known["steps"] = users_place()
                 known["lr"] = (
                     optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
                 )
                 known["scheduler"] = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if dist.rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
+        if rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
             plain = [
                 {key: value for key, value in known.items() if key != "id"} for known in self._known
             ]

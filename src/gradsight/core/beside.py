@@ -3,20 +3,20 @@
 found.
 """
 
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
+from gradsight.core.autocast import autocast_as
 from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name
+from gradsight.core.random_state import randomness_kept, set_torch_states
 from gradsight.incidents.diagnosis.modes import Eyes
 
 
@@ -29,12 +29,12 @@ def replaying(root: nn.Module, one: RecordedCall, eyes: Eyes) -> Iterator[None]:
         stack.enter_context(_modules_kept(root))
         stack.enter_context(_parameters_kept(root))
         stack.callback(eyes.put_back)
-        stack.enter_context(_generators_kept(root))
+        stack.enter_context(randomness_kept(root))
         stack.enter_context(_hooks_silent(list(root.parameters())))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_plain_checkpoints())
-        _autocast(stack, root, one.autocast)
+        stack.enter_context(autocast_as(one.autocast, {p.device.type for p in root.parameters()}))
         if (
             "torch._dynamo" in sys.modules
         ):  # compiled code runs uncompiled, so that its operations can be seen
@@ -42,7 +42,7 @@ def replaying(root: nn.Module, one: RecordedCall, eyes: Eyes) -> Iterator[None]:
         _put_buffers(root, one.buffers)
         if root.training != one.training:
             root.train(one.training)
-        set_generators(one.rng)
+        set_torch_states(one.rng)
         yield
 
 
@@ -107,46 +107,6 @@ def _put_buffers(root: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def _generators_kept(root: nn.Module) -> Iterator[None]:
-    """All sources of randomness: torch's, numpy's, Python's, and those that modules hold."""
-    own = [
-        value
-        for module in root.modules()
-        for value in vars(module).values()
-        if isinstance(value, torch.Generator)
-    ]
-    states = [generator.get_state() for generator in own]
-    saved, of_numpy, of_python = generators(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        set_generators(saved)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
-
-
-def generators() -> dict[str, Tensor]:
-    """The states of torch's generators, by device."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states |= {
-            f"cuda:{number}": state for number, state in enumerate(torch.cuda.get_rng_state_all())
-        }
-    return states
-
-
-def set_generators(states: Mapping[str, Tensor]) -> None:
-    """Put torch's generators into these states."""
-    for device, state in states.items():
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state, device)
-
-
-@contextmanager
 def _hooks_silent(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Hooks that somebody put on parameters do not run: they may act on the training."""
     held = [(parameter, hooks) for parameter in parameters if (hooks := parameter._backward_hooks)]
@@ -176,15 +136,3 @@ def _plain_checkpoints() -> Iterator[None]:
 
 def _run(function: Any, _: bool, *args: Any) -> Any:
     return function(*args)
-
-
-def _autocast(stack: ExitStack, root: nn.Module, wanted: tuple[str, str] | None) -> None:
-    """Autocast as in the pass, without its cache: what is cached outlives the pass."""
-    for device in {p.device.type for p in root.parameters()} | ({wanted[0]} if wanted else set()):
-        if not torch.amp.is_autocast_available(device):
-            continue
-        if wanted is not None and wanted[0] == device:
-            dtype = getattr(torch, wanted[1].removeprefix("torch."))
-            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
-        else:
-            stack.enter_context(torch.autocast(device, enabled=False))

@@ -3,14 +3,15 @@
 import atexit
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, SupportsIndex
 
 import torch
 
+from gradsight.core.group import ProcessGroup
 from gradsight.core.problems import Problems, say
-from gradsight.core.writing import Ranks
 from gradsight.dump.folders import Layout
 from gradsight.dump.gradients import Collector, Gradients
 from gradsight.dump.job import Facts, Job, Limits, run, without_tensors
@@ -22,6 +23,10 @@ from gradsight.values.problems import Problem
 from gradsight.values.steps import Schedule
 
 SEVERITIES = ("warning", "critical")
+JOINING = timedelta(minutes=2)
+"""How long the ranks may take to meet at their first dump."""
+WRITING = timedelta(minutes=60)
+"""How long the fastest rank waits for the slowest to write."""
 
 
 class GradientDumper:
@@ -78,7 +83,7 @@ class GradientDumper:
         self._wait = when_full == "wait"
         self._pool = Pool(queue_size)
         self._writer = Writer(self._work, asynchronous)
-        self._ranks: Ranks | None = None
+        self._ranks: ProcessGroup | None = None
         self._collector: Collector | None = None
         self._broken: Fault | None = None
         self._problems = Problems()
@@ -165,6 +170,8 @@ class GradientDumper:
         """Finish every dump; afterwards nothing can be dumped."""
         self._closed = True
         self._writer.close()
+        if self._ranks is not None:
+            self._ranks.close()
         atexit.unregister(self.close)
         self._say()
 
@@ -192,7 +199,7 @@ class GradientDumper:
         self._say()
         return self._layout.final(step) if job.buffer is not None else None
 
-    def _look(self, model: torch.nn.Module, step: int, facts: Facts, ranks: Ranks) -> Job:
+    def _look(self, model: torch.nn.Module, step: int, facts: Facts, ranks: ProcessGroup) -> Job:
         """Find the gradients and copy them; the other ranks hear of it when that fails here."""
         job = Job(step, facts, Gradients((), (), ()))
         try:
@@ -228,11 +235,11 @@ class GradientDumper:
             )
         return replace(job, buffer=buffer)
 
-    def _join(self, step: int) -> Ranks | None:
+    def _join(self, step: int) -> ProcessGroup | None:
         """The ranks that dump together; they meet at the first dump."""
         if self._ranks is None and self._broken is None:
             try:
-                self._ranks = Ranks.join()
+                self._ranks = ProcessGroup(timeout=WRITING, meeting=JOINING)
             except Exception as error:
                 self._broken = Fault(
                     "ranks",

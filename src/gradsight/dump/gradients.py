@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsight.core.distributed import local_part, reduces_gradients
 from gradsight.core.parameters import named_parameters
-from gradsight.core.writing import Place, place_of, sharding
+from gradsight.core.shards import Place, local_part, place_of, sharding
+from gradsight.core.sharing import reduces_gradients
 from gradsight.dump.manifest import ITEM_BYTES
 from gradsight.errors import UsageError
 

@@ -8,10 +8,10 @@ another that has given up, and either every rank knows the dump complete or none
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gradsight.core import files
-from gradsight.core.writing import Ranks
+from gradsight.core.group import ProcessGroup
 from gradsight.dump import full, sampled
 from gradsight.dump.folders import Layout
 from gradsight.dump.full import Shard
@@ -74,18 +74,22 @@ class Outcome:
     notes: tuple[Fault, ...] = field(default_factory=tuple)
 
 
-def run(job: Job, layout: Layout, ranks: Ranks, limits: Limits, first: bool = False) -> Outcome:
+def run(
+    job: Job, layout: Layout, ranks: ProcessGroup, limits: Limits, first: bool = False
+) -> Outcome:
     """Write one dump together with the other ranks."""
-    offers = ranks.gather(_guarded(lambda: _offer(job)))
-    plan = ranks.broadcast(
-        _guarded(lambda: _prepare(job, offers, layout, limits, first)) if ranks.rank == 0 else None
-    )
+    offers: list[Any] = ranks.gather_objects(_guarded(lambda: _offer(job))) or []
+    decision: Any = None
+    if ranks.is_first:
+        decision = _guarded(lambda: _prepare(job, offers, layout, limits, first))
+    plan: Plan | Fault = ranks.from_first(decision)
     if isinstance(plan, Fault):
         return Outcome(plan)
     shards = _write(job, layout, ranks, plan, offers)
-    outcome: Outcome = ranks.broadcast(
-        _complete(job, layout, limits, plan, offers, shards) if ranks.rank == 0 else None
-    )
+    ending: Any = None
+    if ranks.is_first:
+        ending = _complete(job, layout, limits, plan, offers, shards)
+    outcome: Outcome = ranks.from_first(ending)
     return outcome
 
 
@@ -139,14 +143,15 @@ def _prepare(
 
 
 def _write(
-    job: Job, layout: Layout, ranks: Ranks, plan: Plan, offers: Sequence[Offer]
+    job: Job, layout: Layout, ranks: ProcessGroup, plan: Plan, offers: Sequence[Offer]
 ) -> list[Shard | Fault]:
     """Write this rank's share, and gather at rank 0 what all have written."""
     assert job.buffer is not None
     folder, buffer = layout.partial(job.step), job.buffer
     spans: list[Span] = [buffer.spans[index] for index in plan.choices[ranks.rank]]
     if layout.kind == "full":
-        return ranks.gather(_guarded(lambda: full.write_shard(folder, ranks.rank, buffer, spans)))
+        mine = _guarded(lambda: full.write_shard(folder, ranks.rank, buffer, spans))
+        return ranks.gather_objects(mine) or []
     parts = sampled.bring_together(ranks, buffer, spans, plan)
     return (
         [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gradsight.core import files
-from gradsight.core.writing import Ranks
+from gradsight.core.group import ProcessGroup
 from gradsight.dump.file_names import file_stems
 from gradsight.dump.full import Record, Shard
 from gradsight.dump.gradients import Row
@@ -36,7 +36,7 @@ own.
 
 
 def bring_together(
-    ranks: Ranks, buffer: Buffer, spans: Sequence[Span], plan: Plan
+    ranks: ProcessGroup, buffer: Buffer, spans: Sequence[Span], plan: Plan
 ) -> list[torch.Tensor]:
     """Every rank's chosen rows, on rank 0; nothing else goes over the wire."""
     parts = [

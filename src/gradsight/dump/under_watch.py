@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments
+from gradsight.core.group import world_size
 from gradsight.core.problems import Problems
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job
@@ -34,7 +34,7 @@ class WatchedDumps:
         self._dumped = -1
         self._judged: set[tuple[str, int]] = set()
         self._staged: tuple[Job, Facts] | None = None
-        if dumper.dump_on is not None and dist.world_size() > 1:
+        if dumper.dump_on is not None and world_size() > 1:
             problems.report(
                 "dump-on", "dump_on needs a run of one process; dumps by schedule go on"
             )
@@ -49,7 +49,7 @@ class WatchedDumps:
     ) -> None:
         """The gradients are true now; a later look of the same step replaces this one."""
         broken = norms is not None and norms.counts is not None
-        severity = "critical" if broken and dist.world_size() == 1 else None
+        severity = "critical" if broken and world_size() == 1 else None
         if not self._dumper.wants(step, severity) or moments.inside_backward():
             return
         self._forget()
@@ -90,7 +90,7 @@ class WatchedDumps:
         """
         for finding in findings:
             key = (finding.code, finding.first_step)
-            if key in self._judged or dist.world_size() > 1:
+            if key in self._judged or world_size() > 1:
                 continue
             self._judged.add(key)
             if self._step == self._dumped or not self._dumper.wants(self._step, finding.severity):

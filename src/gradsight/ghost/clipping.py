@@ -5,7 +5,7 @@ waiting for the device.
 import torch
 from torch import Tensor
 
-from gradsight.core.distributed import local_part
+from gradsight.core.shards import local_part
 
 ENTRIES = 64
 """How many entries of each gradient are looked at."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gradsight.core.autocast import autocast_to
+from gradsight.core.random_state import device_state, drawing_again
 from gradsight.errors import GradsightError
 
 STRUCTURAL = frozenset(
@@ -37,17 +39,15 @@ RANDOM = frozenset(
 """Operations that may draw random numbers: repeated with the generator's state of the first time.
 """
 
-RandomState = tuple[torch.device, Tensor]
-
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """A torch function and its arguments, flattened."""
 
     func: Callable[..., Any]
     spec: TreeSpec
     device: str = "cpu"
-    generator_state: RandomState | None = None
+    generator_state: Mapping[str, Tensor] | None = None
     autocast: torch.dtype | None = None
     """What automatic mixed precision computes in; None when it is off."""
 
@@ -59,7 +59,7 @@ class Call:
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """The flattened outputs of the call with these inputs."""
         args, kwargs = tree_unflatten(list(flat), self.spec)
-        with replay(self.generator_state), precision(self.device, self.autocast):
+        with drawing_again(self.generator_state), autocast_to(self.device, self.autocast):
             outputs, _ = tree_flatten(self.func(*args, **kwargs))
         return outputs
 
@@ -76,41 +76,15 @@ def name_of(func: Callable[..., Any]) -> str:
     return str(name)
 
 
-def generator_state(func: Callable[..., Any], device: torch.device) -> RandomState | None:
+def generator_state(func: Callable[..., Any], device: torch.device) -> Mapping[str, Tensor] | None:
     """The random state before a call that may draw from it; None for all other calls."""
     if name_of(func) not in RANDOM:
         return None
-    return device, torch.cuda.get_rng_state(
-        device
-    ) if device.type == "cuda" else torch.get_rng_state()
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """What automatic mixed precision computes in now; None when it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def precision(device: str, dtype: torch.dtype | None) -> torch.autocast:
-    """The same automatic mixed precision as in the forward pass, or none."""
-    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
-
-@contextmanager
-def replay(state: RandomState | None) -> Iterator[None]:
-    """Draw the same random numbers again, without disturbing the generator."""
-    if state is None:
-        yield
-        return
-    device, saved = state
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.cuda.set_rng_state(saved, device) if device.type == "cuda" else torch.set_rng_state(
-            saved
-        )
-        yield
+    return {str(device): device_state(device)}
 
 
 def tangents_of(
-    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+    call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     """d f(inputs) along tangents given by input position: one per flattened output, None where it
     is zero.
@@ -139,7 +113,7 @@ def tangents_of(
             ) from error
 
 
-def _embedding(call: Call, flat: Sequence[Any], direction: Tensor) -> Tensor:
+def _embedding(call: OperatorCall, flat: Sequence[Any], direction: Tensor) -> Tensor:
     """D[index], zero at padding_idx: the row there gets no gradient, though it has a value."""
     args, kwargs = tree_unflatten(list(flat), call.spec)
     index, padding = args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")
@@ -161,7 +135,7 @@ def _load_forward_mode() -> None:
 
 
 def _forward_mode(
-    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+    call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     _load_forward_mode()
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
@@ -179,7 +153,7 @@ def _tangent(y: Tensor) -> Tensor | None:
 
 
 def _double_backward(
-    call: Call, flat: Sequence[Any], tangents: Mapping[int, Tensor]
+    call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     """J v as the derivative of u -> J^T u along v, for operations without a forward-mode formula."""
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradsight.ghost.directions import Tangents
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent_sources import Tangents
 
 WIDE = frozenset({torch.float32, torch.float64})
 """The types that need no widening."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gradsight.errors import GradsightError
-from gradsight.ghost.derivative import Call
+from gradsight.ghost.derivative import OperatorCall
 from gradsight.ghost.dots import row_dots, score_table
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent_sources import Carrier, push_forward
+from gradsight.ghost.tangent_sources import TangentSource, push_forward
 
 Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
 """From the gradient of an output and the saved tensors to pairs of slot and scores [B]."""
@@ -73,9 +73,9 @@ def attach(y: Tensor, probe: Tensor, score: Score, saved: Sequence[Tensor] = ())
 def attach_derivative(
     outputs: Sequence[Any],
     layouts: Mapping[int, Layout],
-    call: Call,
+    call: OperatorCall,
     flat: Sequence[Any],
-    carried: Mapping[int, Carrier],
+    carried: Mapping[int, TangentSource],
     probe: Tensor,
 ) -> list[Any]:
     """The outputs of a call, those with a layout scored by the call's directional derivative."""
@@ -96,10 +96,10 @@ class _Shared:
 
     def __init__(
         self,
-        call: Call,
+        call: OperatorCall,
         rest: list[Any],
         where: list[int],
-        carried: Mapping[int, Carrier],
+        carried: Mapping[int, TangentSource],
         readers: int,
     ) -> None:
         self._call, self._rest, self._where, self._carried = call, rest, where, carried

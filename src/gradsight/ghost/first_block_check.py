@@ -1,160 +1,148 @@
-"""Proof that the scores of a run are right: the self-check, and what every first block must add up
-to.
-"""
+"""Whether the scores of a run are right: the self-check, and what the first block must add up to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradsight.core.samples import tolerance
-from gradsight.core.sharing import Ranks
+from gradsight.core.samples import ModelCall
+from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
+from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot
-from gradsight.ghost.observation import Observation
-from gradsight.ghost.parameters import Parameters
-from gradsight.ghost.passes import ModelCall
-from gradsight.ghost.sample_axis import LayoutMemory
-from gradsight.ghost.selfcheck import SelfCheck
-from gradsight.ghost.targets import Direction
-from gradsight.ghost.tracer import Options, Tracer, paused
+from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.sample_axis import Key, LayoutMemory
+from gradsight.ghost.selfcheck import SelfCheck, rounding
+from gradsight.ghost.tracer import RuleOptions, Tracer, paused
 
 
-class Proof:
+@dataclass(frozen=True, slots=True)
+class ObservedPass:
+    """The outcome of an observed pass that is to be judged."""
+
+    scores: Tensor
+    """[targets, B], loss scale divided out."""
+    scale: Tensor | None
+    calls: Sequence[ModelCall]
+    uses: Mapping[Key, tuple[str, ...]]
+    """The uses that the pass met, with their parameters."""
+
+
+class FirstBlockCheck:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
     def __init__(
-        self, root: nn.Module, ranks: Ranks, memory: LayoutMemory, enabled: bool, options: Options
+        self, ranks: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
     ) -> None:
-        self._root, self._ranks, self._memory = root, ranks, memory
-        self._enabled, self._options = enabled, options
+        self._ranks = ranks
+        self._memory = memory
+        self._rules = rules
+        self._enabled = enabled
         self._checked: set[bool] = set()
         self._blocks = 0
         self._base: list[Tensor] | None = None
 
     @property
     def first(self) -> bool:
-        """Whether the block at hand is the first that is proven."""
+        """Whether the block at hand is the first that is checked."""
         return self._enabled and self._blocks == 0
 
-    def start_block(self, parameters: Parameters, directions: Sequence[Direction]) -> None:
-        """Remember <D, .grad> before the first block; where D is not known yet, .grad must be
-        empty.
-        """
+    def start_block(self, parameters: ScoredParameters, directions: Sequence[Direction]) -> None:
+        """Remember <D, .grad> before the first block; where D is unknown, .grad must be empty."""
         fresh = all(p.grad is None for p in parameters.trainable.values())
-        self._base = (
-            self._explained(parameters, directions)
-            if self.first and (directions or fresh)
-            else None
-        )
+        self._base = None
+        if self.first and (directions or fresh):
+            self._base = self._explained(parameters, directions)
 
-    def before_call(self, call: ModelCall, parameters: Parameters, tracer: Tracer) -> None:
-        """Ask the twin about the first batch, and about the first of more than one sample, before
-        the pass itself.
-        """
-        kind = call.batch > 1
-        if not self._enabled or kind in self._checked:
+    def before_call(self, call: ModelCall, parameters: ScoredParameters, tracer: Tracer) -> None:
+        """Ask the twin about the first batch, and about the first of more than one sample."""
+        # A batch of one proves no layout: everything in it belongs to the one sample.
+        several = call.batch > 1
+        if not self._enabled or several in self._checked:
             return
         with paused(tracer):
-            SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run([call])
+            self._self_check(parameters).run([call])
         self._memory.prove()
-        self._checked |= {kind, False}
+        self._checked |= {several, False}
 
     def end_block(
         self,
-        observation: Observation,
-        table: Tensor,
-        parameters: Parameters,
+        observed: ObservedPass,
+        parameters: ScoredParameters,
         directions: Sequence[Direction],
     ) -> None:
-        """The first block's scores must add up to what backward added to .grad; uses that are new
-        must be proven.
-        """
+        """The first block must add up to what backward added to .grad; new uses must be proven."""
         if self._base is not None:
+            scale = 1.0 if observed.scale is None else observed.scale.to(observed.scores)
             after = self._explained(parameters, directions) or []
-            scale = observation.scales[-1].to(table) if observation.scales else 1.0
-            changes = [
-                float(new - old) for old, new in zip_longest(self._base, after, fillvalue=0.0)
-            ]
-            for change, scores in zip(changes, table * scale, strict=True):
+            pairs = zip_longest(self._base, after, fillvalue=0.0)
+            changes = [float(new - old) for old, new in pairs]
+            for change, scores in zip(changes, observed.scores * scale, strict=True):
                 refuse_unexplained(change, scores, parameters)
         self._blocks += 1
-        if self._enabled and not observation.calls:
+        if self._enabled and not observed.calls:
             raise GradsightError(
-                "the model was not called through its forward, so the self-check had nothing to run. Call the model itself, or "
-                "pass self_check=False if the scores were verified in another way."
+                "the model was not called through its forward, so the self-check had nothing to "
+                "run. Call the model itself, or pass self_check=False if the scores were verified "
+                "in another way."
             )
         if self._enabled and self._memory.unproven:
-            self._prove_new_uses(observation, parameters)
+            self._prove_new_uses(observed, parameters)
 
-    def _prove_new_uses(self, observation: Observation, parameters: Parameters) -> None:
-        """Uses that the self-check did not meet: trusted where the shapes leave no choice, else the
-        twin is asked again.
-        """
+    def _prove_new_uses(self, observed: ObservedPass, parameters: ScoredParameters) -> None:
+        """Trust uses that the self-check did not meet where shapes leave no choice, or ask again."""
         unsure = self._memory.ambiguous()
-        new = ", ".join(
-            sorted({name for key in unsure for name in observation.tracer.keys.get(key, ())})[:3]
-        )
+        names = {name for key in unsure for name in observed.uses.get(key, ())}
+        new = ", ".join(sorted(names)[:3])
         if unsure and self._ranks.sharded:
             raise GradsightError(
                 f"{new} is used in a new way after the self-check: its scores are not proven"
             )
         if unsure:
             assumed = self._memory.snapshot()
-            met = SelfCheck(self._root, parameters, self._ranks, self._memory, self._options).run(
-                observation.calls[:1]
-            )
+            met = self._self_check(parameters).run(observed.calls[:1])
             self._memory.prove()
             if self._memory.snapshot() != assumed or unsure - met:
                 raise GradsightError(
-                    f"where the samples are at {new} cannot be told from this block's shapes: its scores are discarded. Pass "
-                    "batch_dim to GhostEngine, or begin with a batch whose size differs from its other dimensions."
+                    f"where the samples are at {new} cannot be told from this block's shapes: its "
+                    "scores are discarded. Pass batch_dim to GhostEngine, or begin with a batch "
+                    "whose size differs from its other dimensions."
                 )
         self._memory.prove()
 
+    def _self_check(self, parameters: ScoredParameters) -> SelfCheck:
+        return SelfCheck(parameters, self._ranks, self._memory, self._rules)
+
     def _explained(
-        self, parameters: Parameters, directions: Sequence[Direction]
+        self, parameters: ScoredParameters, directions: Sequence[Direction]
     ) -> list[Tensor] | None:
-        """<D, .grad> by target as it stands; None where .grad is not simply what backward adds up."""
+        """<D, .grad> by target as it stands; None where .grad is not simply what backward adds."""
         named = parameters.trainable
-        if self._ranks.size > 1 or any(
-            p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values()
-        ):
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values())
+        if self._ranks.size > 1 or hooked:
             return None
         zero = torch.zeros((), device=parameters.device)
-        found = [
-            [dot(d[n], p.grad) for n, p in named.items() if n in d and p.grad is not None]
-            for d in directions
-        ]
-        return [
-            torch.stack([v.to(zero.device) for v in values]).sum() if values else zero
-            for values in found
-        ]
+        sums = []
+        for direction in directions:
+            dots = [
+                dot(direction[name], p.grad).to(zero.device)
+                for name, p in named.items()
+                if name in direction and p.grad is not None
+            ]
+            sums.append(torch.stack(dots).sum() if dots else zero)
+        return sums
 
 
-def refuse_unexplained(change: float, scores: Tensor, parameters: Parameters) -> None:
-    """An error if scores do not add up to the change of <D, .grad>: then some of the gradient
-    belongs to no sample.
-    """
-    limit = 10 * rounding(parameters)
-    if (
-        not abs(change - float(scores.sum()))
-        <= limit * max(float(scores.abs().sum()), abs(change)) + 1e-30
-    ):
+def refuse_unexplained(change: float, scores: Tensor, parameters: ScoredParameters) -> None:
+    """An error if scores do not add up to the change of <D, .grad>."""
+    limit = 10 * rounding(parameters) * max(float(scores.abs().sum()), abs(change)) + 1e-30
+    difference = abs(change - float(scores.sum()))
+    if not difference <= limit:  # written so that a NaN is refused
         raise GradsightError(
-            f"the scores add up to {float(scores.sum()):.6g}, but <direction, gradient> changed by {change:.6g} in this "
-            "block: a part of "
-            "the gradient belongs to no sample (a regulariser in the loss, a parameter used where torch functions are "
-            "not seen). "
-            "Leave that part out of the observed loss; weight decay belongs in the optimizer."
+            f"the scores add up to {float(scores.sum()):.6g}, but <direction, gradient> changed by "
+            f"{change:.6g} in this block: a part of the gradient belongs to no sample (a "
+            "regulariser in the loss, a parameter used where torch functions are not seen). Leave "
+            "that part out of the observed loss; weight decay belongs in the optimizer."
         )
-
-
-def rounding(parameters: Parameters) -> float:
-    """The relative difference that rounding may cause in this model, automatic mixed precision
-    included.
-    """
-    if torch.is_autocast_enabled(parameters.device.type):
-        return tolerance(torch.bfloat16)
-    return max(tolerance(p.dtype) for p in parameters.trainable.values())

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradsight.core.distributed import local_part
+from gradsight.core.shards import local_part
 
 
 def gradients(

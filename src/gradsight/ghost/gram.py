@@ -63,7 +63,7 @@ def worth_keeping(x: Tensor, weight: Tensor) -> bool:
     return x.numel() // x.shape[-1] * sum(weight.shape) < weight.numel()
 
 
-class FactorBook:
+class FactorCache:
     """The factors of every target, of those parameters whose whole direction they are."""
 
     def __init__(self) -> None:

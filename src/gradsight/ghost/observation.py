@@ -1,42 +1,52 @@
 """One observed training pass: from entering observe() to leaving it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradsight.core.samples import ModelCall, NotSeparable, tell_batch, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.ghost.parameters import Parameters
-from gradsight.ghost.passes import ModelCall, eager, tell_batch, tensors_in
-from gradsight.ghost.tracer import Tracer, tracing
+from gradsight.ghost.first_block_check import FirstBlockCheck
+from gradsight.ghost.guard import refuse_batch_norm
+from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.passes import eager
+from gradsight.ghost.tracer import TraceOptions, Tracer, tracing
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the caller says of the samples to come."""
+
+    size: int | None = None
+    """How many there are; None: as many as the model is called with."""
+    batch_dim: int | None = None
+    """The dimension of the model's inputs that holds them; None: to be found."""
 
 
 class Observation:
-    """Traces the operations between entering and leaving, also those that activation checkpointing
-    repeats.
-    """
+    """Traces the operations between `start` and `stop`, also those that checkpointing repeats."""
 
     def __init__(
         self,
-        root: nn.Module,
-        parameters: Parameters,
-        tracer: Tracer,
-        slots: int,
-        size: int | None,
-        batch_dim: int | None,
-        before_call: Callable[[ModelCall], None],
+        parameters: ScoredParameters,
+        options: TraceOptions,
+        expected: Expected,
+        check: FirstBlockCheck | None = None,
     ) -> None:
-        self.tracer = tracer
+        """`check` is asked before the model is first called; None in passes beside training."""
+        self.tracer = Tracer(options, parameters.name)
         self.calls: list[ModelCall] = []
-        self.outputs: list[Tensor] = []
         self.scales: list[Tensor] = []
+        """The factors of the losses that a GradScaler has scaled."""
         self.backwards = 0
-        self._root, self._parameters, self._slots = root, parameters, slots
-        self._size, self._batch_dim, self._before_call = size, batch_dim, before_call
+        self._parameters = parameters
+        self._root = parameters.root
+        self._expected = expected
+        self._check = check
         self._stack = ExitStack()
         self._hook: Any = None
         self._busy = False
@@ -47,16 +57,14 @@ class Observation:
         try:
             self._stack.enter_context(eager())
             self._stack.enter_context(watching_scale(self.scales))
-            hooks = (
-                self._root.register_forward_pre_hook(
-                    self._before_root, with_kwargs=True, prepend=True
-                ),
-                self._root.register_forward_hook(self._after_root),
+            before = self._root.register_forward_pre_hook(
+                self._before_root, with_kwargs=True, prepend=True
             )
-            for hook in hooks:
-                self._stack.callback(hook.remove)
-            if self._size is not None:
-                self._set_probe(self._size)
+            self._stack.callback(before.remove)
+            after = self._root.register_forward_hook(self._after_root)
+            self._stack.callback(after.remove)
+            if self._expected.size is not None:
+                self._set_probe(self._expected.size)
             self.tracer.mark_constant(self._root.buffers())
             self._stack.enter_context(tracing(self.tracer, self._root))
         except BaseException:
@@ -70,38 +78,40 @@ class Observation:
     def release(self) -> None:
         """Let go of every tensor of the pass."""
         self.calls.clear()
-        self.outputs.clear()
+        if self.tracer.options.guard is not None:
+            self.tracer.options.guard.outputs.clear()
         if self._hook is not None:
             self._hook.remove()
         self.tracer.release()
 
+    @property
+    def scale(self) -> Tensor | None:
+        """The factor that a GradScaler gave the loss; None without one."""
+        return self.scales[-1] if self.scales else None
+
     def scores(self) -> Tensor:
-        """The table [slots, B] of this pass: loss scale divided out, not yet the share of the
-        global batch.
-        """
+        """The table [slots, B], loss scale divided out, not yet the share of the global batch."""
         if not self.tracer.bound:
             raise GradsightError(
-                "observe() ended without a call of the model: expected loss_fn(model, batch) and loss.backward() "
-                "inside the block"
+                "observe() ended without a call of the model: expected loss_fn(model, batch) and "
+                "loss.backward() inside the block"
             )
         if self.backwards != 1:
-            came = (
-                "without a backward pass"
-                if self.backwards == 0
-                else f"after {self.backwards} backward passes"
-            )
+            came = "without a backward pass"
+            if self.backwards > 1:
+                came = f"after {self.backwards} backward passes"
             raise GradsightError(
-                f"observe() ended {came}: expected exactly one loss.backward() inside each block (one block per micro-batch; "
-                "activation checkpointing with use_reentrant=False). The scores of this block are discarded; .grad is "
-                "untouched."
+                f"observe() ended {came}: expected exactly one loss.backward() inside each block "
+                "(one block per micro-batch; activation checkpointing with use_reentrant=False). "
+                "The scores of this block are discarded; .grad is untouched."
             )
         table = self.tracer.probe.grad
         assert table is not None
-        return table / self.scales[-1].to(table) if self.scales else table
+        return table if self.scale is None else table / self.scale.to(table)
 
     def _set_probe(self, batch: int) -> None:
         probe = torch.zeros(
-            self._slots,
+            self.tracer.options.directions.slots,
             batch,
             device=self._parameters.device,
             dtype=self._parameters.score_dtype,
@@ -118,28 +128,44 @@ class Observation:
     ) -> None:
         if self._busy or self.tracer.paused or not self.tracer.active:
             return
-        self._busy = True
+        self._busy = True  # the check calls the model too
         try:
-            with torch._C.DisableTorchFunction():
-                call = tell_batch(args, kwargs, self._size, self._batch_dim, self._root)
-            if not self.calls:
-                self.tracer.plan.memory.preferred = next(iter(call.dims.values()))
-                self._before_call(call)
-                if self._size is None:
-                    self._set_probe(call.batch)
-            elif call.batch != self.tracer.batch:
-                raise GradsightError(
-                    f"the model was called with {call.batch} samples after {self.tracer.batch} in the same block. "
-                    "Use one observe() block per backward pass, or pass sample_ids."
-                )
-            self.calls.append(call)
-            self.tracer.mark_call(call)
+            self._take_call(args, kwargs)
         finally:
             self._busy = False
 
+    def _take_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch._C.DisableTorchFunction():
+            call = self._split(args, kwargs)
+        if not self.calls:
+            self.tracer.options.memory.preferred = next(iter(call.dims.values()))
+            if self._check is not None:
+                self._check.before_call(call, self._parameters, self.tracer)
+            if self._expected.size is None:
+                self._set_probe(call.batch)
+        elif call.batch != self.tracer.batch:
+            raise GradsightError(
+                f"the model was called with {call.batch} samples after {self.tracer.batch} in the "
+                "same block. Use one observe() block per backward pass, or pass sample_ids."
+            )
+        self.calls.append(call)
+        self.tracer.mark_call(call)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
+        """Find the samples in the arguments, or say what the user can do."""
+        expected = self._expected
+        try:
+            return tell_batch(args, kwargs, expected.size, expected.batch_dim, self._root)
+        except NotSeparable as error:
+            raise GradsightError(
+                f"{error} Check sample_ids, or pass batch_dim to GhostEngine."
+            ) from None
+
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._busy and not self.tracer.paused and self.tracer.active:
-            self.outputs += tensors_in(output)
+        guard = self.tracer.options.guard
+        if guard is None or self._busy or self.tracer.paused or not self.tracer.active:
+            return
+        guard.outputs += tensors_in(output)
 
 
 @contextmanager
@@ -158,50 +184,3 @@ def watching_scale(found: list[Tensor]) -> Iterator[None]:
         yield
     finally:
         torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
-
-
-def refuse_batch_norm(root: nn.Module) -> None:
-    """An error if a BatchNorm of the model is in training mode."""
-    for name, module in root.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            raise GradsightError(
-                f"{name or 'the model'} is a {type(module).__name__} in training mode: its statistics mix the samples "
-                "of a batch, so no "
-                "sample has a gradient of its own. Put it in evaluation mode, or use GroupNorm or LayerNorm."
-            )
-
-
-def refuse_mixing(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """An error for batch statistics computed by a function call."""
-    if func is F.batch_norm and kwargs.get("training", args[5] if len(args) > 5 else False):
-        raise GradsightError(
-            "batch_norm is called with training=True: its statistics mix the samples of a batch, so no sample has a "
-            "gradient of its own"
-        )
-
-
-def mixes_samples(loss: Tensor, outputs: Sequence[Tensor], batch: int) -> bool:
-    """Whether the loss ties samples together: whether the gradient at one sample's output depends
-    on another's output.
-
-    Looked for with one second derivative of the loss as a function of the model's outputs. A loss
-    that cannot be differentiated twice is given the benefit of the doubt.
-    """
-    rows = [y for y in outputs if y.requires_grad and y.dim() > 0 and y.shape[0] == batch]
-    if batch < 2 or not rows:
-        return False
-    try:
-        first = torch.autograd.grad(loss, rows[:1], create_graph=True, allow_unused=True)[0]
-        if first is None or not first.requires_grad:
-            return False
-        even = torch.zeros_like(first)
-        even[::2] = torch.randn(even[::2].shape, generator=torch.Generator().manual_seed(0)).to(
-            even
-        )
-        second = torch.autograd.grad(first, rows[0], even, retain_graph=True, allow_unused=True)[0]
-    except RuntimeError:
-        return False
-    if second is None:
-        return False
-    own, foreign = second[::2].abs().max(), second[1::2].abs().max()
-    return bool(foreign > 1e-4 * own) and bool(foreign > 0)

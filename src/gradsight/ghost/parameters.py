@@ -1,17 +1,18 @@
-"""The parameters of a model by name, for looking up the tensors of operations."""
+"""The parameters that samples are scored by, found again in the operations that use them."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.distributed import is_sharded
 from gradsight.core.parameters import named_parameters
+from gradsight.core.shards import is_sharded
 
 
-class Parameters:
-    """The parameters of a model by name, and the names of the tensors that stand for them in
-    operations.
+class ScoredParameters:
+    """The parameters of a model by name, and the names of the tensors that stand for them.
+
+    Made anew for every block: between two of them parameters may be frozen, thawed or sharded.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -20,23 +21,25 @@ class Parameters:
         self.all = {each.name: each.tensor for each in named}
         self.trainable = {name: p for name, p in self.all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self.trainable.items()}
+        # Looked up here, once: inside a traced pass each look at a dtype or a device is an
+        # operation that the tracer sees.
         self.device = named[0].tensor.device
         """Where the first parameter lives."""
         self.score_dtype = _widest(self.trainable.values())
-        """What scores are kept in: fp32, or fp64 for a model in fp64."""
+        """The scores' type: fp32, or fp64 for a model in fp64."""
         self._sharded = any(is_sharded(p) for p in self.all.values())
         self._places = self._find_places() if self._sharded else []
 
     def name(self, tensor: Tensor) -> str | None:
         """The name of a trainable parameter; None for any other tensor."""
-        found = self._names.get(id(tensor))
-        if found is not None or not self._sharded:
-            return found
+        name = self._names.get(id(tensor))
+        if name is not None or not self._sharded:
+            return name
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
             return None
-        for module, attribute, name in self._places:
+        for module, attribute, own in self._places:
             if module._parameters.get(attribute) is tensor:
-                return name
+                return own
         return None
 
     def _find_places(self) -> list[tuple[nn.Module, str, str]]:
@@ -50,7 +53,7 @@ class Parameters:
 
 
 def _widest(parameters: Iterable[Tensor]) -> torch.dtype:
-    wide = torch.float32
+    widest = torch.float32
     for dtype in {parameter.dtype for parameter in parameters}:
-        wide = torch.promote_types(wide, dtype)
-    return wide
+        widest = torch.promote_types(widest, dtype)
+    return widest

@@ -1,31 +1,37 @@
 """The batch-wise protocol of training loops that build their own forward pass, in either mode."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from gradsight.errors import UsageError
-from gradsight.ghost.concat import Concatenation
+from gradsight.ghost.blocks import BlockScorer
+from gradsight.ghost.concat import Concatenation, refuse_concat
 
-if TYPE_CHECKING:
-    from gradsight.ghost.engine import GhostEngine
+ORDER = {
+    "idle": "attach_train_batch",
+    "attached": "prepare_forward_input",
+    "forward": "prepare_gradients",
+    "scored": "aggregate_and_log",
+}
+"""The call that is due in each stage of a step."""
 
 
 class BatchProtocol:
-    """attach -> prepare_forward_input -> forward and backward -> prepare_gradients -> optimizer
-    step -> aggregate_and_log.
+    """Keeps the order: attach, forward input, the user's pass, gradients, optimizer, aggregate.
+
+    A call that fails or comes out of order gives the step up.
     """
 
-    def __init__(self, engine: "GhostEngine") -> None:
-        self._engine = engine
+    def __init__(self, blocks: BlockScorer, mode: str) -> None:
+        self._blocks = blocks
+        self._mode = mode
         self._stage = "idle"
         self._ids: list[int | str] = []
-        self.iteration = 0
+        self._iteration = 0
 
-    def attach(
-        self, x: Any, y: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor
-    ) -> None:
+    def attach(self, x: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor) -> None:
         """Announce a batch; batch_idx is the number of the batch, or the sample ids."""
         self._expect("idle", "attach_train_batch")
         if not isinstance(x, Tensor) or x.dim() == 0:
@@ -33,7 +39,7 @@ class BatchProtocol:
                 "attach_train_batch(X, Y, ...): expected X to be a tensor with one row per sample"
             )
         self._ids = _identities(batch_idx, x.shape[0])
-        self.iteration = iteration
+        self._iteration = iteration
         self._stage = "attached"
 
     def forward_input(self, x: Any, y: Any) -> tuple[Any, Any]:
@@ -44,12 +50,13 @@ class BatchProtocol:
             raise UsageError(
                 f"prepare_forward_input got {len(x)} rows, attach_train_batch {len(self._ids)}"
             )
-        if self._engine.mode == "concat":
-            joined: Concatenation = self._engine.concatenation()
+        if self._mode == "concat":
+            joined = Concatenation(self._blocks.targets, self._blocks.parameters)
+            refuse_concat(self._blocks.parameters.root, self._blocks.ranks.size)
             x, y = joined.join(x, y)
-            self._engine.begin(joined.total, self.iteration, joined)
+            self._blocks.begin(joined.total, self._iteration, joined)
         else:
-            self._engine.begin(len(self._ids), self.iteration)
+            self._blocks.begin(len(self._ids), self._iteration)
         self._stage = "forward"
         return x, y
 
@@ -57,7 +64,7 @@ class BatchProtocol:
         """After backward: .grad is the training gradient, and the scores are taken."""
         self._expect("forward", "prepare_gradients")
         self._stage = "idle"
-        self._engine.end(self._ids, None)
+        self._blocks.end(self._ids, None)
         self._stage = "scored"
 
     def aggregate(self) -> None:
@@ -65,22 +72,19 @@ class BatchProtocol:
         self._expect("scored", "aggregate_and_log")
         self._stage = "idle"
         self._ids = []
-        self._engine.finish_step(self.iteration)
+        self._blocks.finish_step(self._iteration)
 
     def _expect(self, stage: str, call: str) -> None:
-        order = {
-            "idle": "attach_train_batch",
-            "attached": "prepare_forward_input",
-            "forward": "prepare_gradients",
-        }
-        if self._stage != stage:
-            due = order.get(self._stage, "aggregate_and_log")
-            stuck, self._stage = self._stage, "idle"
-            if stuck == "forward":
-                self._engine.abandon()
-            raise UsageError(
-                f"{call}() was called out of order: {due}() is due. The step is given up; begin with attach_train_batch()."
-            )
+        if self._stage == stage:
+            return
+        due = ORDER[self._stage]
+        if self._stage == "forward":
+            self._blocks.abandon()
+        self._stage = "idle"
+        raise UsageError(
+            f"{call}() was called out of order: {due}() is due. The step is given up; begin with "
+            "attach_train_batch()."
+        )
 
 
 def _identities(batch_idx: int | Sequence[int | str] | Tensor, rows: int) -> list[int | str]:

@@ -1,88 +1,170 @@
-"""Which step it is, what the optimizer did, and when scores go to disk."""
+"""The scores of a run: which step they belong to, what the optimizer did, when they go to disk."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.sharing import Ranks
+from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.clipping import ClipMeter
-from gradsight.ghost.ledger import Entry, Ledger, to_host, write
-from gradsight.ghost.parameters import Parameters
-from gradsight.ghost.prediction_check import Diary
+from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.prediction_check import LossHistory
 from gradsight.store.run_problems import RunProblems
+from gradsight.store.scores import ScoreFile, score_file, write_scores
+from gradsight.values.scores import SavedScore
 
 
-class Books:
-    """Keeps the scores of a run by step, with learning rate and clipping, and saves them every
-    `save_interval` steps.
-    """
+@dataclass(slots=True)
+class BlockScores:
+    """The scores of one block: a table [targets, B], or by parameter [targets, parameters, B]."""
+
+    step: int
+    sample_ids: list[int | str]
+    domains: list[str | None]
+    table: Tensor
+    direction: str
+    lr: float | None = None
+    clip_coef: Tensor | None = None
+    """Filled in when the optimizer has stepped."""
+
+
+class PendingScores:
+    """Scores by step, until they are saved or dropped."""
+
+    def __init__(
+        self, targets: tuple[str, ...], trainable: frozenset[str], format: ScoreFile
+    ) -> None:
+        self.format = format
+        self.blocks: list[BlockScores] = []
+        self._targets = targets
+        self._trainable = trainable
+
+    def take(self, before: int | None) -> list[SavedScore]:
+        """Remove and return the rows of all steps before the given one; None: of all steps."""
+        due = [b for b in self.blocks if before is None or b.step < before]
+        self.blocks = [b for b in self.blocks if before is not None and b.step >= before]
+        if any(block.table.is_pinned() for block in due):
+            torch.cuda.synchronize()
+        return [row for block in due for row in self._rows(block)]
+
+    def drop(self, before: int) -> None:
+        """Forget the steps before the given one."""
+        self.blocks = [block for block in self.blocks if block.step >= before]
+
+    def _rows(self, block: BlockScores) -> list[SavedScore]:
+        coef = None if block.clip_coef is None else float(block.clip_coef)
+        if coef is not None and coef != coef:
+            coef = None
+        rows = []
+        for number, target in enumerate(self._targets):
+            values = block.table[number]
+            by_parameter: list[Any] = [None] * len(block.sample_ids)
+            if self.format.parameters is not None:
+                by_parameter = [self._in_order(each) for each in values.t().tolist()]
+                values = values.sum(0)
+            columns = (block.sample_ids, block.domains, values.tolist(), by_parameter)
+            for sample_id, domain, score, parts in zip(*columns, strict=True):
+                rows.append(
+                    SavedScore(
+                        step=block.step,
+                        sample_id=sample_id,
+                        domain=domain,
+                        target=target,
+                        score=score,
+                        lr=block.lr,
+                        clip_coef=coef,
+                        by_parameter=parts,
+                        direction=block.direction,
+                    )
+                )
+        return rows
+
+    def _in_order(self, values: list[float]) -> tuple[float | None, ...]:
+        """One entry per parameter of the model; frozen ones have none."""
+        given = iter(values)
+        names = self.format.parameters or ()
+        return tuple(next(given) if name in self._trainable else None for name in names)
+
+
+def to_host(table: Tensor) -> Tensor:
+    """A copy in main memory that the device fills when it gets there."""
+    if table.device.type == "cuda":
+        return table.detach().to("cpu", non_blocking=True)
+    return table.detach().clone()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """Where scores are saved, and how often."""
+
+    run_dir: Path | None
+    interval: int
+    """In steps."""
+
+
+class ScoreLog:
+    """The scores of a run by step, with learning rate and clipping, saved every so many steps."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        diary: Diary,
-        ranks: Ranks,
+        pending: PendingScores,
+        history: LossHistory,
+        ranks: ModelGroup,
         optimizer: Optimizer | None,
-        directory: Path | None,
-        save_interval: int,
+        saving: SaveOptions,
     ) -> None:
-        self.ledger, self.diary = ledger, diary
-        self.save_interval = save_interval
-        self._ranks, self._optimizer, self._directory = ranks, optimizer, directory
+        self.pending = pending
+        self.history = history
+        self.saving = saving
+        self._ranks = ranks
+        self._optimizer = optimizer
         self._clip = ClipMeter()
-        self._blocks = self._optimizer_steps = self._saved_before = 0
+        self._blocks = 0
+        self._optimizer_steps = 0
+        self._saved_before = 0
         self._last = -1
-        run_dir = directory.parent if directory is not None and ranks.rank == 0 else None
-        self._problems = RunProblems(run_dir)
-        self._hooks = [] if optimizer is None else [
-            optimizer.register_step_pre_hook(self._before_optimizer),
-            optimizer.register_step_post_hook(self._after_optimizer),
-        ]  # fmt: skip
+        self._problems = RunProblems(saving.run_dir if ranks.rank == 0 else None)
+        self._hooks: list[Any] = []
+        if optimizer is not None:
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before_optimizer),
+                optimizer.register_step_post_hook(self._after_optimizer),
+            ]
 
     def step(self, given: int | None) -> int:
-        """The number of the step that a block belongs to: as given, or by the optimizer's steps, or
-        one per block.
-        """
+        """A block's step: as given, or by the optimizer's steps, or one per block."""
         if given is not None:
             return given
         return self._blocks if self._optimizer is None else self._optimizer_steps
 
     def begin(self, step: int) -> None:
         """A block of this step begins: earlier steps are complete."""
-        if self._directory is None:
-            self.ledger.drop(step)
+        if self.saving.run_dir is None:
+            self.pending.drop(step)
         else:
             self.save_finished(step)
 
-    def add(
-        self,
-        step: int,
-        ids: list[int | str],
-        domains: list[str | None],
-        table: Tensor,
-        totals: Tensor,
-        direction: str,
-    ) -> None:
-        """Keep a block's scores."""
-        lr = self._learning_rate()
-        self.ledger.entries.append(Entry(step, ids, domains, to_host(table), direction, lr))
-        self.diary.add_scores(step, totals.sum(1), lr)
+    def add(self, block: BlockScores, totals: Tensor) -> None:
+        """Keep a block's scores; `totals` is their table [targets, B]."""
+        block.table = to_host(block.table)
+        block.lr = self._learning_rate()
+        self.pending.blocks.append(block)
+        self.history.add_scores(block.step, totals.sum(1), block.lr)
         self._blocks += 1
-        self._last = max(self._last, step)
+        self._last = max(self._last, block.step)
 
-    def look_at_gradients(self, parameters: Parameters, scale: Tensor | None) -> None:
+    def look_at_gradients(self, parameters: ScoredParameters, scale: Tensor | None) -> None:
         """Remember the gradients as backward left them, to see what clipping makes of them."""
         if self._optimizer is not None:
             self._clip.after_backward(list(parameters.trainable.values()), scale)
 
     def save_finished(self, step: int) -> None:
-        """Write the file that is due when this step begins. A failure is said once; training goes
-        on.
-        """
-        due = step - step % self.save_interval
-        if self._directory is None or due <= self._saved_before:
+        """Write the file that is due when this step begins; training survives a failure."""
+        due = step - step % self.saving.interval
+        if self.saving.run_dir is None or due <= self._saved_before:
             return
         self._saved_before = due
         try:
@@ -92,14 +174,25 @@ class Books:
             self._problems.report("scores", text, step)
 
     def save(self, iteration: int | None) -> Path | None:
-        """Write the scores of all steps before this one (None: of all); returns the path on the
-        first process.
+        """Write the scores of all steps before this one (None: of all).
+
+        One file with every process's rows, written by the first; returns its path there.
         """
-        rows = self.ledger.take(iteration)
-        name = self._last + 1 if iteration is None else iteration
-        if self._directory is None or (iteration is None and not rows and self._ranks.size == 1):
+        rows = self.pending.take(iteration)
+        nothing_left = iteration is None and not rows and self._ranks.size == 1
+        if self.saving.run_dir is None or nothing_left:
             return None
-        return write(self._directory, name, rows, self.ledger, self._ranks)
+        gathered = self._ranks.gather_objects(rows)
+        if gathered is None:
+            return None
+        before = self._last + 1 if iteration is None else iteration
+        path = score_file(self.saving.run_dir, before)
+        merged = [row for part in gathered for row in part]
+        if merged:
+            fault = write_scores(path, merged, self.pending.format)
+            if fault is not None:
+                self._problems.report("damaged scores", fault, before)
+        return path
 
     def close(self) -> None:
         """Save what is left and take the hooks off the optimizer."""
@@ -119,14 +212,15 @@ class Books:
         coef = self._clip.at_step(
             fused=bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         )
-        step = self.ledger.entries[-1].step if self.ledger.entries else None
-        for entry in self.ledger.entries:
-            if entry.step == step:
-                entry.clip_coef = coef
-        if self.diary.steps:
-            self.diary.steps[-1].clip_coef = coef
+        blocks = self.pending.blocks
+        for block in blocks:
+            if block.step == blocks[-1].step:
+                block.clip_coef = coef
+        if self.history.steps:
+            self.history.steps[-1].clip_coef = coef
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_steps += 1
-        if self._ranks.size == 1 and self.ledger.entries:
+        # No collective of ours may run inside a hook: with several processes the next block saves.
+        if self._ranks.size == 1 and self.pending.blocks:
             self.save_finished(self._last + 1)

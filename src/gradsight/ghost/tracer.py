@@ -10,7 +10,7 @@ not lie in rows (tokens routed to experts) the derivative is carried on as well,
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,32 +18,38 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gradsight.core.autocast import autocast_dtype
+from gradsight.core.samples import ModelCall, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.ghost.derivative import Call, autocast_dtype, generator_state, name_of
+from gradsight.ghost.derivative import OperatorCall, generator_state, name_of
+from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
-from gradsight.ghost.gram import Factor
-from gradsight.ghost.passes import ModelCall
+from gradsight.ghost.guard import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
 from gradsight.ghost.sample_axis import Key, Layout, LayoutMemory
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent_sources import (
-    Carrier,
-    Fixed,
-    Operation,
-    Source,
-    Tangents,
+    FixedTangents,
+    OperationTangents,
+    ParameterTangents,
+    TangentSource,
     origins_of,
     push_forward,
 )
 from gradsight.ghost.use import Use
 
-LookUp = Callable[[str], Tangents]
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+IN_PLACE_OPERATORS = frozenset(
+    {
+        "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__",
+        "__ipow__",
+    }
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Options:
-    """How operations are scored."""
+@dataclass(frozen=True, slots=True)
+class RuleOptions:
+    """How rules score an operation."""
 
     exact_grad: bool = False
     """Whether the gradient must be the plain operation's own, bit for bit."""
@@ -51,43 +57,41 @@ class Options:
     """A route to take everywhere, for comparisons; None: by the cost rule."""
 
 
-@dataclass
-class Plan:
-    """What a pass is traced for."""
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What a pass is scored along, and how."""
 
-    look_up: LookUp
-    """From a parameter's name to its part of every direction."""
+    directions: Directions
     memory: LayoutMemory
-    options: Options
-    factors: Callable[[str], list[list[Factor]] | None] | None = None
-    """From a parameter's name to the factors of its part of each direction, where they are kept."""
-    on_source: Callable[[str], object] | None = None
-    """Called when a parameter is met for the first time in a pass."""
-    on_backward: Callable[[Tensor], None] | None = None
-    """Called with the loss before its backward pass."""
-    on_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] | None = None
-    """May refuse or replace a call; returns DECLINED to leave it."""
+    rules: RuleOptions = RuleOptions()
+    guard: PassGuard | None = None
+    """Asked before every operation; None in passes beside training."""
     scratch: Scratch = field(default_factory=Scratch)
     """Memory for the products of a layer."""
-    slow: dict[str, set[str]] = field(default_factory=dict)
-    """Operations that went the universal way, with their parameters."""
 
 
 class Tracer(TorchFunctionMode):
     """The function mode of one observed pass."""
 
     def __init__(
-        self, plan: Plan, name: Callable[[Tensor], str | None], probe: Tensor | None = None
+        self,
+        options: TraceOptions,
+        name: Callable[[Tensor], str | None],
+        probe: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.plan = plan
-        self._probe = probe
+        self.options = options
         self.keys: dict[Key, tuple[str, ...]] = {}
-        self._name = name
-        self._carried: dict[int, tuple[weakref.ref[Tensor], Carrier]] = {}
-        self._constant: dict[int, weakref.ref[Tensor]] = {}
-        self._sources: dict[str, Source] = {}
+        """The uses met in the pass, with their parameters."""
+        self.slow: dict[str, set[str]] = {}
+        """Operations that went the universal way, with their parameters."""
         self.paused = False
+        self._probe = probe
+        self._name = name
+        # Weak references: a tensor's id is reused as soon as it is gone.
+        self._carried: dict[int, tuple[weakref.ref[Tensor], TangentSource]] = {}
+        self._constant: dict[int, weakref.ref[Tensor]] = {}
+        self._parameters: dict[str, ParameterTangents] = {}
         self.on_recompute: Callable[[], None] | None = None
         """Called once, when an operation is met that a backward pass may run again."""
         self._preferred: int | None = None
@@ -97,8 +101,8 @@ class Tracer(TorchFunctionMode):
         """The zero table [slots, B] whose gradient is the scores."""
         if self._probe is None:
             raise GradsightError(
-                "the size of the batch cannot be told: a parameter was used before the model was called. Pass "
-                "sample_ids to observe()."
+                "the size of the batch cannot be told: a parameter was used before the model was "
+                "called. Pass sample_ids to observe()."
             )
         return self._probe
 
@@ -113,14 +117,13 @@ class Tracer(TorchFunctionMode):
 
     @property
     def batch(self) -> int:
-        """How many samples."""
+        """The number of samples."""
         return self.probe.shape[1]
 
     @property
     def active(self) -> bool:
-        """Whether this thread's operations are being seen: not so in backward passes, where
-        checkpointed code runs again.
-        """
+        """Whether this thread's operations are being seen."""
+        # Function modes are not active during backward, where checkpointed code runs again.
         return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
@@ -128,7 +131,7 @@ class Tracer(TorchFunctionMode):
         self._probe = None
         self._carried.clear()
         self._constant.clear()
-        self._sources.clear()
+        self._parameters.clear()
 
     def mark_constant(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that hold no samples."""
@@ -136,9 +139,7 @@ class Tracer(TorchFunctionMode):
             self._constant[id(tensor)] = weakref.ref(tensor)
 
     def mark_call(self, call: ModelCall) -> None:
-        """The arguments of a call of the model: those with samples in them are batch data, wherever
-        they were made.
-        """
+        """Tell the call's arguments with samples in them from constants, wherever they were made."""
         for position, x in enumerate(call.flat):
             if isinstance(x, Tensor):
                 if position in call.dims:
@@ -146,10 +147,8 @@ class Tracer(TorchFunctionMode):
                 else:
                     self.mark_constant([x])
 
-    def carrier(self, x: Any) -> Carrier | None:
-        """What a tensor carries: its own direction if it is a trainable parameter, a derived one,
-        or nothing.
-        """
+    def source(self, x: Any) -> TangentSource | None:
+        """A tensor's source of derivatives: as a trainable parameter, a derived one, or None."""
         if not isinstance(x, Tensor):
             return None
         entry = self._carried.get(id(x))
@@ -158,12 +157,11 @@ class Tracer(TorchFunctionMode):
         name = self._name(x)
         if name is None:
             return None
-        if name not in self._sources:
-            self._sources[name] = Source(name, self.plan.look_up)
-            if self.plan.on_source is not None:
-                self.plan.on_source(name)
-        self._carry(x, self._sources[name])
-        return self._sources[name]
+        if name not in self._parameters:
+            self._parameters[name] = ParameterTangents(name, self.options.directions)
+            self.options.directions.fetch(name)
+        self._carry(x, self._parameters[name])
+        return self._parameters[name]
 
     def __torch_function__(
         self,
@@ -176,20 +174,21 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        guard = self.options.guard
         if func in BACKWARD:
-            if func is not torch.autograd.grad and self.plan.on_backward is not None:
-                self.plan.on_backward(args[0] if isinstance(args[0], Tensor) else args[0][0])
+            if guard is not None and func is not torch.autograd.grad:
+                self._before_backward(guard, args[0])
             return func(*args, **kwargs)
-        if self.plan.on_call is not None:
-            replaced = self.plan.on_call(func, args, kwargs)
+        if guard is not None:
+            replaced = guard.intercept(func, args, kwargs)
             if replaced is not DECLINED:
                 return replaced
-        tensors = _tensors_of(args, kwargs)
+        tensors = tensors_in(*args, *kwargs.values())
         if not torch.is_grad_enabled():
             self._expect_recompute()
             return self._plain(func, args, kwargs, tensors)
-        carriers = [carrier for x in tensors if (carrier := self.carrier(x)) is not None]
-        if not carriers:
+        sources = [source for x in tensors if (source := self.source(x)) is not None]
+        if not sources:
             return self._plain(func, args, kwargs, tensors)
         inner = descend(func)
         if inner is not None:
@@ -197,20 +196,24 @@ class Tracer(TorchFunctionMode):
         if self.on_recompute is not None and saves_are_packed():
             self._expect_recompute()
         if func in RULES and any(
-            self.carrier(x) is None and not self._is_constant(x) for x in tensors
+            self.source(x) is None and not self._is_constant(x) for x in tensors
         ):
-            scored = RULES[func](Use(self, func, args, kwargs, origins_of(carriers)))
+            scored = RULES[func](Use(self, func, args, kwargs, origins_of(sources)))
             if scored is not DECLINED:
                 return scored
         return self._general(func, args, kwargs)
 
+    def _before_backward(self, guard: PassGuard, losses: Any) -> None:
+        if guard.judges_loss:
+            guard.judge_loss(losses if isinstance(losses, Tensor) else losses[0], self.batch)
+        guard.before_backward()
+
     def _inside(
         self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a composite function with every operation in it seen; by torch's convention its
-        samples are in dimension 1.
-        """
-        outside, self._preferred = self._preferred, 1
+        """Run a composite function with every operation in it seen."""
+        outside = self._preferred
+        self._preferred = 1  # nn.MultiheadAttention has turned its inputs to [time, samples, width]
         try:
             with self:
                 return body(*args, **kwargs)
@@ -240,37 +243,31 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         flat, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [(i, x) for i, x in enumerate(flat) if isinstance(x, Tensor)]
-        carried = {i: c for i, x in tensors if (c := self.carrier(x)) is not None}
+        carried = {i: c for i, x in tensors if (c := self.source(x)) is not None}
         device = tensors[0][1].device
-        call = Call(
+        call = OperatorCall(
             func, spec, device.type, generator_state(func, device), autocast_dtype(device.type)
         )
-        version = flat[0]._version if isinstance(flat[0], Tensor) else None
-        before = (
-            [x.detach().clone() if isinstance(x, Tensor) else x for x in flat]
-            if changes_in_place(func)
-            else None
-        )
+        if changes_in_place(func):
+            return self._run_in_place(call, flat, carried, args, kwargs)
         out = func(*args, **kwargs)
-        if before is not None:
-            if flat[0]._version != version:
-                self._carry_in_place(call, before, flat[0], carried)
-            return out
         outputs, out_spec = tree_flatten(out)
         scored = [j for j, y in enumerate(outputs) if _differentiable(y)]
         if not scored:
             return out
         if all(self._is_constant(x) or (i in carried and not carried[i].rows) for i, x in tensors):
-            return self._carry_on(call, flat, carried, outputs, scored, out)
+            self._carry_on(OperationTangents(call, flat, carried), outputs, scored)
+            return out
         origins = origins_of(carried.values())
-        found = {
-            j: self.layout((call.name, str(j), *origins), outputs[j].shape, origins) for j in scored
-        }
-        layouts = {j: layout for j, layout in found.items() if layout is not None}
-        self.plan.slow.setdefault(call.name, set()).update(origins)
-        if len(layouts) < len(found):
-            rest = [j for j in scored if j not in layouts]
-            self._carry_on(call, flat, carried, outputs, rest, out)
+        layouts = {}
+        for j in scored:
+            layout = self.layout((call.name, str(j), *origins), outputs[j].shape, origins)
+            if layout is not None:
+                layouts[j] = layout
+        self.slow.setdefault(call.name, set()).update(origins)
+        rest = [j for j in scored if j not in layouts]
+        if rest:
+            self._carry_on(OperationTangents(call, flat, carried), outputs, rest)
         outputs = attach_derivative(outputs, layouts, call, flat, carried, self.probe)
         return tree_unflatten(outputs, out_spec)
 
@@ -278,38 +275,39 @@ class Tracer(TorchFunctionMode):
         """Where the samples are in a tensor met at this use of these parameters."""
         key = (*key, f"rank {len(shape)}")
         self.keys[key] = origins
-        return self.plan.memory.find(key, shape, self.batch, self._preferred)
+        return self.options.memory.find(key, shape, self.batch, self._preferred)
 
-    def _carry(self, x: Tensor, carrier: Carrier) -> None:
-        self._carried[id(x)] = (weakref.ref(x), carrier)
+    def _carry(self, x: Tensor, source: TangentSource) -> None:
+        self._carried[id(x)] = (weakref.ref(x), source)
 
     def _carry_on(
-        self,
-        call: Call,
-        flat: list[Any],
-        carried: Mapping[int, Carrier],
-        outputs: Sequence[Any],
-        which: Sequence[int],
-        out: Any,
-    ) -> Any:
-        operation = Operation(call, flat, carried)
+        self, operation: OperationTangents, outputs: Sequence[Any], which: Sequence[int]
+    ) -> None:
         for j in which:
             self._carry(outputs[j], operation.output(j))
-        return out
 
-    def _carry_in_place(
-        self, call: Call, before: list[Any], changed: Tensor, carried: Mapping[int, Carrier]
-    ) -> None:
-        """A tensor that was changed with a parameter's help carries the derivative from here on."""
-        run = Call(
-            _first_changed(call.func), call.spec, call.device, call.generator_state, call.autocast
-        )
-        pairs = [(slot, outs[0]) for slot, outs in push_forward(run, before, carried).items()]
-        self._constant.pop(id(changed), None)
-        self._carry(
-            changed,
-            Fixed(origins_of(carried.values()), tuple((s, t) for s, t in pairs if t is not None)),
-        )
+    def _run_in_place(
+        self,
+        call: OperatorCall,
+        flat: list[Any],
+        carried: Mapping[int, TangentSource],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a call that may change its first argument; if so, that carries the derivative on."""
+        changed = flat[0]
+        version = changed._version if isinstance(changed, Tensor) else None
+        before = [x.detach().clone() if isinstance(x, Tensor) else x for x in flat]
+        out = call.func(*args, **kwargs)
+        if changed._version != version:
+            run = replace(call, func=_first_changed(call.func))
+            tangents = [
+                (slot, outs[0]) for slot, outs in push_forward(run, before, carried).items()
+            ]
+            pairs = tuple((slot, tangent) for slot, tangent in tangents if tangent is not None)
+            self._constant.pop(id(changed), None)
+            self._carry(changed, FixedTangents(origins_of(carried.values()), pairs))
+        return out
 
     def _is_constant(self, x: Tensor) -> bool:
         ref = self._constant.get(id(x))
@@ -318,9 +316,7 @@ class Tracer(TorchFunctionMode):
 
 @contextmanager
 def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
-    """Operations are seen in here, also when activation checkpointing runs modules again in a
-    backward pass.
-    """
+    """Operations are seen in here, also those that activation checkpointing runs again."""
     entered: list[nn.Module] = []
 
     def before(module: nn.Module, args: Any) -> None:
@@ -334,7 +330,8 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
             tracer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     with ExitStack() as stack:
-
+        # A module with hooks of ours is slower to call, so they are put on only where a backward
+        # pass may run modules again.
         def enter_with_modules() -> None:
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
@@ -347,9 +344,7 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
 
 
 def saves_are_packed() -> bool:
-    """Whether someone takes the tensors that autograd keeps: activation checkpointing does, to
-    compute them again instead.
-    """
+    """Whether activation checkpointing, or somebody else, takes the tensors that autograd keeps."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 
@@ -364,38 +359,16 @@ def paused(tracer: Tracer) -> Iterator[None]:
         tracer.paused = False
 
 
-def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a torch function, which are at most in lists."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [x for x in value if isinstance(x, Tensor)]
-    return found
-
-
 def changes_in_place(func: Callable[..., Any]) -> bool:
     """Whether a function changes its first argument, by torch's naming."""
     name = name_of(func)
     if name.startswith("__"):
-        return name in {
-            "__setitem__",
-            "__iadd__",
-            "__isub__",
-            "__imul__",
-            "__itruediv__",
-            "__ior__",
-            "__iand__",
-            "__ipow__",
-        }
+        return name in IN_PLACE_OPERATORS
     return name.endswith("_") and not name.endswith("__")
 
 
 def _first_changed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one that returns its first argument after the change, without changing the
-    caller's.
-    """
+    """The function as one that returns a changed copy of its first argument."""
 
     def changed(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         copy = first.clone()

@@ -1,4 +1,4 @@
-"""What a rule sees of an operation."""
+"""An operation as a rule sees it, and the table of rules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,19 @@ from gradsight.ghost.derivative import name_of
 from gradsight.ghost.fallback import Score, attach
 from gradsight.ghost.gram import Factor
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent_sources import Carrier, Source
+from gradsight.ghost.scratch import Scratch
+from gradsight.ghost.tangent_sources import ParameterTangents, TangentSource
 
 if TYPE_CHECKING:
     from gradsight.ghost.tracer import Tracer
 
+DECLINED: Any = type("Declined", (), {"__repr__": lambda self: "DECLINED"})()
+"""What a rule returns for a call that it does not know."""
 
-@dataclass
+
+@dataclass(slots=True)
 class Use:
-    """One operation in which parameters meet batch data, as a rule sees it."""
+    """One operation in which parameters meet batch data."""
 
     tracer: "Tracer"
     func: Callable[..., Any]
@@ -30,7 +34,7 @@ class Use:
 
     @property
     def batch(self) -> int:
-        """How many samples."""
+        """The number of samples."""
         return self.tracer.batch
 
     @property
@@ -41,29 +45,32 @@ class Use:
     @property
     def exact_grad(self) -> bool:
         """Whether the gradient must be the plain operation's own, bit for bit."""
-        return self.tracer.plan.options.exact_grad
+        return self.tracer.options.rules.exact_grad
 
     @property
     def route(self) -> str | None:
         """The route to take, where the cost rule is not to decide."""
-        return self.tracer.plan.options.route
+        return self.tracer.options.rules.route
+
+    @property
+    def scratch(self) -> Scratch:
+        """Memory for the products of a layer."""
+        return self.tracer.options.scratch
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument given by position or by name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
-    def carrier(self, x: Any) -> Carrier | None:
-        """What a tensor carries, if anything."""
-        return self.tracer.carrier(x)
+    def source(self, x: Any) -> TangentSource | None:
+        """The source of a tensor's derivatives; None where it carries none."""
+        return self.tracer.source(x)
 
     def factors(self, weight: Tensor) -> list[list[Factor]] | None:
-        """The factors of a weight's part of each direction, for the Gram route; None where they are
-        not kept.
-        """
-        carrier, look_up = self.carrier(weight), self.tracer.plan.factors
-        if look_up is None or not isinstance(carrier, Source) or self.func is not F.linear:
+        """The factors of a weight's part of each direction, for the Gram route, where kept."""
+        source = self.source(weight)
+        if not isinstance(source, ParameterTangents) or self.func is not F.linear:
             return None
-        return look_up(carrier.origins[0])
+        return self.tracer.options.directions.factors(source.origins[0])
 
     def layout(self, shape: torch.Size) -> Layout | None:
         """Where the samples are in the tensor that the rule splits."""
@@ -76,3 +83,20 @@ class Use:
     def attach(self, y: Tensor, score: Score, saved: Sequence[Tensor] = ()) -> Tensor:
         """y, scored by a function of its gradient and the saved tensors."""
         return attach(y, self.probe, score, saved)
+
+
+Rule = Callable[[Use], Any]
+
+RULES: dict[Callable[..., Any], Rule] = {}
+"""From torch functions to rules."""
+
+
+def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Make a function the rule of these torch functions."""
+
+    def register(function: Rule) -> Rule:
+        for torch_function in functions:
+            RULES[torch_function] = function
+        return function
+
+    return register

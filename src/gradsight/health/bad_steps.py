@@ -6,12 +6,15 @@ the gradient, about its total alone. They used to be written twice, and drifted 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradsight.health.baseline import Baseline
-from gradsight.measure.clipping import ClipReading
 from gradsight.values.measured import Flags, Floats, Norms
+
+if TYPE_CHECKING:  # checks can be read and explained without torch
+    from gradsight.measure.clipping import ClipReading
 
 STEPS_BEFORE_A_SPIKE = 12
 """The first step that can be a spike: before it nothing is usual yet."""
@@ -81,7 +84,7 @@ class EarlyLook:
 
     norms: Norms
     """Without a scaler's factor."""
-    clip: ClipReading | None
+    clip: "ClipReading | None"
     """How much of it the optimizer will use; None where it is not about to use it yet."""
     previous_total: float
     steps_seen: int

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import ProcessGroup
 from gradsight.core.optimizers import innermost_optimizer, optimizer_list
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
+from gradsight.core.shards import is_sharded
 from gradsight.health.alarm import Alarm
 from gradsight.health.judge import Judge
 from gradsight.health.one_look import verdict_of
@@ -42,7 +43,7 @@ class Health:
         parameters: Sequence[Named],
         optimizers: Any,
         options: HealthOptions,
-        group: dist.OwnGroup | None,
+        group: ProcessGroup | None,
         problems: Problems,
     ) -> None:
         self._parameters = parameters
@@ -51,7 +52,7 @@ class Health:
         self._optimizers_elsewhere: list[Any] = []
         subject = subject_of(model, parameters, self._optimizers)
         self._judge = Judge(subject, options.checks)
-        whole = [row for row in subject.matrices if not dist.is_sharded(parameters[row].tensor)]
+        whole = [row for row in subject.matrices if not is_sharded(parameters[row].tensor)]
         self.unit_rows = tuple(row for row in whole if subject.trainable[row])
         """Weights whose dead units are to be counted."""
         self.alarm = Alarm(options.checks, whole_norms=len(self._optimizers) < 2)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.problems import Problems
+from gradsight.core.sharing import replicated_parameters
 from gradsight.measure.local import LocalNorms, LocalReading
 from gradsight.values.measured import RankComparison
 from gradsight.values.steps import CloserLooks
@@ -34,7 +35,7 @@ class RankComparer:
         self,
         model: nn.Module,
         parameters: Sequence[Tensor],
-        group: dist.OwnGroup,
+        group: ProcessGroup,
         closer_looks: CloserLooks,
         problems: Problems,
     ) -> None:
@@ -42,7 +43,7 @@ class RankComparer:
         self._group = group
         self._closer_looks = closer_looks
         self._problems = problems
-        replicated = dist.replicated_parameters(model)
+        replicated = replicated_parameters(model)
         self._all = [
             row
             for row, tensor in enumerate(parameters)
@@ -52,7 +53,7 @@ class RankComparer:
         self._rows: list[int] = []
         self._norms = LocalNorms(parameters)
         self._leaving: deque[tuple[int, list[int], LocalReading]] = deque()
-        self._pending: deque[dist.Gathering] = deque()
+        self._pending: deque[PendingArrays] = deque()
         self._works = bool(self._all)
         self._look_at(closer_looks.first_step)
 
@@ -99,7 +100,9 @@ class RankComparer:
     def _send(self) -> None:
         while self._leaving and self._leaving[0][2].ready():
             step, rows, look = self._leaving.popleft()
-            self._pending.append(self._group.gather(np.append(look.read(self._size, rows), step)))
+            self._pending.append(
+                self._group.start_gather(np.append(look.read(self._size, rows), step))
+            )
 
     def _landed(self) -> list[RankComparison]:
         comparisons = []

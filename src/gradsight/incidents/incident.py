@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsight.core import distributed as dist
 from gradsight.core import rundir
 from gradsight.core.calls import RecordedCall
+from gradsight.core.group import rank, world_size
 from gradsight.core.parameters import clean_name, named_parameters
+from gradsight.core.shards import is_sharded
 from gradsight.incidents.arguments import CannotStore, pack_passes
 from gradsight.incidents.bundle import Bundle, remove_leftovers
 from gradsight.incidents.ring import Ring
@@ -43,11 +44,11 @@ class IncidentWriter:
     def __init__(self, run_dir: str | os.PathLike[str], model: nn.Module, with_batch: bool) -> None:
         self._folder = Path(run_dir).resolve() / rundir.INCIDENTS
         self._model, self.with_batch = model, with_batch
-        remove_leftovers(self._folder, dist.rank())
+        remove_leftovers(self._folder, rank())
 
     def stage(self, passes: Sequence[RecordedCall]) -> StagedIncident:
         """Begin a bundle: batch and parameters as they are now, if those are to be written at all."""
-        bundle = Bundle(self._folder, dist.rank())
+        bundle = Bundle(self._folder, rank())
         try:
             return StagedIncident(
                 bundle, self._data(bundle, passes) if self.with_batch else {"replay": _NO_BATCH}
@@ -98,7 +99,7 @@ class IncidentWriter:
         state = state_of(self._model)
         facts: dict[str, Any] = {"passes": structure, "replay": None, "state": _described(state)}
         size = sum(tensor.nbytes for tensor in state.values())
-        if any(dist.is_sharded(tensor) for tensor in state.values()):
+        if any(is_sharded(tensor) for tensor in state.values()):
             facts["parameters"] = "the parameters are spread over ranks"
         elif size > MOST_PARAMETER_BYTES:
             facts["parameters"] = (
@@ -138,8 +139,8 @@ def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _circumstances() -> dict[str, Any]:
     return {
         "created": time.time(),
-        "rank": dist.rank(),
-        "world_size": dist.world_size(),
+        "rank": rank(),
+        "world_size": world_size(),
         "versions": {"gradsight": metadata.version("gradsight"), "torch": torch.__version__},
     }
 

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core import moments
+from gradsight.core.autocast import current_autocast
 from gradsight.core.calls import RecordedCall
+from gradsight.core.hooks import ModuleHook
 from gradsight.core.parameters import called_module
+from gradsight.core.random_state import torch_states
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
 from gradsight.errors import UsageError
 from gradsight.incidents.kept_call import (
-    After,
-    Before,
     Call,
     around,
-    autocast,
     is_aside,
-    tensors_of,
 )
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
@@ -62,7 +61,6 @@ class KeptCalls:
         self._limits = limits
         self._step_is_over = False
         self._held = 0
-        self._cuda = torch.cuda.is_available()
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._compiled: Any = None
@@ -81,11 +79,11 @@ class KeptCalls:
         # Hooks inside a compiled call would break its graph.
         if getattr(self.model, "_compiled_call_impl", None) is not None:
             self._compiled = self.model._compiled_call_impl
-            self.model._compiled_call_impl = around(self, self._compiled)
+            self.model._compiled_call_impl = around(self.before, self._compiled, self.after)
             return
         self._handles = [
-            self.model.register_forward_pre_hook(Before(self), with_kwargs=True),
-            self.model.register_forward_hook(After(self)),
+            self.model.register_forward_pre_hook(ModuleHook(self.before), with_kwargs=True),
+            self.model.register_forward_hook(ModuleHook(self.after)),
         ]
 
     def stop(self) -> None:
@@ -130,7 +128,7 @@ class KeptCalls:
         if torch.is_grad_enabled():
             self._guarded(self._before, args, kwargs)
 
-    def after(self, output: Any) -> None:
+    def after(self, args: tuple[Any, ...], output: Any) -> None:
         """It has returned."""
         if self.calls and torch.is_grad_enabled() and not is_aside():
             self._guarded(self._after, output)
@@ -150,14 +148,14 @@ class KeptCalls:
         made = RecordedCall(
             args=args,
             kwargs=kwargs,
-            rng=self._random_states(),
+            rng=torch_states(current_device_only=True),
             buffers={name: buffer.clone() for name, buffer in self._spectral},
-            autocast=autocast(),
+            autocast=current_autocast(),
             training=self.model.training,
             caller=users_line(),
             sample_ids=ids,
         )
-        call = Call(made, list(tensors_of((*args, *kwargs.values()))))
+        call = Call(made, tensors_in(*args, *kwargs.values()))
         call.buffer_versions = [buffer._version for _, buffer in self._buffers]
         self._held += call.bytes
         self.calls.append(call)
@@ -167,17 +165,9 @@ class KeptCalls:
             self._held -= self.calls.pop(0).bytes
             self.dropped += 1
 
-    def _random_states(self) -> dict[str, Tensor]:
-        """The state of the generators that a model may draw from."""
-        states = {"cpu": torch.get_rng_state()}
-        if self._cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            device = torch.cuda.current_device()
-            states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
-        return states
-
     def _after(self, output: Any) -> None:
         call = self.calls[-1]
-        found = [output] if isinstance(output, Tensor) else tensors_in(output)
+        found = tensors_in(output)
         if not any(tensor.requires_grad for tensor in found):
             self._held -= self.calls.pop().bytes
             return

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gradsight.core import distributed as dist
 from gradsight.core.calls import RecordedCall, suspended
+from gradsight.core.group import rank, world_size
 from gradsight.core.parameters import unwrapped
 from gradsight.core.problems import Problems
 from gradsight.incidents.incident import (
@@ -95,7 +95,7 @@ class FlightRecorder:
         self._writer: IncidentWriter | None = None
         if run_dir is not None:
             self._writer = IncidentWriter(run_dir, self._model, options.with_batch)
-            if dist.rank() == 0:
+            if rank() == 0:
                 self._ring = Ring(options.names)
         self._incidents_seen = 0
         self._clean_calls = 0  # calls of this step after which the gradient was still finite
@@ -146,7 +146,7 @@ class FlightRecorder:
         if not (self._options.seconds or self._options.with_batch):
             return
         with self._survives():
-            self._diagnose(step, kind, code, scale * dist.world_size())
+            self._diagnose(step, kind, code, scale * world_size())
 
     def _diagnose(self, step: int, kind: Kind, code: str, scale: float) -> None:
         self._forget()
@@ -159,10 +159,8 @@ class FlightRecorder:
             diagnosis = self._run_again(passes[first:], kind, scale)
             diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
             dropped = self.calls.dropped
-            pending.diagnosis = numbered(
-                diagnosis, dist.rank(), first + dropped, len(passes) + dropped
-            )
-        if dist.rank() != 0:
+            pending.diagnosis = numbered(diagnosis, rank(), first + dropped, len(passes) + dropped)
+        if rank() != 0:
             self._write_part(pending)
 
     def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
@@ -196,11 +194,11 @@ class FlightRecorder:
         if diagnosis is not None and pending.facts["kind"] == "spike":
             tells_something = tells_something or bool(diagnosis.samples)
         if self._writer is not None and pending.staged is not None and tells_something:
-            rank = f"rank{dist.rank()}"
-            reason = f"what rank {dist.rank()} found"
-            facts = facts_of_ending(pending.step, rank, reason, diagnosis) | pending.facts
+            code = f"rank{rank()}"
+            reason = f"what rank {rank()} found"
+            facts = facts_of_ending(pending.step, code, reason, diagnosis) | pending.facts
             with self._survives_disk():
-                self._writer.write(f"step{pending.step}-{rank}", pending.staged, facts, None)
+                self._writer.write(f"step{pending.step}-{code}", pending.staged, facts, None)
             pending.staged = None
         self._forget()
 
@@ -306,7 +304,7 @@ class FlightRecorder:
 
     def asked_to_end(self, step: int) -> None:
         """SIGTERM has come."""
-        if dist.rank() == 0:
+        if rank() == 0:
             self._write_ending(step, "SIGTERM", "the process was asked to end")
 
     def _write_ending(self, step: int, code: str, reason: str) -> None:
@@ -314,8 +312,7 @@ class FlightRecorder:
             return
         pending = self._pending
         self._pending = None
-        rank = dist.rank()
-        name = f"step{step}-{code}" if rank == 0 else f"step{step}-rank{rank}"
+        name = f"step{step}-{code}" if rank() == 0 else f"step{step}-rank{rank()}"
         with self._survives_disk():
             staged = None if pending is None else pending.staged
             if staged is None:

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import shared_group
 from gradsight.core.parameters import named_parameters
+from gradsight.core.shards import are_spread, local_part
 from gradsight.errors import UsageError
 from gradsight.measure.histogram import HistogramReading, histograms, share_within_a_tenth
 from gradsight.measure.rank_table import left_out_here, norms_now
@@ -47,10 +48,10 @@ def log_gradient_distribution(
 
 def _histogram_counters(tensors: Sequence[Tensor], step: int) -> Floats:
     """Counters of these parameters' gradients, summed over ranks where they are spread."""
-    parts = [dist.local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
+    parts = [local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
     counters = HistogramReading(parts, offset=step).read()
-    group = dist.shared_group() if dist.are_spread(tensors) else None
+    group = shared_group() if are_spread(tensors) else None
     if group is None:
         return counters
     counters[left_out_here(tensors)] = 0
-    return group.sum(counters).wait()[0]
+    return group.start_sum(counters).wait()[0]

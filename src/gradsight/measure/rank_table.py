@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import shared_group
+from gradsight.core.shards import are_spread, counts_here, local_part
 from gradsight.measure.norms import NormReading, combine, recount, with_total
 from gradsight.values.measured import Floats, Norms
 
@@ -56,7 +57,7 @@ def norms_in(table: Floats) -> tuple[list[int], Norms]:
 
 def left_out_here(parameters: Sequence[Tensor]) -> list[bool]:
     """Of which parameters this rank holds a replica that another rank's table counts."""
-    return [not dist.counts_here(parameter) for parameter in parameters]
+    return [not counts_here(parameter) for parameter in parameters]
 
 
 def norms_now(parameters: Sequence[Tensor]) -> Norms:
@@ -64,10 +65,10 @@ def norms_now(parameters: Sequence[Tensor]) -> Norms:
 
     Where parameters are sharded, every rank must call it.
     """
-    parts = [dist.local_part(each.grad) for each in parameters if each.grad is not None]
+    parts = [local_part(each.grad) for each in parameters if each.grad is not None]
     norms = recount(parts, NormReading(parts).read())
-    group = dist.shared_group() if dist.are_spread(parameters) else None
+    group = shared_group() if are_spread(parameters) else None
     if group is None:
         return norms
     table = rank_table(norms, range(len(parts)), len(parts), left_out_here(parameters))
-    return norms_in(merge_tables(np.stack(group.gather(table).wait())))[1]
+    return norms_in(merge_tables(np.stack(group.start_gather(table).wait())))[1]

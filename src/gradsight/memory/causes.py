@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gradsight.memory.snapshot import Differences, RandomSource, random_sources
+from gradsight.core.random_state import RandomSource, random_sources
+from gradsight.memory.snapshot import Differences
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 bit.
 """
 
-import pickle
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradsight.core.random_state import as_bytes, random_sources, source_state, torch_states
+
 SEED = 20260311
-RandomSource = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,42 +73,24 @@ def take(model: nn.Module, loss: torch.Tensor) -> Snapshot:
             for name, p in model.named_parameters()
         },
         buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
-        random={name: _state(source) for name, source in random_sources(model).items()}
+        random={
+            name: as_bytes(source_state(source)) for name, source in random_sources(model).items()
+        }
         | shared_random(),
     )
 
 
 def shared_random() -> dict[str, bytes]:
     """The states of torch's, CUDA's, numpy's and Python's own generators."""
+    of_devices = torch_states()
     states = {
-        "torch's generator": torch.get_rng_state().numpy().tobytes(),
-        "numpy's generator": pickle.dumps(np.random.get_state()),
-        "Python's generator": pickle.dumps(random.getstate()),
+        "torch's generator": as_bytes(of_devices.pop("cpu")),
+        "numpy's generator": as_bytes(np.random.get_state()),
+        "Python's generator": as_bytes(random.getstate()),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for number, state in enumerate(torch.cuda.get_rng_state_all()):
-            states[f"CUDA's generator {number}"] = state.numpy().tobytes()
+    for device, state in of_devices.items():
+        states[f"CUDA's generator {device.removeprefix('cuda:')}"] = as_bytes(state)
     return states
-
-
-def random_sources(model: nn.Module) -> dict[str, RandomSource]:
-    """Sources of randomness that modules hold as attributes, by dotted name."""
-    return {
-        f"{prefix}.{name}".lstrip("."): value
-        for prefix, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, RandomSource)
-    }
-
-
-def _state(source: RandomSource) -> bytes:
-    if isinstance(source, torch.Generator):
-        return source.get_state().numpy().tobytes()
-    if isinstance(source, np.random.Generator):
-        return pickle.dumps(source.bit_generator.state)
-    return pickle.dumps(
-        source.get_state() if isinstance(source, np.random.RandomState) else source.getstate()
-    )
 
 
 def compare(plain: Snapshot, other: Snapshot) -> Differences:

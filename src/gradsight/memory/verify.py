@@ -4,14 +4,12 @@ anything else changed.
 """
 
 import gc
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from gradsight.core.random_state import randomness_kept
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.available import refuse_what_does_not_fit
@@ -47,7 +45,7 @@ def verify_checkpointing(
     """
     if isinstance(policy, CheckpointingPlan):
         blocks, policy = blocks or policy.blocks, policy.policy
-    with _randomness_restored():
+    with randomness_kept():
         workload = _built(build, policy, blocks)
         refuse_what_does_not_fit(build, optimizer, workload.model)
         plain = _run(workload, optimizer)
@@ -178,17 +176,3 @@ def _locate(build: Build, policy: str, blocks: Sequence[str] | None) -> str | No
     with Locator(find_blocks(workload.model, blocks)) as locator:
         backward(workload)
     return locator.guilty
-
-
-@contextmanager
-def _randomness_restored() -> Iterator[None]:
-    """Leave every shared generator as it was."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    devices = list(range(torch.cuda.device_count())) if in_use else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)

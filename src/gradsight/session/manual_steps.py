@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments
+from gradsight.core.sharing import reduces_gradients
 from gradsight.session.line import StepLine
 from gradsight.values.steps import LOCAL_GRADIENT, NO_GRADIENT, TRUE_GRADIENT
 
@@ -32,7 +32,7 @@ class ManualSteps:
 
     def after_backward(self) -> None:
         """A backward pass has returned."""
-        self._local = not dist.reduces_gradients(self._model)
+        self._local = not reduces_gradients(self._model)
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """The gradients of the next backward passes carry this scaler's factor."""

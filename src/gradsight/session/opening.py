@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import ProcessGroup, rank, world_size
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.errors import RunError, UsageError
@@ -46,18 +46,18 @@ class OpenedRun:
         return outputs
 
 
-def open_run_outputs(options: WatchOptions, group: dist.OwnGroup | None) -> OpenedRun:
+def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> OpenedRun:
     """Open store and sinks, on rank 0; tell the first step, on all ranks."""
     if group is None:
         return _open_here(options)
     opened: OpenedRun | None = None
     first_step = _FAILED
     try:
-        if dist.rank() == 0:
+        if rank() == 0:
             opened = _open_here(options)
             first_step = opened.first_step
     finally:
-        first_step = group.from_first_rank(first_step)
+        first_step = group.from_first(first_step)
     if first_step == _FAILED:
         raise RunError("rank 0 could not open the run; its own error says why")
     return OpenedRun(first_step, Problems()) if opened is None else opened
@@ -116,7 +116,7 @@ def write_run_config(
             "python": platform.python_version(),
         },
         "started": time.time(),
-        "world_size": dist.world_size(),
+        "world_size": world_size(),
         "gradient": GRADIENT,
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "parameters": [_fields(parameter) for parameter in described],

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments
 from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.sharing import reduces_gradients
 from gradsight.session.line import StepLine
 from gradsight.values.steps import LATE_GRADIENT, LOCAL_GRADIENT, NO_GRADIENT, TRUE_GRADIENT
 
@@ -142,7 +142,7 @@ class OptimizerSteps:
             if self._done:
                 self._end_round()
         elif not self._closure_evaluated:
-            self._local = not dist.reduces_gradients(self._model)
+            self._local = not reduces_gradients(self._model)
             self._look(self._with_gradient(range(len(self._parameters))))
 
     def _with_gradient(self, rows: Iterable[int]) -> list[int]:

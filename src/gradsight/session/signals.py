@@ -5,7 +5,7 @@ version numbers on every step, a few hundred entries of the batch on a few.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core import moments
+from gradsight.core.autocast import is_autocast_to
 from gradsight.core.calls import is_suspended
+from gradsight.core.hooks import ModuleHook
+from gradsight.core.samples import tensors_in
 from gradsight.session.guess import loss_of_a_guess
 from gradsight.values.measured import StepSignals
 
@@ -51,7 +54,7 @@ class TrainingSignals:
         # Hooks inside a compiled call would break its graph.
         if getattr(self._model, "_compiled_call_impl", None) is None:
             self._forward_handle = self._model.register_forward_pre_hook(
-                _ForwardHook(self), with_kwargs=True
+                ModuleHook(self._on_forward), with_kwargs=True
             )
 
     def stop(self) -> None:
@@ -100,10 +103,14 @@ class TrainingSignals:
         for clearing in self._clearing:
             clearing.after_backward()
 
-    def on_forward(self, values: Sequence[Any]) -> None:
-        """The model is called with these arguments, in training."""
-        self._half = _autocast_to_float16()
-        self._batches.see(values)
+    def _on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is called with these arguments. After a few batches enough has been seen."""
+        if not self._model.training or is_suspended():
+            return
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._half = is_autocast_to(torch.float16)
+        self._batches.see((*args, *kwargs.values()))
         if self._batches.count >= _BATCHES:
             self._leave_model()
 
@@ -125,28 +132,6 @@ class TrainingSignals:
         if self._forward_handle is not None:
             self._forward_handle.remove()
             self._forward_handle = None
-
-
-class _ForwardHook:
-    """Tells of a forward pass.
-
-    A copy of the model, or one that was saved and loaded, has a hook that does nothing.
-    """
-
-    def __init__(self, signals: TrainingSignals | None = None) -> None:
-        self._signals = signals
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._signals is None or not module.training or is_suspended():
-            return
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._signals.on_forward((*args, *kwargs.values()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardHook":
-        return _ForwardHook()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _ForwardHook, ()
 
 
 class Clearing:
@@ -237,7 +222,7 @@ class Batches:
     def see(self, values: Sequence[Any]) -> None:
         """A batch comes by."""
         self.count += 1
-        tensors = list(_tensors(values))[:_TENSORS]
+        tensors = _tensors(values)
         if not tensors:
             return
         samples = [_sample(tensor) for tensor in tensors]
@@ -264,15 +249,10 @@ class Batches:
         return any(each.numel() > 1 and bool((each != each[0]).any()) for each in samples)
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.numel() and value.layout is torch.strided:
-                yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(list(value.values()))
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(list(value[:_TENSORS]))
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """The first few tensors that can be compared."""
+    tensors = tensors_in(*values)
+    return [each for each in tensors if each.numel() and each.layout is torch.strided][:_TENSORS]
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -280,12 +260,3 @@ def _sample(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         entries = tensor.detach().reshape(-1)
         return entries[:: max(1, entries.numel() // _ENTRIES)][:_ENTRIES].clone()
-
-
-def _autocast_to_float16() -> bool:
-    """Whether autocast to float16 is on, on the CPU or on the accelerator."""
-    for device in ("cpu", "cuda"):
-        is_half = torch.get_autocast_dtype(device) is torch.float16
-        if is_half and torch.is_autocast_enabled(device):
-            return True
-    return False

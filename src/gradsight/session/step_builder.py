@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core import distributed as dist
+from gradsight.core.group import PendingArrays, ProcessGroup, rank
 from gradsight.core.parameters import Named
+from gradsight.core.shards import are_spread, local_part
 from gradsight.measure.clipping import ClipProbe, ClipReading
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
@@ -68,22 +69,22 @@ class _Merge:
     """A step whose numbers are being gathered from all ranks."""
 
     step: StepInProgress
-    tables: dist.Gathering
-    details: dist.Gathering | None
+    tables: PendingArrays
+    details: PendingArrays | None
 
 
 class StepBuilder:
     """Takes the readings of the step under way; returns finished steps."""
 
     def __init__(
-        self, parameters: Sequence[Named], plan: MeasuringPlan, group: dist.OwnGroup | None
+        self, parameters: Sequence[Named], plan: MeasuringPlan, group: ProcessGroup | None
     ) -> None:
         self._parameters = [named.tensor for named in parameters]
         self._names = [named.name for named in parameters]
         self._plan = plan
-        self._group = group if dist.are_spread(self._parameters) else None
+        self._group = group if are_spread(self._parameters) else None
         self._left_out = left_out_here(self._parameters) if self._group is not None else []
-        self._measures = self._group is not None or dist.rank() == 0
+        self._measures = self._group is not None or rank() == 0
         self._units = UnitLife(plan.unit_rows)
         self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
         self._queue: deque[StepInProgress] = deque()
@@ -127,7 +128,7 @@ class StepBuilder:
         if not readings:
             return None
         if self._measures and self._plan.wants_details(self.step):
-            weights = [dist.local_part(self._parameters[row]) for row in rows]
+            weights = [local_part(self._parameters[row]) for row in rows]
             current.update_rows = list(rows)
             current.update = UpdateReading(weights, offset=self.step)
         reading = readings[0]
@@ -237,7 +238,7 @@ class StepBuilder:
     def _gradient(self, row: int) -> Tensor:
         """This rank's part of a gradient; empty where it is gone by now."""
         gradient = self._parameters[row].grad
-        return torch.empty(0) if gradient is None else dist.local_part(gradient)
+        return torch.empty(0) if gradient is None else local_part(gradient)
 
     # Reading and merging.
 
@@ -250,11 +251,11 @@ class StepBuilder:
         if self._group is None:
             return [self._finished(made, rows, norms, sums)]
         landed = self._land()
-        tables = self._group.gather(rank_table(norms, rows, size, self._left_out))
+        tables = self._group.start_gather(rank_table(norms, rows, size, self._left_out))
         details = None
         if sums is not None:
             sums[self._left_out] = 0
-            details = self._group.sum(sums)
+            details = self._group.start_sum(sums)
         self._merge = _Merge(made, tables, details)
         return landed
 
@@ -266,7 +267,7 @@ class StepBuilder:
         self._merge = None
         table = merge_tables(np.stack(merge.tables.wait()))
         sums = None if merge.details is None else merge.details.wait()[0]
-        if dist.rank() != 0:
+        if rank() != 0:
             return []
         rows, norms = norms_in(table)
         return [self._finished(merge.step, rows, norms, sums)]

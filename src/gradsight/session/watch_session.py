@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gradsight.core import distributed as dist
 from gradsight.core import moments
+from gradsight.core.group import ProcessGroup, rank, world_size
 from gradsight.core.optimizers import innermost_optimizer, optimizer_list
 from gradsight.core.parameters import Named, named_parameters
 from gradsight.core.problems import say
@@ -115,7 +115,7 @@ class Watch:
         self._closed = False
         self._forked = False
         self._run_dir = None if options.run_dir is None else Path(options.run_dir).resolve()
-        self._group = dist.own_group()
+        self._group = ProcessGroup() if world_size() > 1 else None
         self._opened = open_run_outputs(options, self._group)
         self._problems = self._opened.problems
         self._outputs = self._opened.outputs(names, options.sink_detail)
@@ -228,7 +228,7 @@ class Watch:
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """One number under a step of the caller's, as trackers take it: a watch is one too."""
-        if not self._closed and dist.rank() == 0:
+        if not self._closed and rank() == 0:
             for output in self._outputs:
                 output.log_scalar(step, name, float(value))
 

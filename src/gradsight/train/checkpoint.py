@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from gradsight.core import rundir
 from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
-from gradsight.core.processes import Processes, held_like, whole
+from gradsight.core.random_state import device_state, set_device_state
+from gradsight.core.shards import held_like, whole
 from gradsight.errors import RunError, UsageError
+from gradsight.train.processes import Processes
 
 _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 
@@ -86,10 +88,10 @@ def load(
         optimizer.state[parameter] = {
             key.removeprefix(prefix): _state(parameter, tensors[key]) for key in keys
         }
-    if f"rng/{processes.rank}/cpu" in tensors:
-        torch.set_rng_state(tensors[f"rng/{processes.rank}/cpu"])
-    if processes.device.type == "cuda" and f"rng/{processes.rank}/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"rng/{processes.rank}/cuda"])
+    for device in _devices(processes.device):
+        key = f"rng/{processes.rank}/{device.type}"
+        if key in tensors:
+            set_device_state(device, tensors[key])
     return facts
 
 
@@ -131,8 +133,14 @@ def _fill(parameter: Tensor, tensors: dict[str, Tensor], key: str, folder: Path)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+    return {each.type: device_state(each) for each in _devices(device)}
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """The devices whose generators a process draws from: the CPU and its own."""
+    if device.type == "cpu":
+        return [device]
+    return [torch.device("cpu"), device]
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from gradsight.core import rundir
 from gradsight.core.files import write_text
-from gradsight.core.processes import Processes
 from gradsight.core.sharing import reshard
 from gradsight.errors import RunError
 from gradsight.store.run_problems import RunProblems
 from gradsight.train.batches import make_batch, spread_evenly
 from gradsight.train.data import SPLITS
+from gradsight.train.processes import Processes
 from gradsight.train.samples import Samples
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core import rundir
-from gradsight.core.processes import Processes, reduced_at_last, whole
+from gradsight.core.shards import whole
+from gradsight.core.sharing import reduced_at_last
 from gradsight.dump.dumper import GradientDumper
 from gradsight.measure.distribution import log_gradient_distribution
 from gradsight.memory.monitor import MemoryMonitor
@@ -26,6 +27,7 @@ from gradsight.train import checkpoint
 from gradsight.train.batches import Batch, Batches
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.evaluate import NextTokenLoss, TrainingLog, evaluate
+from gradsight.train.processes import Processes
 from gradsight.train.progress import Telling
 from gradsight.train.schedule import learning_rate
 from gradsight.train.scoring import Scoring

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from gradsight.core import rundir
-from gradsight.core.processes import Processes
+from gradsight.core.sharing import share_model
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
@@ -33,6 +33,7 @@ from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.loop import Instruments, OnBatch, Training, train
 from gradsight.train.memory import advice, is_out_of_memory, startup_lines
 from gradsight.train.models import architecture, model_from_settings
+from gradsight.train.processes import Processes
 from gradsight.train.progress import Telling
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
@@ -166,7 +167,7 @@ def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimize
     }
     if settings.gradient_checkpointing:
         apply_checkpointing(model, "full", blocks=list(blocks))
-    model = processes.spread(model, settings.parallel, list(blocks.values()))
+    model = share_model(model, settings.parallel, list(blocks.values()), processes.device)
     torch.manual_seed(settings.seed + 1 + processes.rank)  # dropout differs from process to process
     adam = settings.optimizer
     groups = [

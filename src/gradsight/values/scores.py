@@ -14,3 +14,13 @@ class SampleScore:
     score: float
     lr: float | None
     clip_coef: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedScore(SampleScore):
+    """A sample's score with the columns that only some score files have."""
+
+    by_parameter: tuple[float | None, ...] | None
+    """Each parameter's part of the score, in the order that the file names; None where frozen."""
+    direction: str
+    """ "plain", or "adam" where the direction was scaled by the optimizer's second moments."""

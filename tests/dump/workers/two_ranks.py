@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsight import GradientDumper
-from gradsight.core import files, writing
+from gradsight.core import files
 from gradsight.core.parameters import named_parameters
+from gradsight.dump import dumper as dumping
 from gradsight.errors import GradsightWarning
 
 SAID: list[str] = []
@@ -162,7 +163,7 @@ def one_rank_only(out: Path) -> None:
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     run = out / "one_rank_only"
-    writing.JOINING = timedelta(seconds=1)
+    dumping.JOINING = timedelta(seconds=1)
     if dist.get_rank() == 0:
         with GradientDumper(run) as dumper:
             assert dumper.dump(model, 0) is None

@@ -1,22 +1,19 @@
 """Convolutions in one, two and three dimensions, with stride, dilation, groups and padding."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.derivative import autocast_dtype, precision
+from gradsight.core.autocast import autocast_dtype, autocast_to
 from gradsight.ghost.dots import row_dots, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.rules.linear import sum_and_dots
-from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent_sources import Carrier
-
-if TYPE_CHECKING:
-    from gradsight.ghost.use import Use
+from gradsight.ghost.tangent_sources import TangentSource
+from gradsight.ghost.use import DECLINED, Use, rule
 
 MATERIALISE_FROM = 64
 """Output positions per sample from which the sample-by-sample weight gradient is the cheaper one.
@@ -24,35 +21,35 @@ MATERIALISE_FROM = 64
 
 
 @rule(F.conv1d, F.conv2d, F.conv3d)
-def convolution(use: "Use") -> Any:
+def convolution(use: Use) -> Any:
     """y = x * W + b, split by sample: dW_i and db_i are the gradients of sample i's own
     convolution.
     """
     x, weight, bias = use.argument(0, "input"), use.argument(1, "weight"), use.argument(2, "bias")
-    if use.carrier(x) is not None or x.dim() != weight.dim():
+    if use.source(x) is not None or x.dim() != weight.dim():
         return DECLINED
     layout = use.layout(x.shape[:1])
     if layout is None:
         return DECLINED
-    carriers = use.carrier(weight), use.carrier(bias)
+    sources = use.source(weight), use.source(bias)
     settings = _settings(use, weight.dim() - 2)
     short = use.route == "project" or (use.route is None and _is_short(x, use.batch))
     if use.exact_grad or short or settings is None or not weight.requires_grad:
-        return project(use, x, layout, carriers)
+        return project(use, x, layout, sources)
     mixed = autocast_dtype(x.device.type)
     split: Any = SplitConvolution.apply(
-        x, weight, bias, use.probe, layout, carriers, settings, mixed
+        x, weight, bias, use.probe, layout, sources, settings, mixed
     )  # type: ignore[no-untyped-call]
     return split
 
 
 def project(
-    use: "Use", x: Tensor, layout: Layout, carriers: tuple[Carrier | None, Carrier | None]
+    use: Use, x: Tensor, layout: Layout, sources: tuple[TangentSource | None, TangentSource | None]
 ) -> Tensor:
     """The plain operation; score_i = <x_i * D, B_i> + <db_i, Db>: a convolution is linear in its
     weight.
     """
-    weight_carrier, bias_carrier = carriers
+    weight_source, bias_source = sources
     options = [
         use.argument(i, n)
         for i, n in ((3, "stride"), (4, "padding"), (5, "dilation"), (6, "groups"))
@@ -63,15 +60,15 @@ def project(
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
-        for slot, direction in weight_carrier.tangents() if weight_carrier else ():
-            with precision(device, mixed):
+        for slot, direction in weight_source.tangents() if weight_source else ():
+            with autocast_to(device, mixed):
                 along = use.func(saved[0], direction.to(saved[0].dtype), None, *chosen)
             pairs.append((slot, row_dots(along, grad, layout, batch)))
-        if bias_carrier:
-            pairs += vector_dots(channel_sums(grad, layout, batch), bias_carrier.tangents())
+        if bias_source:
+            pairs += vector_dots(channel_sums(grad, layout, batch), bias_source.tangents())
         return pairs
 
-    return use.attach(use.plain(), score, [x] if weight_carrier else [])
+    return use.attach(use.plain(), score, [x] if weight_source else [])
 
 
 def channel_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
@@ -93,7 +90,7 @@ class SplitConvolution(torch.autograd.Function):
         bias: Tensor | None,
         probe: Tensor,
         layout: Layout,
-        carriers: tuple[Carrier | None, Carrier | None],
+        sources: tuple[TangentSource | None, TangentSource | None],
         settings: tuple[list[int], list[int], list[int], int],
         mixed: torch.dtype | None,
     ) -> Tensor:
@@ -105,7 +102,7 @@ class SplitConvolution(torch.autograd.Function):
                 None if bias is None else bias.to(mixed),
             )
         ctx.save_for_backward(x, weight)
-        ctx.rest = layout, carriers, settings, probe
+        ctx.rest = layout, sources, settings, probe
         stride, padding, dilation, groups = settings
         with torch.autocast(x.device.type, enabled=False):
             return torch.convolution(
@@ -117,9 +114,7 @@ class SplitConvolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, weight = ctx.saved_tensors
-        layout, (weight_carrier, bias_carrier), (stride, padding, dilation, groups), probe = (
-            ctx.rest
-        )
+        layout, (weight_source, bias_source), (stride, padding, dilation, groups), probe = ctx.rest
         need_x, need_weight, need_bias, need_scores, *_ = ctx.needs_input_grad
         batch = probe.shape[1]
         options = (None, stride, padding, dilation, False, [0] * len(stride), groups)
@@ -128,7 +123,7 @@ class SplitConvolution(torch.autograd.Function):
         dw = db = None
         pairs: list[tuple[int, Tensor]] = []
         if need_weight:
-            tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
+            tangents = weight_source.tangents() if weight_source and need_scores else ()
             rows = [
                 layout.rows(t, batch).reshape(batch, -1, *t.shape[1:]).unbind() for t in (grad, x)
             ]
@@ -141,7 +136,7 @@ class SplitConvolution(torch.autograd.Function):
             sums = channel_sums(grad, layout, batch)
             db = sums.sum(0)
             pairs += vector_dots(
-                sums, bias_carrier.tangents() if bias_carrier and need_scores else ()
+                sums, bias_source.tangents() if bias_source and need_scores else ()
             )
         return (
             dx,
@@ -155,7 +150,7 @@ class SplitConvolution(torch.autograd.Function):
         )
 
 
-def _settings(use: "Use", dims: int) -> tuple[list[int], list[int], list[int], int] | None:
+def _settings(use: Use, dims: int) -> tuple[list[int], list[int], list[int], int] | None:
     """Stride, padding, dilation and groups as lists; None where padding is given by name."""
     raw = [
         use.argument(3, "stride", 1),

@@ -3,44 +3,41 @@ norms: weight * n(x)).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsight.ghost.dots import in_wide, same_type
-from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.sample_axis import Layout
-
-if TYPE_CHECKING:
-    from gradsight.ghost.use import Use
+from gradsight.ghost.use import DECLINED, Use, rule
 
 
 @rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
-def add(use: "Use") -> Any:
+def add(use: Use) -> Any:
     """y = x + p: score_i = the sum over i's rows of <D, B>."""
     return _broadcast(use, sign=1.0, times=False)
 
 
 @rule(torch.sub, Tensor.sub, Tensor.__sub__)
-def sub(use: "Use") -> Any:
+def sub(use: Use) -> Any:
     """y = x - p: the same with the other sign."""
     return _broadcast(use, sign=-1.0, times=False)
 
 
 @rule(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply)
-def mul(use: "Use") -> Any:
+def mul(use: Use) -> Any:
     """y = x p: score_i = the sum over i's rows of <D, B x>."""
     return _broadcast(use, sign=1.0, times=True)
 
 
-def _broadcast(use: "Use", sign: float, times: bool) -> Any:
+def _broadcast(use: Use, sign: float, times: bool) -> Any:
     """Score the one carried operand of a two-operand operation that the other's samples broadcast
     it over.
     """
     if len(use.args) != 2 or use.kwargs or not all(isinstance(a, Tensor) for a in use.args):
         return DECLINED
-    carried = [use.carrier(a) for a in use.args]
+    carried = [use.source(a) for a in use.args]
     which = 1 if carried[1] is not None else 0
     if carried[1 - which] is not None or (sign < 0 and which == 0):
         return DECLINED
@@ -49,8 +46,8 @@ def _broadcast(use: "Use", sign: float, times: bool) -> Any:
     layout = use.layout(shape)
     if layout is None or other.dim() < len(shape):
         return DECLINED
-    carrier, batch = carried[which], use.batch
-    assert carrier is not None
+    source, batch = carried[which], use.batch
+    assert source is not None
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         values = in_wide(grad)
@@ -59,7 +56,7 @@ def _broadcast(use: "Use", sign: float, times: bool) -> Any:
         sums = _sum_to_samples(values, parameter.shape, layout, batch)
         return [
             (slot, sign * _dots(sums, same_type(d, sums), layout, len(shape), batch))
-            for slot, d in carrier.tangents()
+            for slot, d in source.tangents()
         ]
 
     return use.attach(use.plain(), score, [other] if times else [])

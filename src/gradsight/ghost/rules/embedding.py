@@ -1,29 +1,26 @@
 """Embeddings: a row of the table per index."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.dots import row_dots
-from gradsight.ghost.rules.registry import DECLINED, rule
-
-if TYPE_CHECKING:
-    from gradsight.ghost.use import Use
+from gradsight.ghost.use import DECLINED, Use, rule
 
 
 @rule(F.embedding)
-def embedding(use: "Use") -> Any:
+def embedding(use: Use) -> Any:
     """y = W[index]: score_i = the sum over i's positions of <D[index], B>, positions at padding_idx
     left out.
     """
     index, weight = use.argument(0, "input"), use.argument(1, "weight")
     if use.argument(3, "max_norm") is not None or use.argument(5, "scale_grad_by_freq", False):
         return DECLINED
-    carrier, layout = use.carrier(weight), use.layout(index.shape)
-    if carrier is None or layout is None:
+    source, layout = use.source(weight), use.layout(index.shape)
+    if source is None or layout is None:
         return DECLINED
     padding = use.argument(2, "padding_idx")
     if padding is not None and padding < 0:
@@ -32,7 +29,7 @@ def embedding(use: "Use") -> Any:
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
-        for slot, direction in carrier.tangents():
+        for slot, direction in source.tangents():
             along = F.embedding(saved[0], direction)
             if padding is not None:
                 along.masked_fill_((saved[0] == padding).unsqueeze(-1), 0.0)
@@ -43,6 +40,6 @@ def embedding(use: "Use") -> Any:
 
 
 @rule(torch.embedding)
-def aten_embedding(use: "Use") -> Any:
+def aten_embedding(use: Use) -> Any:
     """torch.embedding takes its arguments in another order; rare enough for the universal way."""
     return DECLINED

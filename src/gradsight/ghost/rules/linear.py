@@ -2,28 +2,26 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.derivative import autocast_dtype
+from gradsight.core.autocast import autocast_dtype
+from gradsight.ghost.directions import Tangents
 from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.routes import balance_of, choose
-from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.sample_axis import Layout
 from gradsight.ghost.scratch import Room, Scratch
-from gradsight.ghost.tangent_sources import Carrier, Tangents
-
-if TYPE_CHECKING:
-    from gradsight.ghost.use import Use
+from gradsight.ghost.tangent_sources import TangentSource
+from gradsight.ghost.use import DECLINED, Use, rule
 
 
 @rule(F.linear)
-def linear(use: "Use") -> Any:
+def linear(use: Use) -> Any:
     """y = x W^T + b, split by sample: dW_i = B_i^T A_i, db_i = the sum of B_i's rows."""
     x, weight, bias = use.argument(0, "input"), use.argument(1, "weight"), use.argument(2, "bias")
     if weight.dim() != 2 or (x.dim() < 2 and use.batch > 1):
@@ -32,38 +30,36 @@ def linear(use: "Use") -> Any:
 
 
 @rule(torch.addmm)
-def addmm(use: "Use") -> Any:
+def addmm(use: Use) -> Any:
     """y = b + x W with W as [inputs, outputs], the layout of GPT-2's layers."""
     bias, x, weight = use.argument(0, "input"), use.argument(1, "mat1"), use.argument(2, "mat2")
-    if len(use.args) != 3 or use.kwargs or bias.dim() != 1 or use.carrier(x) is not None:
+    if len(use.args) != 3 or use.kwargs or bias.dim() != 1 or use.source(x) is not None:
         return DECLINED
     return split_product(use, x, weight, bias, transposed=True)
 
 
 def split_product(
-    use: "Use", x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    use: Use, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> Any:
     """The product with its weight and bias gradients split by sample, on the route that the cost
     rule picks.
     """
-    if use.carrier(x) is not None:
+    if use.source(x) is not None:
         return DECLINED
     layout = use.layout(x.shape[:-1])
     if layout is None:
         return DECLINED
-    carriers = use.carrier(weight), use.carrier(bias)
+    sources = use.source(weight), use.source(bias)
     route, factors = pick_route(use, x, weight)
     if route == "gram" and factors is not None:
-        return gram(use, x, layout, factors, carriers[1])
+        return gram(use, x, layout, factors, sources[1])
     if route == "project" or not weight.requires_grad:
-        return project(use, x, layout, carriers, transposed)
-    split = Split(
-        layout, carriers, transposed, autocast_dtype(x.device.type), use.tracer.plan.scratch
-    )
+        return project(use, x, layout, sources, transposed)
+    split = Split(layout, sources, transposed, autocast_dtype(x.device.type), use.scratch)
     return SplitProduct.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
 
 
-def pick_route(use: "Use", x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
+def pick_route(use: Use, x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
     """The route of the cost rule, or the one that was asked for; materialise is out where the
     gradient must be exact.
     """
@@ -81,7 +77,11 @@ def pick_route(use: "Use", x: Tensor, weight: Tensor) -> tuple[str, list[list[Fa
 
 
 def gram(
-    use: "Use", x: Tensor, layout: Layout, factors: list[list[Factor]], bias_carrier: Carrier | None
+    use: Use,
+    x: Tensor,
+    layout: Layout,
+    factors: list[list[Factor]],
+    bias_source: TangentSource | None,
 ) -> Tensor:
     """The plain operation; score_i = the sum over i's positions of (A A_v^T) * (B B_v^T), and the
     bias's part.
@@ -93,37 +93,37 @@ def gram(
         for slot, uses in enumerate(factors):
             dots = gram_dots(saved[0], grad, uses)
             pairs.append((slot, layout.rows(dots, batch).reshape(batch, -1).sum(1)))
-        if bias_carrier:
-            pairs += vector_dots(bias_sums(layout.matrices(grad, batch)), bias_carrier.tangents())
+        if bias_source:
+            pairs += vector_dots(bias_sums(layout.matrices(grad, batch)), bias_source.tangents())
         return pairs
 
     return use.attach(use.plain(), score, [x])
 
 
 def project(
-    use: "Use",
+    use: Use,
     x: Tensor,
     layout: Layout,
-    carriers: tuple[Carrier | None, Carrier | None],
+    sources: tuple[TangentSource | None, TangentSource | None],
     transposed: bool,
 ) -> Tensor:
     """The plain operation; score_i = <A_i D^T, B_i> + <db_i, Db>, leaving its own gradients bit for
     bit alone.
     """
-    weight_carrier, bias_carrier = carriers
+    weight_source, bias_source = sources
     batch = use.batch
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
-        for slot, direction in weight_carrier.tangents() if weight_carrier else ():
+        for slot, direction in weight_source.tangents() if weight_source else ():
             matrix = direction.t() if transposed else direction
             along = F.linear(saved[0].to(grad.dtype), matrix.to(grad.dtype))
             pairs.append((slot, row_dots(along, grad, layout, batch)))
-        if bias_carrier:
-            pairs += vector_dots(bias_sums(layout.matrices(grad, batch)), bias_carrier.tangents())
+        if bias_source:
+            pairs += vector_dots(bias_sums(layout.matrices(grad, batch)), bias_source.tangents())
         return pairs
 
-    return use.attach(use.plain(), score, [x] if weight_carrier else [])
+    return use.attach(use.plain(), score, [x] if weight_source else [])
 
 
 def bias_sums(rows: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Split:
     """How a product is split by sample."""
 
     layout: Layout
-    carriers: tuple[Carrier | None, Carrier | None]
+    sources: tuple[TangentSource | None, TangentSource | None]
     """Of the weight and of the bias."""
     transposed: bool
     """Whether the weight is [inputs, outputs]."""
@@ -173,7 +173,7 @@ class SplitProduct(torch.autograd.Function):
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, weight = ctx.saved_tensors
         split, probe = ctx.split, ctx.probe
-        weight_carrier, bias_carrier = split.carriers
+        weight_source, bias_source = split.sources
         need_x, need_weight, need_bias, need_scores, _ = ctx.needs_input_grad
         batch = probe.shape[1]
         rows = split.layout.matrices(grad, batch)
@@ -182,10 +182,10 @@ class SplitProduct(torch.autograd.Function):
         if need_bias:
             sums = bias_sums(rows)
             db = sums.sum(0)
-            if bias_carrier and need_scores:
-                pairs += vector_dots(sums, bias_carrier.tangents())
+            if bias_source and need_scores:
+                pairs += vector_dots(sums, bias_source.tangents())
         if need_weight:
-            tangents = weight_carrier.tangents() if weight_carrier and need_scores else ()
+            tangents = weight_source.tangents() if weight_source and need_scores else ()
             inputs = split.layout.matrices(x, batch)
             left, right = (inputs, rows) if split.transposed else (rows, inputs)
             dw, dots = sum_and_dots_of_products(left, right, split.scratch, weight.shape, tangents)

@@ -1,42 +1,39 @@
 """matmul and einsum with a parameter."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsight.ghost.derivative import autocast_dtype, precision
+from gradsight.core.autocast import autocast_dtype, autocast_to
 from gradsight.ghost.dots import row_dots
 from gradsight.ghost.rules.linear import split_product
-from gradsight.ghost.rules.registry import DECLINED, rule
-
-if TYPE_CHECKING:
-    from gradsight.ghost.use import Use
+from gradsight.ghost.use import DECLINED, Use, rule
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-def matmul(use: "Use") -> Any:
+def matmul(use: Use) -> Any:
     """y = x W with a matrix W on the right: a linear layer without a bias; else y is linear in the
     parameter.
     """
     if len(use.args) != 2 or use.kwargs:
         return DECLINED
     x, weight = use.args
-    if weight.dim() == 2 and x.dim() >= 2 and use.carrier(weight) is not None:
+    if weight.dim() == 2 and x.dim() >= 2 and use.source(weight) is not None:
         return split_product(use, x, weight, None, transposed=True)
     return multilinear(use)
 
 
 @rule(torch.bmm, Tensor.bmm, torch.einsum)
-def multilinear(use: "Use") -> Any:
+def multilinear(use: Use) -> Any:
     """y is linear in the parameter p, so its derivative along D is the operation itself with D in
     p's place.
     """
     flat = list(use.args[1:]) if use.func is torch.einsum else list(use.args)
     if use.kwargs or not all(isinstance(t, Tensor) for t in flat):
         return DECLINED
-    carried = [i for i, t in enumerate(flat) if use.carrier(t) is not None]
+    carried = [i for i, t in enumerate(flat) if use.source(t) is not None]
     if len(carried) != 1:
         return DECLINED
     y = use.plain()
@@ -44,8 +41,8 @@ def multilinear(use: "Use") -> Any:
     if layout is None:
         return DECLINED
     (position,) = carried
-    carrier, batch, head = (
-        use.carrier(flat[position]),
+    source, batch, head = (
+        use.source(flat[position]),
         use.batch,
         use.args[:1] if use.func is torch.einsum else (),
     )
@@ -54,13 +51,13 @@ def multilinear(use: "Use") -> Any:
         autocast_dtype(y.device.type),
         y.device.type,
     )
-    assert carrier is not None
+    assert source is not None
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
-        for slot, direction in carrier.tangents():
+        for slot, direction in source.tangents():
             operands = [*saved[:position], direction.to(flat_dtype), *saved[position:]]
-            with precision(device, mixed):
+            with autocast_to(device, mixed):
                 pairs.append((slot, row_dots(use.func(*head, *operands), grad, layout, batch)))
         return pairs
 

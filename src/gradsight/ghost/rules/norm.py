@@ -1,26 +1,24 @@
 """LayerNorm, RMSNorm and GroupNorm: a normalised input times a weight, plus a bias."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.dots import in_wide, same_type, score_table, vector_dots
 from gradsight.ghost.fallback import once_differentiable
-from gradsight.ghost.rules.registry import DECLINED, rule
 from gradsight.ghost.sample_axis import Layout
-from gradsight.ghost.tangent_sources import Carrier
-
-if TYPE_CHECKING:
-    from gradsight.ghost.use import Use
+from gradsight.ghost.tangent_sources import TangentSource
+from gradsight.ghost.use import DECLINED, Use, rule
 
 Normalise = Callable[[Tensor], Tensor]
 
 
 @rule(F.layer_norm)
-def layer_norm(use: "Use") -> Any:
+def layer_norm(use: Use) -> Any:
     """y = n(x) w + b over the last dimensions: dw_i = sum of B_i n(x_i), db_i = sum of B_i."""
     x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
     weight, bias, eps = (
@@ -28,7 +26,7 @@ def layer_norm(use: "Use") -> Any:
         use.argument(3, "bias"),
         use.argument(4, "eps", 1e-5),
     )
-    if use.carrier(x) is not None:
+    if use.source(x) is not None:
         return DECLINED
     layout = use.layout(x.shape[: x.dim() - len(shape)])
     if layout is None:
@@ -38,10 +36,10 @@ def layer_norm(use: "Use") -> Any:
         fused
         and x.dtype == weight.dtype
         and weight.requires_grad
-        and not torch.is_autocast_enabled(x.device.type)
+        and autocast_dtype(x.device.type) is None
     ):
-        carriers = use.carrier(weight), use.carrier(bias)
-        split: Any = SplitLayerNorm.apply(x, weight, bias, use.probe, layout, carriers, eps)  # type: ignore[no-untyped-call]
+        sources = use.source(weight), use.source(bias)
+        split: Any = SplitLayerNorm.apply(x, weight, bias, use.probe, layout, sources, eps)  # type: ignore[no-untyped-call]
         return split
     return _scaled(
         use, x, layout, weight, bias, lambda t: F.layer_norm(t, shape, None, None, eps), len(shape)
@@ -49,11 +47,11 @@ def layer_norm(use: "Use") -> Any:
 
 
 @rule(F.rms_norm)
-def rms_norm(use: "Use") -> Any:
+def rms_norm(use: Use) -> Any:
     """y = n(x) w over the last dimensions, n dividing by the root of the mean square."""
     x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
     weight, eps = use.argument(2, "weight"), use.argument(3, "eps")
-    if use.carrier(x) is not None:
+    if use.source(x) is not None:
         return DECLINED
     layout = use.layout(x.shape[: x.dim() - len(shape)])
     if layout is None:
@@ -64,7 +62,7 @@ def rms_norm(use: "Use") -> Any:
 
 
 @rule(F.group_norm)
-def group_norm(use: "Use") -> Any:
+def group_norm(use: Use) -> Any:
     """y = n(x) w + b with one weight per channel (dimension 1) and statistics per sample and group."""
     x, groups = use.argument(0, "input"), use.argument(1, "num_groups")
     weight, bias, eps = (
@@ -73,7 +71,7 @@ def group_norm(use: "Use") -> Any:
         use.argument(4, "eps", 1e-5),
     )
     layout = use.layout(x.shape[:1])
-    if use.carrier(x) is not None or layout is None:
+    if use.source(x) is not None or layout is None:
         return DECLINED
     return _scaled(
         use, x, layout, weight, bias, lambda t: F.group_norm(t, groups, None, None, eps), None
@@ -81,7 +79,7 @@ def group_norm(use: "Use") -> Any:
 
 
 @rule(F.batch_norm)
-def fixed_batch_norm(use: "Use") -> Any:
+def fixed_batch_norm(use: Use) -> Any:
     """BatchNorm in evaluation mode: y = n(x) w + b with statistics that are not the batch's."""
     x, mean, var = (
         use.argument(0, "input"),
@@ -94,7 +92,7 @@ def fixed_batch_norm(use: "Use") -> Any:
         use.argument(7, "eps", 1e-5),
     )
     layout = use.layout(x.shape[:1])
-    if use.argument(5, "training", False) or use.carrier(x) is not None or layout is None:
+    if use.argument(5, "training", False) or use.source(x) is not None or layout is None:
         return DECLINED
     return _scaled(
         use,
@@ -108,7 +106,7 @@ def fixed_batch_norm(use: "Use") -> Any:
 
 
 def _scaled(
-    use: "Use",
+    use: Use,
     x: Tensor,
     layout: Layout,
     weight: Tensor | None,
@@ -120,7 +118,7 @@ def _scaled(
 
     `features` counts the last dimensions that the weight spans; None: the weight has one entry per channel, dimension 1.
     """
-    scale, shift, batch = use.carrier(weight), use.carrier(bias), use.batch
+    scale, shift, batch = use.source(weight), use.source(bias), use.batch
 
     def per_sample(values: Tensor) -> Tensor:
         rows = layout.rows(values, batch)
@@ -152,13 +150,13 @@ class SplitLayerNorm(torch.autograd.Function):
         bias: Tensor,
         probe: Tensor,
         layout: Layout,
-        carriers: tuple[Carrier | None, Carrier | None],
+        sources: tuple[TangentSource | None, TangentSource | None],
         eps: float,
     ) -> Tensor:
         """The plain operation."""
         y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.rest = layout, carriers, probe
+        ctx.rest = layout, sources, probe
         return y
 
     @staticmethod
@@ -166,7 +164,7 @@ class SplitLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, mean, rstd, weight, bias = ctx.saved_tensors
-        layout, carriers, probe = ctx.rest
+        layout, sources, probe = ctx.rest
         need_x, *need, need_scores, _, _, _ = ctx.needs_input_grad
         dx = None
         if need_x:
@@ -190,8 +188,8 @@ class SplitLayerNorm(torch.autograd.Function):
             grad.sum(1) if need[1] else None,
         ]
         pairs = []
-        for carrier, each in zip(carriers, sums, strict=True):
-            if carrier is not None and each is not None and need_scores:
-                pairs += vector_dots(each, carrier.tangents())
+        for source, each in zip(sources, sums, strict=True):
+            if source is not None and each is not None and need_scores:
+                pairs += vector_dots(each, source.tangents())
         dw, db = (None if s is None else s.sum(0) for s in sums)
         return dx, dw, db, score_table(pairs, probe) if need_scores else None, None, None, None

@@ -9,8 +9,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gradsight.core.calls import RecordedCall
-from gradsight.core.distributed import are_spread, is_distributed, rank, world_size
+from gradsight.core.group import is_distributed, rank, world_size
 from gradsight.core.parameters import unwrapped
+from gradsight.core.shards import are_spread
 from gradsight.errors import GradsightError
 from gradsight.incidents.diagnosis.budget import Budget, OutOfTime
 from gradsight.incidents.diagnosis.operation import find_operation

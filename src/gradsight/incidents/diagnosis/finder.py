@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core.samples import tensors_in
 from gradsight.incidents.diagnosis.budget import Budget
-from gradsight.incidents.diagnosis.modes import Eyes, key_of, name_of, tensors_of, written
+from gradsight.incidents.diagnosis.modes import Eyes, key_of, name_of, written
 from gradsight.incidents.diagnosis.numbers import dtype_name, state_of, summary
 from gradsight.incidents.diagnosis.places import Scene, look, source_of
 from gradsight.values.diagnoses import GuiltyOperation
@@ -143,11 +144,11 @@ class Finder(Eyes):
         self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._scenes.append(scene)
         inputs = _inputs(func, args, kwargs)
-        given = {key_of(tensor) for tensor in tensors_of((args, kwargs))}
+        given = {key_of(tensor) for tensor in tensors_in(*args, *kwargs.values())}
         views = given - {key_of(tensor) for tensor in written(func, args, kwargs)}
         out = self.run(func, args, kwargs)
         outs = [
-            tensor for tensor in tensors_of(out) if key_of(tensor) not in views
+            tensor for tensor in tensors_in(out) if key_of(tensor) not in views
         ]  # what is known of their memory holds
         self._judge(func, scene, inputs, given, outs)
         return out
@@ -241,7 +242,7 @@ def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[I
     unread = changed if name_of(func) in OVERWRITING or "out" in kwargs else set[int]()
     return [
         Input(key_of(tensor), tensor.clone() if id(tensor) in changed else tensor)
-        for tensor in tensors_of((args, kwargs))
+        for tensor in tensors_in(*args, *kwargs.values())
         if id(tensor) not in unread
     ]
 

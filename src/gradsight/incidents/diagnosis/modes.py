@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from gradsight.core.samples import tensors_in
 
 
 class Eyes(TorchDispatchMode):
@@ -35,13 +36,13 @@ class Eyes(TorchDispatchMode):
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The operation itself."""
-        given = {key_of(tensor) for tensor in tensors_of((args, kwargs))}
+        given = {key_of(tensor) for tensor in tensors_in(*args, *kwargs.values())}
         for tensor in written(func, args, kwargs):
             key, storage = key_of(tensor), tensor.untyped_storage()
             if key not in self._born and key not in self._saved:
                 self._saved[key] = (storage, storage.clone())
         out = func(*args, **kwargs)
-        self._born |= {key_of(tensor) for tensor in tensors_of(out)} - given
+        self._born |= {key_of(tensor) for tensor in tensors_in(out)} - given
         return out
 
     def put_back(self) -> None:
@@ -61,12 +62,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return tensors_of(found)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return tensors_in(found)
 
 
 def key_of(tensor: Tensor) -> int:

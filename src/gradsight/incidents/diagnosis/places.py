@@ -5,24 +5,19 @@ its user.
 import linecache
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import FrameType
 
-import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from gradsight.core.parameters import clean_name
+from gradsight.core.source import owner_of
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_OURS = os.path.dirname(os.path.dirname(_HERE)) + os.sep
-_OUR_MODELS = os.path.join(_OURS, "train") + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _CALL = nn.Module._call_impl.__code__
-_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_CHECKPOINT = torch.utils.checkpoint.__file__
 BOUNDARY = os.path.join(_HERE, "rerun.py")
 """The file whose functions call the model: frames outside of it are not the model's."""
 
@@ -64,10 +59,10 @@ def look(names: Mapping[int, str]) -> Scene:
         if code is _CALL and module is None:
             module = names.get(id(frame.f_locals.get("self")))
         recomputed = recomputed or code.co_filename == _CHECKPOINT
-        kind = _kind(code.co_filename)
-        if kind == "user" and user is None:
+        owner = owner_of(code.co_filename)
+        if owner == "user" and user is None:
             user = frame
-        elif kind == "library" and library is None:
+        elif owner in ("library", "made up") and library is None:
             library = frame
     chosen = user or library
     if chosen is None:
@@ -81,17 +76,6 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None and frame.f_code.co_filename != BOUNDARY:
         yield frame
         frame = frame.f_back
-
-
-@lru_cache(maxsize=1024)
-def _kind(file: str) -> str:
-    if file.startswith(_OURS):
-        return "user" if file.startswith(_OUR_MODELS) else "ours"
-    if file.startswith((_TORCH, "<frozen")):
-        return "torch"
-    if "site-packages" in file or "dist-packages" in file:
-        return "library"
-    return "torch" if file.startswith(_PYTHON) else "user"
 
 
 def source_of(place: str | None) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradsight.core.beside import generators, set_generators
+from gradsight.core.random_state import as_bytes, set_torch_states, torch_states
 from gradsight.incidents.diagnosis.budget import Budget
 from gradsight.incidents.diagnosis.modes import Eyes, name_of
 
@@ -70,7 +70,7 @@ class Tape(Eyes):
         state = _state()
         out = self.run(func, args, kwargs)
         if self.row is None:
-            self._drawn[state] = (_copied(out), generators())
+            self._drawn[state] = (_copied(out), torch_states())
             return out
         return self._answer(state, out, name, args)
 
@@ -80,7 +80,7 @@ class Tape(Eyes):
             self.unknown = True
             return out
         drawn, after = self._drawn[state]
-        set_generators(after)
+        set_torch_states(after)
         whole, _ = tree_flatten(drawn)
         alone, spec = tree_flatten(out)
         found = [_rows(w, a, *self.row) for w, a in zip(whole, alone, strict=True)]
@@ -113,4 +113,4 @@ def _copied(out: Any) -> Any:
 
 
 def _state() -> State:
-    return tuple(state.numpy().tobytes() for state in generators().values())
+    return tuple(as_bytes(state) for state in torch_states().values())

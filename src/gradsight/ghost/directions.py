@@ -1,0 +1,93 @@
+"""The directions that a pass is scored along, and the row of the table that each one counts for."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradsight.core.sharing import ModelGroup
+from gradsight.ghost.gradients import dot
+from gradsight.ghost.gram import Factor, FactorCache
+
+Direction = dict[str, Tensor]
+"""A vector in parameter space, by parameter name; a name that is missing stands for zeros."""
+Tangents = tuple[tuple[int, Tensor], ...]
+"""Pairs of a slot (a row of the table of scores) and the directional derivative counted there."""
+
+
+class Directions:
+    """Every target's direction for one pass, asked for by parameter.
+
+    There is one slot per target, or with `parameters` one per target and parameter.
+    """
+
+    def __init__(
+        self,
+        by_target: Mapping[str, Direction],
+        targets: Sequence[str],
+        *,
+        parameters: Sequence[str] | None = None,
+        ranks: ModelGroup | None = None,
+        factors: FactorCache | None = None,
+    ) -> None:
+        self.slots = len(targets)
+        self._place: dict[str, int] | None = None
+        if parameters is not None:
+            self.slots *= len(parameters)
+            self._place = {name: place for place, name in enumerate(parameters)}
+        self._by_target = by_target
+        self._targets = targets
+        self._ranks = ranks
+        self._factors = factors
+        self._known: dict[str, Tangents] = {}
+
+    def tangents(self, name: str) -> Tangents:
+        """A parameter's part of each direction that is known, with its slot."""
+        known = self._known.get(name)
+        if not known:
+            # An empty answer is not kept: mode="concat" finds the directions in the backward pass.
+            known = self._look_up(name)
+            self._known[name] = known
+        return known
+
+    def fetch(self, name: str) -> None:
+        """Gather a sharded direction's parts in the forward pass, once for the backward pass."""
+        # No collective of ours may run inside a backward hook.
+        if self._ranks is not None and self._ranks.sharded:
+            self.tangents(name)
+
+    def factors(self, name: str) -> list[list[Factor]] | None:
+        """The factors of a parameter's part of each direction, in the order of slots, if kept."""
+        if self._factors is None or self._place is not None:
+            return None
+        return self._factors.look_up(self._targets, name)
+
+    def _look_up(self, name: str) -> Tangents:
+        pairs = []
+        for number, target in enumerate(self._targets):
+            part = self._by_target.get(target, {}).get(name)
+            if part is None:
+                continue
+            if self._ranks is not None:
+                part = self._ranks.gather_shards(part)
+            slot = number
+            if self._place is not None:
+                slot = number * len(self._place) + self._place[name]
+            pairs.append((slot, part))
+        return tuple(pairs)
+
+
+def cosine(a: Direction, b: Direction, ranks: ModelGroup) -> Tensor:
+    """The cosine of the angle between two directions."""
+    pairs = [(a.get(n), b.get(n)) for n in {*a, *b}]
+    both = [dot(x, y) for x, y in pairs if x is not None and y is not None]
+    first = [dot(x, x) for x, _ in pairs if x is not None]
+    second = [dot(y, y) for _, y in pairs if y is not None]
+    sums = torch.stack([_sum(both), _sum(first), _sum(second)])
+    if ranks.sharded:
+        sums = ranks.sum(sums)
+    return sums[0] / (sums[1] * sums[2]).sqrt()
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum() if values else torch.zeros(())

@@ -1,0 +1,102 @@
+"""When the targets' directions are computed anew, and in whose scale."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradsight.errors import UsageError
+from gradsight.ghost.directions import Direction
+from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.targets import Targets
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How far a direction had turned when it was refreshed."""
+
+    step: int
+    target: str
+    cosine: float
+
+
+class RefreshSchedule:
+    """Refreshes the directions every so many steps, scaled by the optimizer where that is asked."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        every: int,
+        optimizer: Optimizer | None,
+        precondition: str | None,
+    ) -> None:
+        self.kind = PLAIN
+        """The kind of the present directions: "plain" or "adam"."""
+        self.staleness: list[Staleness] = []
+        self._targets = targets
+        self._every = every
+        self._optimizer = optimizer
+        self._precondition = precondition
+        self._refreshed_at: int | None = None
+
+    def refresh_if_due(self, step: int, parameters: ScoredParameters) -> bool:
+        """Compute the directions anew where they are due; returns whether they were."""
+        last = self._refreshed_at
+        if last is not None and last <= step < last + self._every:
+            return False
+        scales = None
+        if self._precondition == "adam" and self._optimizer is not None:
+            scales = adam_scales(self._optimizer, parameters.trainable)
+        kind = PLAIN if scales is None else "adam"
+        turned = self._targets.refresh(parameters, scales, compare=self._every > 1)
+        if kind == self.kind:  # directions of two kinds have no angle worth telling
+            for target, value in turned.items():
+                self.staleness.append(Staleness(step, target, float(value)))
+        self.kind = kind
+        self._refreshed_at = step
+        return True
+
+
+def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direction | None:
+    """1 / (sqrt(v) + eps) of every parameter, v corrected for its start; None before a first step.
+
+    Adam moves a weight by -lr m / (sqrt(v) + eps), so a sample's gradient acts on the target's loss
+    through this scale.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+    scales: Direction = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if id(parameter) in names and state:
+                scales[names[id(parameter)]] = _scale(state, group, type(optimizer).__name__)
+    if not scales:
+        return None
+    # The optimizer does not move what it has no state for: no sample acts through it.
+    for name, parameter in parameters.items():
+        if name not in scales:
+            scales[name] = torch.zeros_like(parameter)
+    return scales
+
+
+def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:
+    second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if second is None or "betas" not in group:
+        raise UsageError(
+            'precondition="adam" needs an optimizer that keeps exp_avg_sq, such as AdamW; '
+            f"{kind} does not. Pass that optimizer, or precondition=None."
+        )
+    beta2 = group["betas"][1]
+    step = state["step"]
+    if isinstance(step, Tensor):
+        # On an accelerator the step stays there: reading it would wait for the device.
+        on_cpu = second.device.type == "cpu"
+        step = float(step) if on_cpu else step.to(second.device, torch.float64)
+    root = (second / (1 - beta2**step)).sqrt()
+    scale: Tensor = (root + group["eps"]).reciprocal()
+    return scale

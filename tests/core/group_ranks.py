@@ -1,0 +1,109 @@
+"""What two ranks exchange through a group of ours; each prints what it got."""
+
+import sys
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from threads import gloo_threads
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from gradsight.core import group as groups
+from gradsight.core.group import ProcessGroup, shared_group
+from gradsight.core.sharing import ModelGroup, replicated_parameters, share_model
+
+
+def exchanges() -> None:
+    group = ProcessGroup()
+    mine = group.rank + 1.0
+    assert (group.rank, group.size) == (dist.get_rank(), 2)
+    gathered = group.start_gather(np.full((2, 3), mine))
+    summed = group.start_sum(np.full(4, mine))
+    assert [part[0, 0] for part in gathered.wait()] == [1.0, 2.0]
+    assert gathered.done()
+    assert summed.wait()[0].tolist() == [3.0] * 4
+    assert group.sum(torch.tensor(mine)).item() == 3.0
+    means = [torch.tensor([mine]), torch.tensor([mine, 10 * mine], dtype=torch.float64)]
+    group.mean(means)
+    assert [tensor.tolist() for tensor in means] == [[1.5], [1.5, 15.0]]
+    assert group.largest(7 * group.rank) == 7
+    assert group.any(group.rank == 1)
+    assert not group.any(False)
+    everything = group.gather_objects({"rank": group.rank})
+    assert everything == ([{"rank": 0}, {"rank": 1}] if group.is_first else None)
+    assert group.from_first("first" if group.is_first else "second") == "first"
+    sent = torch.full((group.rank + 2,), group.rank, dtype=torch.uint8)
+    parts = [part.tolist() for part in group.collect(sent, [2, 3])]
+    assert parts == ([[0, 0], [1, 1, 1]] if group.is_first else [])
+    rows = torch.arange(3.0)[2 * group.rank :][:2]
+    assert group.gather_rows(rows, 3).tolist() == [0.0, 1.0, 2.0]
+    group.barrier()
+    group.close()
+    assert group.sum(torch.tensor(mine)).item() == mine, "a closed group is alone"
+
+
+def models() -> None:
+    plain = ModelGroup(nn.Linear(3, 3))
+    assert (plain.size, plain.sharded) == (1, False)
+    replicated = share_model(nn.Linear(3, 3), "ddp", (), torch.device("cpu"))
+    group = ModelGroup(replicated)
+    assert (group.size, group.sharded) == (2, False)
+    assert replicated_parameters(replicated) == {id(p) for p in replicated.parameters()}
+    group.close()
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    before = layer.weight.detach().clone()
+    fully_shard(layer)
+    group = ModelGroup(layer)
+    assert (group.size, group.sharded) == (2, True)
+    assert torch.equal(group.gather_shards(layer.weight.detach()), before)
+    group.close()
+
+
+def endings() -> None:
+    """A closed group has no thread left, finished or not; a stranger's end of it is survived."""
+    before = gloo_threads()
+    group = ProcessGroup()
+    group.start_gather(np.ones(3)).wait()
+    assert gloo_threads() > before
+    group.close()
+    group.close()
+    assert gloo_threads() == before
+    late = ProcessGroup()
+    if late.is_first:
+        # The other rank never comes: closing must not wait for it.
+        late.start_gather(np.ones(3))
+    late.close()
+    assert groups.open_groups() == 0
+    dist.barrier()
+
+
+def meetings() -> None:
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match="waited 1 s"):
+            ProcessGroup(meeting=timedelta(seconds=1))
+    dist.barrier()
+
+
+def a_second_world() -> None:
+    shared = shared_group()
+    assert shared_group() is shared
+    assert shared.start_gather(np.ones(2)).wait()[1].tolist() == [1.0, 1.0]
+    dist.destroy_process_group()
+    assert not shared.is_usable
+    dist.init_process_group("gloo")
+    again = shared_group()
+    assert again is not shared
+    assert again.start_gather(np.ones(2)).wait()[1].tolist() == [1.0, 1.0]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for scenario in (exchanges, models, endings, meetings, a_second_world):
+        scenario()
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {groups.rank()} done\n")
