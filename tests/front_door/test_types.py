@@ -1,5 +1,6 @@
 """What type checkers and editors see of the front door: real types, and no Any."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import gradsight
 
 SCRIPT = Path(__file__).with_name("script.py")
 CHECKERS = {
-    "mypy": ["mypy", "--strict", "--no-error-summary", "--no-incremental"],
+    "mypy": ["mypy", "--strict", "--no-error-summary", f"--cache-dir={os.devnull}"],
     "pyright": ["pyright", "--pythonpath", sys.executable],
 }
 REVEALED = re.compile(r'Revealed type is "(.*)"$|Type of ".*" is "(.*)"$', re.MULTILINE)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from gradsight.cli.check_result import gather, script_section
 from gradsight.core import rundir
-from gradsight.show.markdown import Summary, summarize
 from gradsight.show.markdown import report as render
-from gradsight.show.terminal import terminal_lines, wants_colour
+from gradsight.show.summary import Summary, summarize
+from gradsight.show.terminal import health_lines
+from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.report_file import write_report
+from gradsight.store.run_files import write_report
 from gradsight.train.sample_texts import SampleTexts
 
 
@@ -40,7 +41,7 @@ def _report_one(run_dir: Path, summary: Summary, notes: str) -> int:
     file = run_dir / rundir.REPORT
     write_report(file, render(summary, SampleTexts(run_dir)) + notes)
     if summary.health.findings:
-        print("\n".join(terminal_lines(summary.health, wants_colour(sys.stdout))))
+        print("\n".join(health_lines(summary.health, wants_colour(sys.stdout))))
     else:
         print(summary.verdict)
     print(f"report: {file}")

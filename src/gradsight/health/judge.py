@@ -212,4 +212,5 @@ def _finding(each: _Running, severity: str, first_step: int) -> Finding:
         message=check.meaning,
         recommendation=check.advice.recommendation,
         fix=check.advice.fix,
+        family=check.family,
     )

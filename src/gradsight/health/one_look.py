@@ -7,7 +7,7 @@ from gradsight.errors import UsageError
 from gradsight.health.judge import Judge
 from gradsight.health.subject import subject_of
 from gradsight.measure.rank_table import norms_now
-from gradsight.values.health_report import HealthReport, make_report
+from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
 from gradsight.values.measured import MeasuredStep
 from gradsight.values.steps import Step
 
@@ -43,6 +43,6 @@ def verdict_of(judge: Judge, steps: int) -> HealthReport:
         if window.norms.counts is not None:
             nan = int((window.norms.counts[0] != 0).sum())
             inf = int((window.norms.counts[1] != 0).sum())
-    counts = (nan, inf, zero, size)
+    counts = ParameterCounts(nan, inf, zero, size)
     findings = judge.findings()
     return make_report(window.step.step, window.total, counts, findings, judge.abstentions(), steps)

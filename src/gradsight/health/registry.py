@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradsight.errors import UsageError
+from gradsight.values.findings import family_of
 
 When = Literal["step", "stretch", "look", "ranks"]
 """Every step; every ten steps, for what is read from history; after a closer look; after ranks were
@@ -83,6 +84,11 @@ class Check:
     advice: Advice
     function: Callable[..., Iterable[Fact]]
     defaults: Mapping[str, Any]
+
+    @property
+    def family(self) -> str:
+        """The family of its code: what the check looks at."""
+        return family_of(self.code)
 
     @property
     def meaning(self) -> str:

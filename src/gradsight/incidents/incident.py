@@ -21,7 +21,6 @@ from gradsight.core.shards import is_sharded
 from gradsight.incidents.arguments import CannotStore, pack_passes
 from gradsight.incidents.bundle import Bundle, remove_leftovers
 from gradsight.incidents.ring import Ring
-from gradsight.store.diagnoses import pack_diagnosis
 from gradsight.store.incident_format import BATCH, PARAMETERS, RING
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.findings import Finding
@@ -158,7 +157,7 @@ def facts_of_finding(step: int, finding: Finding, diagnosis: Diagnosis | None) -
         "code": finding.code,
         "reason": reason,
         "finding": found,
-        "diagnosis": pack_diagnosis(diagnosis),
+        "diagnosis": plain(diagnosis),
     }
 
 
@@ -171,7 +170,7 @@ def facts_of_ending(
         "code": code,
         "reason": reason,
         "finding": None,
-        "diagnosis": pack_diagnosis(diagnosis),
+        "diagnosis": plain(diagnosis),
     }
 
 

@@ -28,7 +28,7 @@ from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
 from gradsight.incidents.ring import Ring
 from gradsight.store.diagnoses import is_broken, numbered
 from gradsight.values.diagnoses import Diagnosis
-from gradsight.values.findings import Finding, IncidentRule
+from gradsight.values.findings import ONE_LOOK, PRECISION, TREND, Finding, IncidentRule
 from gradsight.values.measured import MeasuredStep
 
 SECONDS = 20.0
@@ -39,7 +39,7 @@ _HELD_WITH_BATCH = KeptLimits(argument_bytes=2**30, gradient_bytes=2**30, lastin
 _ALWAYS_DIAGNOSED = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
 _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "gradsight.core.")
-_OF_THE_GRADIENT = "124"
+_OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
 """Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = "the model itself was not called in this step since it is watched: there is nothing to run again"
 _TOO_LATE = (
@@ -165,20 +165,16 @@ class FlightRecorder:
 
     def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
         # Here, because it imports much that a healthy run never needs.
-        from gradsight.incidents.diagnosis.diagnose import diagnose
+        from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 
         if not passes:
             return _nothing(_NOT_CALLED)
         root = self.calls.root
         with suspended(), _own_hooks_silent(self._model):
-            return diagnose(
-                self._model,
-                passes,
-                seconds=self._options.seconds,
-                kind=kind,
-                loss_root=root,
-                scale=scale,
+            options = DiagnosisOptions(
+                seconds=self._options.seconds, kind=kind, loss_root=root, scale=scale
             )
+            return diagnose(self._model, passes, options)
 
     def _stage(self, passes: list[RecordedCall]) -> StagedIncident | None:
         if self._writer is None:
@@ -235,7 +231,7 @@ class FlightRecorder:
         for finding in findings:
             if not self._is_new_incident(finding):
                 continue
-            if pending is not None and finding.code[2] in _OF_THE_GRADIENT:
+            if pending is not None and finding.family in _OF_THE_GRADIENT:
                 self._write_pending(pending, finding)
             else:
                 self._write_late(measured.step.step, finding)

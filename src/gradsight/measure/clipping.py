@@ -6,7 +6,7 @@ If its norm, its largest entry and the norm of a second piece all shrank alike, 
 coefficient; if not, there is no such number.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gradsight.core.shards import local_part
 from gradsight.measure.flatten import flat
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import PIECE, NormReading, measure
@@ -38,7 +39,10 @@ class ClipProbe:
         allowed: Collection[int] | None,
         gradient_of: Callable[[int], Tensor],
     ) -> None:
-        """`allowed`: the rows of the look that this optimizer uses, None for all. `gradient_of` gives a row's gradient now."""
+        """`allowed`: the rows of the look that this optimizer uses, None for all.
+
+        `gradient_of` gives a row's gradient now.
+        """
         self._after: list[tuple[Place, HostCopy]] = []
         self._alike = _ALIKE
         self._unchanged = False
@@ -107,7 +111,7 @@ class ClipReading:
     look: NormReading
     scale: HostCopy | None
     """The factor of a GradScaler that was in the gradients when they were looked at."""
-    still_scaled: bool
+    still_scaled: bool = False
     """Whether it is in them still when the optimizer gets them: a fused one divides by itself."""
 
     def read(self) -> float | None:
@@ -146,5 +150,54 @@ def _places(look: NormReading, allowed: Collection[int] | None) -> list[Place]:
     ][:1]
 
 
-def _peak(values: npt.NDArray[np.float64]) -> float:
-    return float(max(-values[1], values[2]))
+def _peak(values: npt.NDArray[np.float64]) -> np.float64:
+    """The largest magnitude, as numpy's number: a ratio of zeros is a NaN then, not an error."""
+    return np.float64(max(-values[1], values[2]))
+
+
+SAMPLED = 64
+"""Entries of each gradient that a `ClipMeter` looks at."""
+
+
+class ClipMeter:
+    """The clip coefficient for those who do not look at whole gradients: from the first entries.
+
+    Nothing here waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._look: NormReading | None = None
+        self._scale: HostCopy | None = None
+
+    def after_backward(self, parameters: Sequence[Tensor], scale: Tensor | None) -> None:
+        """Look at the gradients as backward left them, with the loss scale that they carry."""
+        self._parameters = [p for p in parameters if p.grad is not None]
+        self._look = NormReading(_sampled(self._parameters))
+        self._scale = None if scale is None else HostCopy(scale.detach().reshape(1).clone())
+
+    def before_update(self, still_scaled: bool) -> ClipReading | None:
+        """Look at the gradients that reach the optimizer; None where nothing is to be told.
+
+        `still_scaled`: the optimizer divides the loss scale out itself, after this look.
+        """
+        look = self._look
+        self._look = None
+        gone = any(p.grad is None for p in self._parameters)
+        if look is None or gone or (still_scaled and self._scale is not None):
+            return None
+        samples = _sampled(self._parameters)
+        # The look is not read yet, so the probe takes no shortcut by the largest entry: a sample
+        # is of all gradients, and clipping of some others would go unnoticed.
+        return ClipReading(ClipProbe(look, None, samples.__getitem__), look, self._scale)
+
+
+def _sampled(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The first entries of all gradients, joined by device and type."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                entries = flat(local_part(parameter.grad))[:SAMPLED]
+                kinds.setdefault((entries.device, entries.dtype), []).append(entries)
+        return [torch.cat(same) for same in kinds.values()]

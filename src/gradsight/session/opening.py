@@ -17,9 +17,10 @@ from gradsight.errors import RunError, UsageError
 from gradsight.session.line import Output
 from gradsight.session.options import WatchOptions
 from gradsight.session.outputs import RecordOutput, SinkOutput
+from gradsight.store.run_files import write_config
 from gradsight.store.sinks import open_sinks
-from gradsight.store.sinks.queue import Feed
-from gradsight.store.store import Store, open_store, write_config
+from gradsight.store.sinks.queue import SinkQueue
+from gradsight.store.store import Store, open_store
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
 _FAILED = -1
@@ -34,7 +35,7 @@ class OpenedRun:
     problems: Problems
     """The faults of the run, shared by all who have its record open."""
     store: Store | None = None
-    sinks: Feed | None = None
+    sinks: SinkQueue | None = None
 
     def outputs(self, names: Sequence[str], sink_detail: str | None) -> list[Output]:
         """What finished steps are written to."""
@@ -77,7 +78,7 @@ def _open_here(options: WatchOptions) -> OpenedRun:
         if store is not None:
             store.close()
         raise
-    queue = Feed(sinks, problems) if sinks else None
+    queue = SinkQueue(sinks, problems) if sinks else None
     return OpenedRun(first_step, problems, store, queue)
 
 

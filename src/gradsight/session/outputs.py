@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 import numpy as np
 
 from gradsight.measure.norms import combine
-from gradsight.store.sinks.queue import Feed
+from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.store import Store
 from gradsight.store.tail_format import pack_statistics
 from gradsight.values.findings import Finding
@@ -64,7 +64,7 @@ class RecordOutput:
 class SinkOutput:
     """Shows steps in other trackers: of every parameter, or of blocks where there are many."""
 
-    def __init__(self, queue: Feed, names: Sequence[str], detail: str | None) -> None:
+    def __init__(self, queue: SinkQueue, names: Sequence[str], detail: str | None) -> None:
         self._queue = queue
         self._names = names
         by_blocks = detail == "blocks" or (detail is None and len(names) > _MANY_PARAMETERS)

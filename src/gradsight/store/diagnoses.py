@@ -6,14 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
-from gradsight.values.plain import plain
 
 _MOST_SAMPLES = 64
-
-
-def pack_diagnosis(diagnosis: Diagnosis | None) -> Any:
-    """For JSON."""
-    return None if diagnosis is None else plain(diagnosis)
 
 
 def unpack_diagnosis(value: Any) -> Diagnosis | None:

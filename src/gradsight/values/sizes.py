@@ -41,14 +41,37 @@ def _not_a_size(size: object) -> UsageError:
     )
 
 
-def format_size(count: float) -> str:
-    """Bytes as text with three significant places, in powers of 1000.
+def format_size(count: float, places: int | None = None) -> str:
+    """Bytes as text in powers of 1000, with so many decimal places; by default three digits in all.
 
     >>> format_size(6_100_000_000), format_size(75_226_000), format_size(12)
     ('6.10 GB', '75.2 MB', '12 B')
+    >>> format_size(6_100_000_000, places=1)
+    '6.1 GB'
     """
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= scale:
             value = count / scale
-            return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
+            return f"{value:.{_three_digits(value) if places is None else places}f} {unit}"
     return f"{count:.0f} B"
+
+
+def _three_digits(value: float) -> int:
+    """The decimal places with which a number below 1000 has three digits."""
+    if abs(value) < 10:
+        return 2
+    if abs(value) < 100:
+        return 1
+    return 0
+
+
+def gigabytes(size: int) -> str:
+    """Bytes in GB with three decimal places; small sizes get six.
+
+    >>> gigabytes(6_123_400_000), gigabytes(1_234_000)
+    ('6.123 GB', '0.001234 GB')
+    """
+    places = 3
+    if size and abs(size) < 10_000_000:
+        places = 6
+    return f"{size / 1e9:.{places}f} GB"

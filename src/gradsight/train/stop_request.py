@@ -3,27 +3,27 @@
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 _IMPATIENCE = 2.0
-"""Seconds after which a second signal is meant: launchers pass the first one on, so it may come
-twice.
-"""
+"""Seconds after which a second signal is meant: launchers pass the first on, so it may come twice."""
 
 
-class Stopping:
+class StopRequest:
     """Notes that somebody wants the run to end. Asked again, it ends at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signal: int | None = None
+        """The signal that asks for the end."""
+        self._clock = clock
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "Stopping":
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # elsewhere signals cannot be had, and do not come
+    def __enter__(self) -> "StopRequest":
+        # In other threads signals cannot be had, and do not come.
+        if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -34,6 +34,7 @@ class Stopping:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal, self._since = number, time.monotonic()
-        elif time.monotonic() - self._since > _IMPATIENCE:
+            self.signal = number
+            self._since = self._clock()
+        elif self._clock() - self._since > _IMPATIENCE:
             raise KeyboardInterrupt

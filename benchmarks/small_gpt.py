@@ -1,4 +1,4 @@
-"""A small GPT in plain torch, with tied embeddings: what the demo and the benchmarks train."""
+"""A small GPT in plain torch, with tied embeddings: what the benchmarks train."""
 
 from dataclasses import dataclass
 
@@ -55,14 +55,14 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                deep = name.endswith(("projection.weight", "contract.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if deep else 0.02)
+                ends_a_residual = name.endswith(("projection.weight", "contract.weight"))
+                scale = (2 * config.layers) ** -0.5 if ends_a_residual else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(
-            torch.arange(tokens.shape[1], device=tokens.device)
-        )
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
