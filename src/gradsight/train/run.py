@@ -26,6 +26,7 @@ from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
+from gradsight.store.scores import forget_scores
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
@@ -39,7 +40,7 @@ from gradsight.train.processes import Processes
 from gradsight.train.progress import Progress
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
-from gradsight.train.scoring import Scoring, forget_scores
+from gradsight.train.scoring import Scoring
 
 
 def run_training(
