@@ -1,4 +1,4 @@
-"""A judged fact, and the families of codes. No torch."""
+"""A judged fact of training, and a fault of our own that training survived. No torch."""
 
 from dataclasses import dataclass
 
@@ -65,3 +65,13 @@ class IncidentRule:
     """Which of them get an incident: "when critical", "always" or "never"."""
     known_early: bool = False
     """Whether such a step can be known before the optimizer uses its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A fault of Gradsight's own that training survived: said once, counted, reported."""
+
+    key: str
+    message: str
+    first_step: int
+    count: int
