@@ -38,13 +38,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import numpy.typing as npt
 import torch
+from small_gpt import GPT, GPTConfig, next_token_loss
 from torch import Tensor, nn
 
 from gradsight import GhostEngine
-from gradsight.show.influence import Influence, influence
+from gradsight.show.influence import Influence, influence_of
 from gradsight.store.scores import all_scores
-from gradsight.train.data import sample_windows, standard_library
-from gradsight.train.gpt import GPT, GPTConfig, next_token_loss
+from gradsight.train.data import Tokens, standard_library
 
 DOMAINS = ("encodings", "pydoc_data", "distutils", "asyncio", "email", "tkinter")
 OWN = "email"
@@ -108,6 +108,15 @@ def data(seed: int, per_domain: int) -> Data:
     )
 
 
+def sample_windows(
+    text: Tokens, length: int, count: int, generator: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """`count` random stretches of `length` tokens."""
+    starts = generator.integers(0, len(text) - length, size=count)
+    windows: npt.NDArray[np.int64] = text[starts[:, None] + np.arange(length)].astype(np.int64)
+    return windows
+
+
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return next_token_loss(model(rows[:, :-1]), rows[:, 1:])
 
@@ -130,7 +139,7 @@ def train(setting: Setting) -> Outcome:
             return Outcome(curve, time.perf_counter() - started)
         engine.close()
         table, _ = all_scores(Path(folder))
-        found = {name: influence(table, name) for name in given.targets}
+        found = {name: influence_of(table, name) for name in given.targets}
         return Outcome(
             curve, time.perf_counter() - started, found, engine.honesty()["all"].correlation
         )

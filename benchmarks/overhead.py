@@ -115,8 +115,7 @@ def serve(arm: str, kind: str) -> None:
 
 def gpt_step(arm: str, folder: Path) -> Callable[[], None]:
     import torch
-
-    from gradsight.train.gpt import GPT, GPTConfig, next_token_loss
+    from small_gpt import GPT, GPTConfig, next_token_loss
 
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=128))

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 
 import gradsight
 from gradsight.cli import main
-from gradsight.cli.demo import perform, show
+from gradsight.cli.demo import perform, show_result
 from gradsight.train.demonstration import Demonstration
 
 SMALL = Demonstration(
@@ -43,7 +43,7 @@ def poisoned(run_dir: Path) -> int:
 def test_it_finds_the_sample_that_it_poisoned(
     done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show(done, SMALL, poisoned(done)) == 0
+    assert show_result(done, SMALL, poisoned(done)) == 0
     out = capsys.readouterr().out
     sample = poisoned(done)
     assert f"planted        step 32: sample {sample} counts 1000 times, not once" in out
@@ -60,12 +60,12 @@ def test_it_fails_if_it_finds_another_step_or_sample(
     done: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, int]
 ) -> None:
     sample = poisoned(done) + (0 if wrong else 1)
-    assert show(done, replace(SMALL, **wrong), sample) == 2
+    assert show_result(done, replace(SMALL, **wrong), sample) == 2
     assert "❌ not found: this is a fault of Gradsight's" in capsys.readouterr().out
 
 
 def test_its_screen_is_plain_and_fits(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show(done, SMALL, poisoned(done))
+    show_result(done, SMALL, poisoned(done))
     lines = [line for line in capsys.readouterr().out.splitlines() if str(done) not in line]
     assert not any("\033" in line for line in lines)
     assert max(map(cell_len, lines)) <= 80

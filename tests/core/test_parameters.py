@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsight.core.parameters import called_module, clean_name, named_parameters, unwrapped
-from gradsight.ghost.parameters import Parameters
+from gradsight.ghost.parameters import ScoredParameters
 
 
 class Net(nn.Module):
@@ -106,7 +106,7 @@ def test_scores_and_record_name_parameters_alike(name: str) -> None:
         plain = [f"{prefix}{each}" for each in PLAIN]
         assert [each.name for each in named_parameters(model)] == plain
         assert [clean_name(model, raw) for raw, _ in model.named_parameters()] == plain
-        assert list(Parameters(unwrapped(model)).all) == plain
+        assert list(ScoredParameters(unwrapped(model)).all) == plain
 
 
 @pytest.mark.usefixtures("one_process")

@@ -23,7 +23,7 @@ reduced.
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
     return folder, json.loads(
-        torchrun(TESTS / "recorder" / "ranks.py", folder, *KINDS, "sharded").splitlines()[-1]
+        torchrun(TESTS / "incidents" / "ranks.py", folder, *KINDS, "sharded").splitlines()[-1]
     )
 
 
@@ -59,7 +59,7 @@ def test_the_rank_with_the_bad_sample_is_named(
         2,
         "nan",
     )
-    assert operation["place"].partition(":")[0].endswith("recorder/ranks.py")
+    assert operation["place"].partition(":")[0].endswith("incidents/ranks.py")
 
     (incident,) = gradsight.open_run(run_dir).incidents()
     assert (incident.step, incident.code) == (3, "GS103")

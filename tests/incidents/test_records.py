@@ -11,8 +11,9 @@ import torch
 import gradsight
 from gradsight.core.calls import RecordedCall
 from gradsight.incidents.arguments import CannotStore, pack_passes, unpack_passes
-from gradsight.store.diagnoses import merge_diagnoses, pack_diagnosis, unpack_diagnosis
+from gradsight.store.diagnoses import merge_diagnoses, unpack_diagnosis
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.plain import plain
 from incidents.faults import mlp
 
 SUMMARY = TensorSummary((2, 3), "float32", None, 1.5, 1, 0)
@@ -31,11 +32,8 @@ def samples(rank: int, *norms: float) -> tuple[GuiltySample, ...]:
 def test_a_diagnosis_survives_json() -> None:
     broken = GuiltySample(3, "doc", 1, 1, math.inf, None)
     diagnosis = Diagnosis(OPERATION, (broken, *samples(0, 1.0)), 0.5, ("a note",), 4)
-    assert (
-        unpack_diagnosis(json.loads(json.dumps(pack_diagnosis(diagnosis), allow_nan=False)))
-        == diagnosis
-    )
-    assert unpack_diagnosis(pack_diagnosis(None)) is None
+    assert unpack_diagnosis(json.loads(json.dumps(plain(diagnosis), allow_nan=False))) == diagnosis
+    assert unpack_diagnosis(plain(None)) is None
 
 
 def test_shares_of_ranks_become_shares_of_all() -> None:

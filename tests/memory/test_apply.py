@@ -121,7 +121,8 @@ def test_outermost_blocks_and_stages() -> None:
 def test_no_blocks() -> None:
     with pytest.raises(
         UsageError,
-        match=r"no repeated blocks found in Sequential: .*Name them, for example blocks=\['0', '2'\]",
+        match=r"no repeated blocks found in Sequential: .*Name them, for example "
+        r"blocks=\['0', '2'\]",
     ):
         apply_checkpointing(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
 

@@ -21,7 +21,8 @@ from helper import WIDTH
 class Block(nn.Module):
     def __init__(self, norm):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, 4 * WIDTH), norm(4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.norm = nn.Linear(WIDTH, 4 * WIDTH), norm(4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.norm(self.up(x))))
@@ -117,8 +118,8 @@ def test_plan(run: Callable[..., tuple[int, str, str]], models: str) -> None:
     policy = re.search(r"Plan: +(\S+)", out)
     assert policy is not None
     assert (
-        f'    from gradsight import apply_checkpointing\n    apply_checkpointing(model, "{policy[1]}")\n'
-        in out
+        "    from gradsight import apply_checkpointing\n"
+        f'    apply_checkpointing(model, "{policy[1]}")\n' in out
     )
     code, out, err = run("plan", f"{models}:build", "--budget", "10kB")
     assert code == 2
@@ -132,7 +133,7 @@ def test_predict(
     assert code == 0
     assert re.search(r"models.py:build +0\.0M", out.replace("\n", "")) or "0.0M" in out
     monkeypatch.setattr(
-        "gradsight.memory.largest_batch.largest_batch",
+        "gradsight.memory.predict.largest_batch",
         lambda *_, policy, **__: 33 if policy else 12,
     )
     code, out, _ = run(
@@ -207,7 +208,10 @@ def test_a_file_that_fails_to_load(
 
 def test_help_needs_no_torch() -> None:
     for tokens in (["memory", "--help"], ["memory", "plan", "--help"]):
-        check = f"import sys; from gradsight.cli import main; main({tokens!r}); assert 'torch' not in sys.modules"
+        check = (
+            f"import sys; from gradsight.cli import main; main({tokens!r}); "
+            "assert 'torch' not in sys.modules"
+        )
         done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert "--batch_size" in done.stdout

@@ -11,8 +11,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gradsight import MemoryMonitor, predict_peak_memory
 from gradsight.errors import UsageError
-from gradsight.memory.largest_batch import largest, largest_batch
 from gradsight.memory.monitor import tensor_bytes
+from gradsight.memory.predict import largest, largest_batch
 from gradsight.memory.startup import startup_report
 
 

@@ -13,19 +13,19 @@ from torch import nn
 from gradsight import plan_checkpointing, predict_peak_memory, verify_checkpointing
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.memory.choose import Option, Problem, cheapest, cost_of, lowest, peak_of
+from gradsight.memory.choose import BlockOption, BlockProblem, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.plan import OverBudget
 
 Build = Callable[[], tuple[Any, ...]]
 
 
-def some_problem(seed: int) -> Problem:
+def some_problem(seed: int) -> BlockProblem:
     draw = random.Random(seed).randrange
     blocks = [
-        [Option(draw(100), draw(150), draw(-20, 150), draw(50)) for _ in range(draw(2, 4))]
+        [BlockOption(draw(100), draw(150), draw(-20, 150), draw(50)) for _ in range(draw(2, 4))]
         for _ in range(draw(1, 6))
     ]
-    return Problem(draw(50), draw(200), draw(50), blocks)
+    return BlockProblem(draw(50), draw(200), draw(50), blocks)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -46,12 +46,12 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
 
 def test_many_blocks_take_no_time() -> None:
     options = [
-        Option(100, 110, 30, 0),
-        Option(60, 110, 80, 2),
-        Option(40, 110, 90, 5),
-        Option(7, 110, 120, 9),
+        BlockOption(100, 110, 30, 0),
+        BlockOption(60, 110, 80, 2),
+        BlockOption(40, 110, 90, 5),
+        BlockOption(7, 110, 120, 9),
     ]
-    problem = Problem(1000, 0, 50, [options] * 200)
+    problem = BlockProblem(1000, 0, 50, [options] * 200)
     start = time.process_time()
     chosen = cheapest(problem, 9000)
     assert chosen is not None
@@ -60,7 +60,7 @@ def test_many_blocks_take_no_time() -> None:
 
 
 def rivals(build: Build, count: int, optimizer: str | None = None) -> list[tuple[int, int]]:
-    """Peak and operations of all-or-nothing, every first-k, and recomputing every second product."""
+    """Peak and operations of all, nothing, every first-k, and recomputing every second product."""
     policies = ["none", "full", "alternate", *(f"first:{k}" for k in range(1, count))]
     uses = [predict_peak_memory(build, policy=policy, optimizer=optimizer) for policy in policies]
     return [(use.peak_bytes, use.flops) for use in uses]

@@ -12,7 +12,7 @@ from torch import nn
 
 from gradsight import verify_checkpointing
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.snapshot import compare, take
+from gradsight.memory.differences import compare_snapshots, take_snapshot
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
 
 Build = Callable[[], tuple[Any, ...]]
@@ -282,27 +282,27 @@ def test_a_plan_of_chosen_blocks_is_explained_too() -> None:
 def test_every_bit_counts() -> None:
     model = nn.Linear(3, 1)
     model(torch.ones(1, 3)).sum().backward()
-    before = take(model, torch.zeros(1))
-    assert not compare(before, take(model, torch.zeros(1)))
+    before = take_snapshot(model, torch.zeros(1))
+    assert not compare_snapshots(before, take_snapshot(model, torch.zeros(1)))
     assert model.weight.grad is not None
     model.weight.grad.view(torch.int32)[0, 1] += 1
-    found = compare(before, take(model, torch.zeros(1)))
+    found = compare_snapshots(before, take_snapshot(model, torch.zeros(1)))
     assert found.gradients == ("weight",)
     assert found.first() == "the gradient of weight differs"
     model.bias.grad = None
     assert (
-        compare(before, take(model, torch.zeros(1))).first()
+        compare_snapshots(before, take_snapshot(model, torch.zeros(1))).first()
         == "the gradient of weight differs, with 1 more"
     )
-    assert compare(before, take(model, -torch.zeros(1))).loss, "minus zero is not zero"
+    assert compare_snapshots(before, take_snapshot(model, -torch.zeros(1))).loss, (
+        "minus zero is not zero"
+    )
 
 
 def test_what_does_not_fit_is_not_run(
     make_gpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "gradsight.memory.available.available_memory", lambda device="cpu": 1_000_000
-    )
+    monkeypatch.setattr("gradsight.memory.verify.available_memory", lambda device="cpu": 1_000_000)
     with pytest.raises(
         GradsightError,
         match=r"the plain step needs .* 1\.00 MB is available here\. Verify with a smaller batch",

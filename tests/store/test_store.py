@@ -1,5 +1,6 @@
 """The record survives what happens to files and processes."""
 
+import json
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -143,20 +145,53 @@ def test_kill_9_loses_at_most_the_last_two_steps(attempt: int, tmp_path: Path) -
     assert len(list(open_run(tmp_path).parameter_stats("layer.7"))) == len(recorded)
 
 
+WRITER_BY_HAND = """
+import sys
+from core.hand_clock import HandClock
+from gradsight.store.store import open_store
+from gradsight.values.steps import Step
+clock = HandClock()
+store = open_store(sys.argv[1], clock)
+print("open", flush=True)
+for number, line in enumerate(sys.stdin):
+    if line == "step\\n":
+        store.add_step(Step(step=number, time=1.0), [])
+    else:
+        clock.tick()
+    print("done", flush=True)
+"""
+
+
 def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
+    """The writer's thread brings steps in when its period has passed, which is said by hand."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path), "0.001"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER_BY_HAND, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     ) as writer:
+
+        def ask(what: str) -> None:
+            assert writer.stdin is not None
+            assert writer.stdout is not None
+            print(what, file=writer.stdin, flush=True)
+            assert writer.stdout.readline() == "done\n"
+
         assert writer.stdout is not None
-        for _ in range(50):
-            writer.stdout.readline()
-        time.sleep(0.5)
+        assert writer.stdout.readline() == "open\n"
         run = open_run(tmp_path)
-        first = len(list(run.steps()))
-        time.sleep(0.7)
-        second = len(list(run.steps()))
+        ask("step")
+        assert list(run.steps()) == []
+        ask("tick")
+        assert len(list(run.steps())) == 1
+        ask("step")
+        ask("step")
+        assert len(list(run.steps())) == 1
+        ask("tick")
+        assert len(list(run.steps())) == 3
         writer.kill()
-    assert 0 < first < second
 
 
 def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
@@ -329,3 +364,22 @@ def test_a_broken_config_is_reported(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(RunError, match=message):
             _ = open_run(tmp_path).config
+
+
+def test_the_order_of_packed_numbers_is_the_formats() -> None:
+    """They are taken from the records' fields: a new one may only come last."""
+    assert frames.COLUMNS[:6] == (
+        "l2",
+        "max_abs",
+        "nan",
+        "inf",
+        "update_ratio",
+        "update_ratio_error",
+    )
+    assert len(frames.COLUMNS) <= 8, "the mask of columns has eight bits"
+    assert {"nan", "inf"} == frames.COUNTS
+    assert {"update_ratio", "update_ratio_error"} <= frames.OPTIONAL
+    counts = Histogram(3, "a", -3, (1.0,), (2.0,), 4.0, 5.0, 6.0, 7.0, 8, 9)
+    payload = frames.pack_histograms(3, "", [counts])
+    row = ["a", -3, [1.0], [2.0], 4.0, 5.0, 6.0, 7.0, 8, 9]
+    assert json.loads(zlib.decompress(frames.unpack_histogram_step(payload)[2])) == [row]

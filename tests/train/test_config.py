@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gradsight.cli import main
-from gradsight.cli.train import prepared, read_config
+from gradsight.cli.train import app, read_config
 from gradsight.errors import UsageError
-from gradsight.train.config import Settings, flat, from_dict, to_dict
+from gradsight.train.config import Settings, from_dict, options_of, to_dict
 
 OPTIONS = {
     "data": None,
@@ -74,7 +74,7 @@ OPTIONS = {
 
 
 def test_options_and_their_defaults_are_frozen() -> None:
-    assert dict(flat(Settings())) == OPTIONS
+    assert dict(options_of(Settings())) == OPTIONS
 
 
 def test_every_option_is_in_the_help(
@@ -154,9 +154,10 @@ def test_json_round_trip_of_settings_that_are_all_changed() -> None:
     assert one.trainer.callbacks.watch.sinks == ("console", "wandb")
 
 
-def test_an_empty_config_changes_nothing(tmp_path: Path) -> None:
+def test_an_empty_config_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.yaml").write_text("")
-    assert prepared(["train", "--config", str(tmp_path / "empty.yaml")])[3:] == []
+    settings = settings_of(["--config", str(tmp_path / "empty.yaml")], monkeypatch)
+    assert settings == Settings(device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_wrong_config_files(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
-        prepared(["train", "--config", str(file)])
+        app.parse_args(["--config", str(file)])
 
 
 def test_config_files_that_cannot_be_used(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import gradsight
 from gradsight.cli import main
-from gradsight.train.stopping import Stopping
+from gradsight.train.stop_request import StopRequest
 from train.small import differing, log, options, run, weights, write_text
 
 LONG = {"max_steps": 30, "checkpoint_interval": 4, "eval_interval": 15, "log_interval": 3}
@@ -109,15 +109,17 @@ def test_two_processes_started_by_the_command_end_together_and_one_goes_on(folde
     )
 
 
-def test_asked_twice_it_ends_at_once_but_a_launcher_may_pass_a_signal_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_asked_twice_it_ends_at_once_but_a_launcher_may_pass_a_signal_on() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Stopping() as stopping:
+    now = 100.0
+    with StopRequest(clock=lambda: now) as request:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
-        assert stopping.signal == signal.SIGINT
-        monkeypatch.setattr("gradsight.train.stopping._IMPATIENCE", 0.0)
+        assert request.signal == signal.SIGINT
+        now += 2.0
+        signal.raise_signal(signal.SIGTERM)
+        assert request.signal == signal.SIGINT, "within two seconds it is the same wish"
+        now += 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is before

@@ -3,15 +3,12 @@ calls them.
 """
 
 import gc
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from types import FrameType
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_OWN = Path(__file__).resolve().parents[1]
+from gradsight.core.source import users_frames
 
 
 def roots() -> list[nn.Module]:
@@ -81,32 +78,9 @@ def name_of(thing: object, fallback: str | None = None) -> str:
     """The variable that holds this in one of the frames that are running, else the name of its
     class.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            for variables in (frame.f_locals, frame.f_globals):
-                for name, value in list(variables.items()):
-                    if value is thing and not name.startswith("_") and name != "self":
-                        return name
-        frame = frame.f_back
+    for frame in users_frames():
+        for variables in (frame.f_locals, frame.f_globals):
+            for name, value in list(variables.items()):
+                if value is thing and not name.startswith("_") and name != "self":
+                    return name
     return fallback or type(thing).__name__
-
-
-def place_of_call() -> tuple[str, int] | None:
-    """File and line of the innermost frame that is the user's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-def is_users(filename: str) -> bool:
-    """Whether a file is neither ours nor an installed package's nor made up."""
-    return not (
-        filename.startswith("<")
-        or "site-packages" in filename
-        or f"{sys.base_prefix}/lib/python" in filename
-        or str(_OWN) in filename
-    )

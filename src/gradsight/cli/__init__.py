@@ -77,15 +77,13 @@ def _app(listing: bool) -> App:
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:
-    """The command line, with the arguments of a checked script set apart from ours, or with a
-    trainer's config file read.
-    """
+    """The command line, where the parser would misread what users may write."""
     if tokens and tokens[0] == "check":
         from gradsight.cli.check import split_tokens
 
         return split_tokens(tokens)
     if tokens and tokens[0] == "train":
-        from gradsight.cli.train import prepared
+        from gradsight.cli.train import with_joined_switches
 
-        return prepared(tokens)
+        return with_joined_switches(tokens)
     return tokens

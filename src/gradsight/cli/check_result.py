@@ -8,10 +8,12 @@ from typing import Any, TextIO
 
 from gradsight.core import rundir
 from gradsight.errors import RunError
-from gradsight.show.markdown import Summary, report, summarize
-from gradsight.show.terminal import terminal_lines, wants_colour
+from gradsight.show.markdown import report_text
+from gradsight.show.summary import Summary, summarize
+from gradsight.show.terminal import health_lines
+from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.report_file import write_report
+from gradsight.store.run_files import write_report
 from gradsight.values.health_report import SEVERITIES
 
 FAILED = 3
@@ -66,7 +68,7 @@ class Outcome:
             )
         for name, summary in shown.items():
             lines += [f"{name}:"] if len(shown) > 1 else []
-            lines += terminal_lines(summary.health, colour)
+            lines += health_lines(summary.health, colour)
         return [*lines, "", *self.notes()]
 
     def notes(self) -> list[str]:
@@ -99,17 +101,18 @@ class Outcome:
 
     def forget_incidents(self) -> None:
         """The folder of this check is about to go: nothing may point there."""
-        for summary in self.runs.values():
+        for name, summary in self.runs.items():
             findings = tuple(replace(finding, incident=None) for finding in summary.health.findings)
-            summary.health = replace(summary.health, findings=findings)
+            health = replace(summary.health, findings=findings)
+            self.runs[name] = replace(summary, health=health)
 
     def write(self, folder: Path) -> None:
         """report.md in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / rundir.CHECK).write_text(json.dumps(self.to_dict(), indent=1))
+        write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
         for name, summary in self.runs.items():
             place = folder if name == next(iter(self.runs)) else folder / name
-            write_report(place / rundir.REPORT, report(summary) + script_section(self.notes()))
+            write_report(place / rundir.REPORT, report_text(summary) + script_section(self.notes()))
         if not self.runs:
             write_report(
                 folder / rundir.REPORT,

@@ -1,18 +1,18 @@
 """gradsight demo"""
 
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from gradsight.cli.demo_summary import demo_summary
 from gradsight.core import rundir
-from gradsight.show.terminal import wants_colour
-from gradsight.store.report_file import write_report
+from gradsight.show.markdown import report_text
+from gradsight.show.summary import summarize
+from gradsight.show.text import wants_colour
+from gradsight.store.reader import open_run
+from gradsight.store.run_files import write_report
 from gradsight.train.sample_texts import SampleTexts
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ NOT_FOUND = 2
 
 
 def demo(*, run_dir: Path | None = None) -> int:
-    """Train a small GPT on the Python standard library's source with every instrument at work, and
-    find a planted fault.
+    """Train a small GPT with every instrument at work, and find a planted fault.
 
-    About a minute, no arguments needed, nothing is downloaded. One sample of one batch is poisoned
-    on the way; the demo exits with 0 if the flight recorder names it, and with 2 if it does not.
+    It learns the source of Python's standard library: about a minute, no arguments needed, nothing
+    is downloaded. One sample of one batch is poisoned on the way; the demo exits with 0 if the
+    flight recorder names it, and with 2 if it does not.
 
     Parameters
     ----------
@@ -40,9 +40,8 @@ def demo(*, run_dir: Path | None = None) -> int:
 
     from gradsight.train.demonstration import Demonstration
 
-    torch.set_num_threads(
-        1
-    )  # so small a model gains little from a second one, and on a busy machine loses minutes
+    # So small a model gains little from a second thread, and on a busy machine loses minutes.
+    torch.set_num_threads(1)
     code = perform(Demonstration(), run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     print(f"{time.perf_counter() - started:.0f} s in all.")
     return code
@@ -50,51 +49,27 @@ def demo(*, run_dir: Path | None = None) -> int:
 
 def perform(planned: "Demonstration", run_dir: Path) -> int:
     """Measure memory, train, and show what came of it; returns the exit code."""
-    from gradsight.train.demonstration import measure_memory, run
+    from gradsight.train.demonstration import measure_memory, perform_training
 
     print("measuring the memory of a step, plain and with activation checkpointing", flush=True)
     memory = measure_memory(planned)
-    with _telling(planned.steps) as tell:
-        poisoned = run(planned, run_dir, memory, tell)
+    performance = perform_training(planned, run_dir, memory)
+    if performance.ended_by is not None:
+        print(f"Stopped by {signal.Signals(performance.ended_by).name}")
+        return 128 + performance.ended_by
     print()
-    return show(run_dir, planned, poisoned)
+    return show_result(run_dir, planned, performance.poisoned)
 
 
-def show(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
-    """Write the report, print what it comes to, and give the exit code: 0 if the planted fault was
-    found.
-    """
-    from gradsight.cli.demo_summary import outline
-    from gradsight.show.markdown import report, summarize
-    from gradsight.store.reader import open_run
-
-    run, texts = open_run(run_dir), SampleTexts(run_dir)
+def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
+    """Write the report, print its essence, give the exit code: 0 if the planted fault was found."""
+    texts = SampleTexts(run_dir)
+    run = open_run(run_dir)
     summary = summarize(run)
-    write_report(run_dir / rundir.REPORT, report(summary, texts))
-    found, lines = outline(run, summary, texts, planned, poisoned, wants_colour(sys.stdout))
+    write_report(run_dir / rundir.REPORT, report_text(summary, texts))
+    found, lines = demo_summary(run, summary, texts, planned, poisoned, wants_colour(sys.stdout))
     print("\n".join(lines))
     print(f"\nThe report: {run_dir / rundir.REPORT}")
     print(f"More:       gradsight influence {run_dir}")
     print(f"            gradsight dump show {run_dir}")
     return 0 if found else NOT_FOUND
-
-
-@contextmanager
-def _telling(steps: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar on a terminal, plain lines elsewhere."""
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
-    terminal = sys.stdout.isatty()
-    with Progress(*columns, console=Console(), disable=not terminal, transient=True) as progress:
-        task = progress.add_task("training", total=steps, loss="")
-
-        def tell(step: int, loss: float) -> None:
-            progress.update(task, advance=1, loss=f"step {step}  loss {loss:.2f}")
-            if not terminal and (step % 20 == 0 or step == steps - 1):
-                print(f"training: step {step} of {steps}, loss {loss:.2f}", flush=True)
-
-        yield tell

@@ -19,6 +19,7 @@ from gradsight.dump.statistics import QUANTILES, Statistics, measure
 from gradsight.dump.values import values
 from gradsight.dump.verify import verify as check
 from gradsight.errors import RunError, UsageError
+from gradsight.values.sizes import format_size
 
 app = App(
     name="dump", help="The gradients on disk: list them, look at them, check them, compare them."
@@ -101,7 +102,7 @@ def verify(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
         )
         if verdict.intact:
             console.print(
-                f"[green]ok[/]       {label}: {verdict.tensors} gradients, {_bytes(verdict.bytes)}",
+                f"[green]ok[/]       {label}: {verdict.tensors} gradients, {format_size(verdict.bytes, places=1)}",
                 soft_wrap=True,
             )
             continue
@@ -158,7 +159,11 @@ def _line(manifest: Manifest) -> tuple[str, ...]:
         if manifest.reason == "schedule"
         else f"{manifest.gradient} ({manifest.reason})"
     )
-    counts = str(len(manifest.tensors)), _bytes(size(manifest)), str(manifest.world_size)
+    counts = (
+        str(len(manifest.tensors)),
+        format_size(size(manifest), places=1),
+        str(manifest.world_size),
+    )
     return str(manifest.step), manifest.kind, *counts, when, escape(text)
 
 
@@ -259,11 +264,3 @@ def _matching(manifest: Manifest, pattern: str | None) -> list[str]:
 
 def _table() -> Table:
     return Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-
-
-def _bytes(count: int) -> str:
-    """A size in powers of ten."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

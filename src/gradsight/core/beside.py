@@ -1,57 +1,92 @@
 # mypy: allow-untyped-calls
-"""A pass run again beside the training: in the state in which it ran, and everything left as it was
-found.
-"""
+"""Passes of ours beside the training: whatever they do, everything is left as it was found."""
 
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from gradsight.core.calls import RecordedCall
+from gradsight.core.autocast import autocast_as
+from gradsight.core.calls import RecordedCall, suspended
 from gradsight.core.parameters import clean_name
-from gradsight.incidents.diagnosis.modes import Eyes
+from gradsight.core.random_state import randomness_kept, set_torch_states
 
 
 @contextmanager
-def replaying(root: nn.Module, one: RecordedCall, eyes: Eyes) -> Iterator[None]:
-    """The state in which the model was called; afterwards everything is as it was found. `eyes` are
-    to see the operations.
+def beside_training(root: nn.Module, *, evaluating: bool = False) -> Iterator[None]:
+    """A pass of ours with gradients; modes and generators are put back, instruments look away.
+
+    `evaluating`: in evaluation mode. This is light enough for every step; a pass in training mode
+    changes buffers and attributes too, and wants `replaying`.
     """
+    modes = [(module, module.training) for module in root.modules()]
+    with suspended(), randomness_kept(root), torch.enable_grad():
+        try:
+            if evaluating:
+                # The flags, not eval(): a model's own train() may do more than what is put back.
+                for module, _ in modes:
+                    module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+@contextmanager
+def replaying(root: nn.Module, call: RecordedCall) -> Iterator[None]:
+    """The state in which the model was called; afterwards everything is as it was found.
+
+    That is all but memory from before which an operation writes to: only who sees the operations
+    can put that back.
+    """
+    devices = {parameter.device.type for parameter in root.parameters()}
     with ExitStack() as stack:
         stack.enter_context(_modules_kept(root))
         stack.enter_context(_parameters_kept(root))
-        stack.callback(eyes.put_back)
-        stack.enter_context(_generators_kept(root))
+        stack.enter_context(beside_training(root))
         stack.enter_context(_hooks_silent(list(root.parameters())))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_plain_checkpoints())
-        _autocast(stack, root, one.autocast)
-        if (
-            "torch._dynamo" in sys.modules
-        ):  # compiled code runs uncompiled, so that its operations can be seen
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        _put_buffers(root, one.buffers)
-        if root.training != one.training:
-            root.train(one.training)
-        set_generators(one.rng)
+        stack.enter_context(autocast_as(call.autocast, devices))
+        stack.enter_context(eager())
+        _put_buffers(root, call.buffers)
+        if root.training != call.training:
+            root.train(call.training)
+        set_torch_states(call.rng)
         yield
 
 
-def arguments(one: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies of the arguments, cut off from whatever made them: a model may change them in place."""
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compiled code runs uncompiled in here, so that its operations can be seen."""
+    with ExitStack() as stack:
+        # To ask torch.compiler imports the compiler, which takes seconds: where nobody has done
+        # so, nothing is compiled.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def is_compiled(root: nn.Module) -> bool:
+    """Whether the model or a part of it is compiled."""
+    return any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+        for m in root.modules()
+    )
+
+
+def copied_arguments(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of the arguments, cut off from whatever made them: a model may change its own."""
     args, kwargs = tree_map_only(
         Tensor,
         lambda t: t.detach().clone().requires_grad_(t.requires_grad),
-        (tuple(one.args), dict(one.kwargs)),
+        (tuple(call.args), dict(call.kwargs)),
     )
     return args, kwargs
 
@@ -102,67 +137,30 @@ def _put_buffers(root: nn.Module, values: Mapping[str, Tensor]) -> None:
     wanted = {clean_name(root, name): value for name, value in values.items()}
     with torch.no_grad():
         for name, buffer in root.named_buffers(remove_duplicate=False):
-            if (value := wanted.get(clean_name(root, name))) is not None:
+            value = wanted.get(clean_name(root, name))
+            if value is not None:
                 buffer.copy_(value)
-
-
-@contextmanager
-def _generators_kept(root: nn.Module) -> Iterator[None]:
-    """All sources of randomness: torch's, numpy's, Python's, and those that modules hold."""
-    own = [
-        value
-        for module in root.modules()
-        for value in vars(module).values()
-        if isinstance(value, torch.Generator)
-    ]
-    states = [generator.get_state() for generator in own]
-    saved, of_numpy, of_python = generators(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        set_generators(saved)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
-
-
-def generators() -> dict[str, Tensor]:
-    """The states of torch's generators, by device."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states |= {
-            f"cuda:{number}": state for number, state in enumerate(torch.cuda.get_rng_state_all())
-        }
-    return states
-
-
-def set_generators(states: Mapping[str, Tensor]) -> None:
-    """Put torch's generators into these states."""
-    for device, state in states.items():
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
 def _hooks_silent(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Hooks that somebody put on parameters do not run: they may act on the training."""
-    held = [(parameter, hooks) for parameter in parameters if (hooks := parameter._backward_hooks)]
+    held = [(parameter, parameter._backward_hooks) for parameter in parameters]
+    silenced = [(parameter, hooks) for parameter, hooks in held if hooks]
     try:
-        for parameter, _ in held:
+        for parameter, _ in silenced:
             parameter._backward_hooks = None
         yield
     finally:
-        for parameter, hooks in held:
+        for parameter, hooks in silenced:
             parameter._backward_hooks = hooks
 
 
 @contextmanager
 def _plain_checkpoints() -> Iterator[None]:
-    """Reentrant checkpointing keeps its activations in here: no gradient can be pulled through it
-    without touching `.grad`.
+    """Reentrant checkpointing keeps its activations in here.
+
+    No gradient can be pulled through it by torch.autograd.grad, without touching `.grad`.
     """
     held = vars(CheckpointFunction).get("apply")
     try:
@@ -176,15 +174,3 @@ def _plain_checkpoints() -> Iterator[None]:
 
 def _run(function: Any, _: bool, *args: Any) -> Any:
     return function(*args)
-
-
-def _autocast(stack: ExitStack, root: nn.Module, wanted: tuple[str, str] | None) -> None:
-    """Autocast as in the pass, without its cache: what is cached outlives the pass."""
-    for device in {p.device.type for p in root.parameters()} | ({wanted[0]} if wanted else set()):
-        if not torch.amp.is_autocast_available(device):
-            continue
-        if wanted is not None and wanted[0] == device:
-            dtype = getattr(torch, wanted[1].removeprefix("torch."))
-            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
-        else:
-            stack.enter_context(torch.autocast(device, enabled=False))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradsight.errors import GradsightError
 
@@ -108,16 +108,38 @@ def _find_dim(tensor: Tensor, batch: int, preferred: int) -> int | None:
     return None
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of an output, also those inside objects that torch does not know how to open."""
-    leaves, _ = tree_flatten(value)
-    found: list[Tensor] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            found += [item for item in vars(leaf).values() if isinstance(item, Tensor)]
-    return found
+def tensors_in(*values: Any) -> list[Tensor]:
+    """All tensors of arguments or outputs in their order, also those inside containers and objects.
+
+    >>> one, two = torch.ones(1), torch.ones(2)
+    >>> [len(tensor) for tensor in tensors_in(3, {"x": [one, "text"]}, (two,))]
+    [1, 2]
+    """
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif type(value) not in _NO_CONTAINERS:
+            tensors += _tensors_inside(value)
+    return tensors
+
+
+_NO_CONTAINERS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, slice})
+"""Passed over at once: this runs for every operation that the ghost engine sees."""
+
+
+def _tensors_inside(value: Any) -> list[Tensor]:
+    # Not pytree alone: to it, Hugging Face's BatchEncoding (a UserDict) and dataclasses are leaves.
+    if isinstance(value, list | tuple):
+        return tensors_in(*value)
+    if isinstance(value, Mapping):
+        return tensors_in(*value.values())
+    leaves = tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return tensors_in(*leaves)
+    if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        return [item for item in vars(value).values() if isinstance(item, Tensor)]
+    return []
 
 
 class LossInputs(TorchFunctionMode):

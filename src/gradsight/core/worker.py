@@ -1,29 +1,55 @@
-"""A thread that does something every now and then until it is told to stop."""
+"""A thread that does something every now and then until it is told to stop. No torch."""
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What a worker waits by; tests have one whose time they set themselves."""
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        """Wait for so long, or until stopped; tell whether it was stopped."""
+
+
+class WallClock:
+    """Time as it passes."""
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        """Wait for so long, or until stopped; tell whether it was stopped."""
+        return stop.wait(seconds)
+
+
+WALL_CLOCK = WallClock()
 
 
 class Worker:
-    """Calls `work` every `period` seconds, and once more when stopped. `work` handles its own
-    errors.
+    """Calls `work` every `period` seconds, and once more when stopped.
+
+    `work` handles its own errors: nobody is there to catch them.
     """
 
-    def __init__(self, name: str, work: Callable[[], None], period: float) -> None:
+    def __init__(
+        self, name: str, work: Callable[[], None], period: float, clock: Clock = WALL_CLOCK
+    ) -> None:
         self._work = work
         self._period = period
+        self._clock = clock
         self._stop = threading.Event()
+        # A daemon, so that a script that forgets to close can still end; the store's tail keeps
+        # what the thread had not yet brought in.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> bool:
         """Let it finish what is left; tell whether it did so in time."""
         self._stop.set()
+        # A thread cannot wait for its own end.
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._period):
+        while not self._clock.wait(self._stop, self._period):
             self._work()
         self._work()

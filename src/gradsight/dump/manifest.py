@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsight.errors import RunError
+from gradsight.values.plain import plain
 
 NAME = "manifest.json"
 FORMAT = "gradsight-dump"
@@ -102,23 +103,10 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as the text that is written, with its own checksum."""
-    body = {"format": FORMAT, "version": VERSION, **_plain(manifest)}
-    for key in ("clip_coef", "scale"):
-        body[key] = (
-            str(body[key]) if body[key] is not None and not math.isfinite(body[key]) else body[key]
-        )
+    body = {"format": FORMAT, "version": VERSION, **plain(manifest)}
     return json.dumps(
         {**body, "crc32": _checksum(body)}, ensure_ascii=False, allow_nan=False
     ).encode()
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses and mappings as dicts of what json knows."""
-    if isinstance(value, (Manifest, Entry, Chunk, Stored)):
-        return {name: _plain(getattr(value, name)) for name in value.__slots__}
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def read(folder: Path) -> Manifest:

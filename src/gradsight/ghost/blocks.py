@@ -54,14 +54,14 @@ class BlockScorer:
         self.scores: Scores | None = None
         """Those of the last block."""
         self._model = model
-        self._ranks = targets.ranks
+        self._group = targets.group
         self._schedule = schedule
         self._log = log
         self._options = options
         self._memory = LayoutMemory(options.batch_dim or 0)
         self._scratch = Scratch()
         self._check = FirstBlockCheck(
-            self._ranks, self._memory, options.rules, enabled=options.self_check
+            self._group, self._memory, options.rules, enabled=options.self_check
         )
         self._open: Observation | None = None
         self._concatenation: Concatenation | None = None
@@ -71,9 +71,9 @@ class BlockScorer:
         self._closed = False
 
     @property
-    def ranks(self) -> ModelGroup:
+    def group(self) -> ModelGroup:
         """The processes that train the model together."""
-        return self._ranks
+        return self._group
 
     def begin(
         self, size: int | None, step: int | None, concatenation: Concatenation | None = None
@@ -83,7 +83,7 @@ class BlockScorer:
             raise UsageError("this GhostEngine is closed")
         if self._open is not None:
             raise UsageError("an observed block is still open: blocks cannot be nested")
-        if self._ranks.sharded:
+        if self._group.sharded:
             reshard(self._model)
         self.parameters = ScoredParameters(self.parameters.root)
         self._step = self._log.step(step)
@@ -147,12 +147,14 @@ class BlockScorer:
         self._scratch = Scratch()
 
     def _directions(self) -> Directions:
-        parameters = tuple(self.parameters.trainable) if self._options.per_parameter else None
+        parameters = None
+        if self._options.per_parameter:
+            parameters = tuple(self.parameters.trainable)
         return Directions(
             self.targets.directions,
             self.targets.names,
             parameters=parameters,
-            ranks=self._ranks,
+            group=self._group,
             factors=self.targets.factors,
         )
 
@@ -180,7 +182,7 @@ class BlockScorer:
             domains = [None] * batch
         _refuse_other_count("domain", domains, batch)
         self._samples += batch
-        self._keep(table / self._ranks.size, ids, domains)
+        self._keep(table / self._group.size, ids, domains)
         self._log.look_at_gradients(self.parameters, observation.scale)
 
     def _keep(self, table: Tensor, ids: list[int | str], domains: list[str | None]) -> None:

@@ -14,30 +14,32 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gradsight.core.autocast import autocast_to
+from gradsight.core.random_state import device_state, drawing_again
 from gradsight.errors import GradsightError
 
 STRUCTURAL = frozenset(
     {
-        "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "flatten", "unflatten",
-        "squeeze", "unsqueeze", "expand", "broadcast_to", "repeat", "repeat_interleave", "tile", "contiguous", "clone", "to",
-        "float", "double", "half", "bfloat16", "split", "chunk", "tensor_split", "unbind", "narrow", "select", "index_select",
-        "gather", "__getitem__", "flip", "roll", "tril", "triu", "diagonal", "adjoint", "neg", "__neg__", "sum", "mean",
-        "T.__get__", "mT.__get__", "H.__get__", "mH.__get__",
+        "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims",
+        "T.__get__", "mT.__get__", "H.__get__", "mH.__get__", "adjoint",
+        "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone",
+        "expand", "broadcast_to", "repeat", "repeat_interleave", "tile",
+        "to", "float", "double", "half", "bfloat16",
+        "split", "chunk", "tensor_split", "unbind", "narrow", "select", "index_select", "gather",
+        "__getitem__", "flip", "roll", "tril", "triu", "diagonal",
+        "neg", "__neg__", "sum", "mean",
     }
 )  # fmt: skip
 """Linear operations on one tensor that treat the derivative as they treat the value."""
 
 RANDOM = frozenset(
     {
-        "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
-        "dropout3d", "bernoulli", "rrelu", "native_dropout", "lstm", "gru", "rnn_tanh", "rnn_relu",
-        "scaled_dot_product_attention",
+        "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+        "dropout1d", "dropout2d", "dropout3d", "native_dropout", "bernoulli", "rrelu",
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Operations that may draw random numbers: repeated with the generator's state of the first time.
-"""
-
-RandomState = tuple[torch.device, Tensor]
+"""Operations that may draw random numbers: repeated with the generator's first state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +49,27 @@ class OperatorCall:
     func: Callable[..., Any]
     spec: TreeSpec
     device: str = "cpu"
-    generator_state: RandomState | None = None
+    generator_state: Mapping[str, Tensor] | None = None
     autocast: torch.dtype | None = None
     """What automatic mixed precision computes in; None when it is off."""
 
     @property
     def name(self) -> str:
         """A readable name; getters are named after their attribute."""
-        return name_of(self.func)
+        return function_name(self.func)
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """The flattened outputs of the call with these inputs."""
         args, kwargs = tree_unflatten(list(flat), self.spec)
-        with replay(self.generator_state), precision(self.device, self.autocast):
+        with drawing_again(self.generator_state), autocast_to(self.device, self.autocast):
             outputs, _ = tree_flatten(self.func(*args, **kwargs))
         return outputs
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
     """A readable name of a torch function.
 
-    >>> name_of(torch.Tensor.T.__get__), name_of(torch.add)
+    >>> function_name(torch.Tensor.T.__get__), function_name(torch.add)
     ('T.__get__', 'add')
     """
     name = getattr(func, "__name__", str(func))
@@ -76,55 +78,25 @@ def name_of(func: Callable[..., Any]) -> str:
     return str(name)
 
 
-def generator_state(func: Callable[..., Any], device: torch.device) -> RandomState | None:
+def generator_state(func: Callable[..., Any], device: torch.device) -> Mapping[str, Tensor] | None:
     """The random state before a call that may draw from it; None for all other calls."""
-    if name_of(func) not in RANDOM:
+    if function_name(func) not in RANDOM:
         return None
-    return device, torch.cuda.get_rng_state(
-        device
-    ) if device.type == "cuda" else torch.get_rng_state()
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """What automatic mixed precision computes in now; None when it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def precision(device: str, dtype: torch.dtype | None) -> torch.autocast:
-    """The same automatic mixed precision as in the forward pass, or none."""
-    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
-
-@contextmanager
-def replay(state: RandomState | None) -> Iterator[None]:
-    """Draw the same random numbers again, without disturbing the generator."""
-    if state is None:
-        yield
-        return
-    device, saved = state
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.cuda.set_rng_state(saved, device) if device.type == "cuda" else torch.set_rng_state(
-            saved
-        )
-        yield
+    return {str(device): device_state(device)}
 
 
 def tangents_of(
     call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
-    """d f(inputs) along tangents given by input position: one per flattened output, None where it
-    is zero.
-    """
+    """d f(inputs) along tangents by input position, one per flattened output; None where zero."""
     if call.name in STRUCTURAL and set(tangents) == {0}:
         with torch.no_grad():
-            return [
-                y if isinstance(y, Tensor) else None for y in call.run([tangents[0], *flat[1:]])
-            ]
+            outputs = call.run([tangents[0], *flat[1:]])
+        return [y if isinstance(y, Tensor) else None for y in outputs]
     if call.func is F.embedding_bag and set(tangents) == {1} and "max" not in flat:
         with torch.no_grad():
-            return [
-                y if _is_float(y) else None for y in call.run([flat[0], tangents[1], *flat[2:]])
-            ]
+            outputs = call.run([flat[0], tangents[1], *flat[2:]])
+        return [y if _is_float(y) else None for y in outputs]
     if call.func is F.embedding and set(tangents) == {1}:
         return [_embedding(call, flat, tangents[1])]
     try:
@@ -134,15 +106,17 @@ def tangents_of(
             return _double_backward(call, flat, tangents)
         except (NotImplementedError, RuntimeError):
             raise GradsightError(
-                f"torch knows no directional derivative of {call.name} ({error}), so samples cannot be told apart behind it. "
-                "Freeze the parameters that go into it, or write it with other operations."
+                f"torch knows no directional derivative of {call.name} ({error}), so samples "
+                "cannot be told apart behind it. Freeze the parameters that go into it, or write "
+                "it with other operations."
             ) from error
 
 
 def _embedding(call: OperatorCall, flat: Sequence[Any], direction: Tensor) -> Tensor:
     """D[index], zero at padding_idx: the row there gets no gradient, though it has a value."""
     args, kwargs = tree_unflatten(list(flat), call.spec)
-    index, padding = args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")
+    index = args[0]
+    padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
     with torch.no_grad():
         along = F.embedding(index, direction)
         if padding is not None:
@@ -152,9 +126,8 @@ def _embedding(call: OperatorCall, flat: Sequence[Any], direction: Tensor) -> Te
 
 @cache
 def _load_forward_mode() -> None:
-    """torch compiles some formulas when forward mode is first used, and warns about its own way of
-    doing so.
-    """
+    """Let torch compile the formulas that it compiles when forward mode is first used."""
+    # It warns about its own way of doing so.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         forward_ad._maybe_load_decompositions()  # type: ignore[no-untyped-call]
@@ -164,25 +137,28 @@ def _forward_mode(
     call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     _load_forward_mode()
-    inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    inputs = _detached(flat)
     with torch.no_grad(), differentiable_kernels(), forward_ad.dual_level():
         for i, tangent in tangents.items():
-            value, along = inputs[i].contiguous(), tangent.to(inputs[i].dtype).contiguous()
+            value = inputs[i].contiguous()
+            along = tangent.to(inputs[i].dtype).contiguous()
             inputs[i] = forward_ad.make_dual(value, along)  # type: ignore[no-untyped-call]
-        found = [_tangent(y) if _is_float(y) else None for y in call.run(inputs)]
-        return [None if t is None else t.clone() for t in found]
+        return [_tangent(y) for y in call.run(inputs)]
 
 
-def _tangent(y: Tensor) -> Tensor | None:
+def _tangent(y: Any) -> Tensor | None:
+    """A copy of an output's tangent; None where it is zero."""
+    if not _is_float(y):
+        return None
     tangent: Tensor | None = forward_ad.unpack_dual(y).tangent  # type: ignore[no-untyped-call]
-    return tangent
+    return None if tangent is None else tangent.clone()
 
 
 def _double_backward(
     call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
-    """J v as the derivative of u -> J^T u along v, for operations without a forward-mode formula."""
-    inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    """J v as the derivative of u -> J^T u along v, for operations without a forward formula."""
+    inputs = _detached(flat)
     for i in tangents:
         inputs[i] = inputs[i].clone().requires_grad_()
     leaves = [inputs[i] for i in tangents]
@@ -196,17 +172,17 @@ def _double_backward(
             pulled = torch.autograd.grad(
                 y, leaves, dummy, create_graph=True, retain_graph=True, allow_unused=True
             )
-            pairs = [
-                (p, t.to(p.dtype))
-                for p, t in zip(pulled, tangents.values(), strict=True)
-                if p is not None
-            ]
-            found.append(
-                torch.autograd.grad(
-                    [p for p, _ in pairs], dummy, [t for _, t in pairs], retain_graph=True
-                )[0]
+            pairs = zip(pulled, tangents.values(), strict=True)
+            used = [(p, t.to(p.dtype)) for p, t in pairs if p is not None]
+            (along,) = torch.autograd.grad(
+                [p for p, _ in used], dummy, [t for _, t in used], retain_graph=True
             )
+            found.append(along)
     return found
+
+
+def _detached(flat: Sequence[Any]) -> list[Any]:
+    return [x.detach() if isinstance(x, Tensor) else x for x in flat]
 
 
 def _is_float(x: Any) -> bool:
@@ -215,7 +191,7 @@ def _is_float(x: Any) -> bool:
 
 @contextmanager
 def differentiable_kernels() -> Iterator[None]:
-    """Only kernels that can be differentiated forward: plain attention, no fused recurrent layers."""
+    """Only kernels with a forward-mode formula: plain attention, no fused recurrent layers."""
     onednn = torch._C._get_mkldnn_enabled()
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))

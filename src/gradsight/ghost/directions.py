@@ -27,7 +27,7 @@ class Directions:
         targets: Sequence[str],
         *,
         parameters: Sequence[str] | None = None,
-        ranks: ModelGroup | None = None,
+        group: ModelGroup | None = None,
         factors: FactorCache | None = None,
     ) -> None:
         self.slots = len(targets)
@@ -37,7 +37,7 @@ class Directions:
             self._place = {name: place for place, name in enumerate(parameters)}
         self._by_target = by_target
         self._targets = targets
-        self._ranks = ranks
+        self._group = group
         self._factors = factors
         self._known: dict[str, Tangents] = {}
 
@@ -53,7 +53,7 @@ class Directions:
     def fetch(self, name: str) -> None:
         """Gather a sharded direction's parts in the forward pass, once for the backward pass."""
         # No collective of ours may run inside a backward hook.
-        if self._ranks is not None and self._ranks.sharded:
+        if self._group is not None and self._group.sharded:
             self.tangents(name)
 
     def factors(self, name: str) -> list[list[Factor]] | None:
@@ -68,8 +68,8 @@ class Directions:
             part = self._by_target.get(target, {}).get(name)
             if part is None:
                 continue
-            if self._ranks is not None:
-                part = self._ranks.gather_shards(part)
+            if self._group is not None:
+                part = self._group.gather_shards(part)
             slot = number
             if self._place is not None:
                 slot = number * len(self._place) + self._place[name]
@@ -77,15 +77,15 @@ class Directions:
         return tuple(pairs)
 
 
-def cosine(a: Direction, b: Direction, ranks: ModelGroup) -> Tensor:
+def cosine(a: Direction, b: Direction, group: ModelGroup) -> Tensor:
     """The cosine of the angle between two directions."""
     pairs = [(a.get(n), b.get(n)) for n in {*a, *b}]
     both = [dot(x, y) for x, y in pairs if x is not None and y is not None]
     first = [dot(x, x) for x, _ in pairs if x is not None]
     second = [dot(y, y) for _, y in pairs if y is not None]
     sums = torch.stack([_sum(both), _sum(first), _sum(second)])
-    if ranks.sharded:
-        sums = ranks.sum(sums)
+    if group.sharded:
+        sums = group.sum(sums)
     return sums[0] / (sums[1] * sums[2]).sqrt()
 
 

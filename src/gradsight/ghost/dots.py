@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsight.ghost.directions import Tangents
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 
 WIDE = frozenset({torch.float32, torch.float64})
 """The types that need no widening."""
@@ -23,20 +23,21 @@ def in_wide(tensor: Tensor) -> Tensor:
 
 
 def same_type(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor in the type of another; a call of `to` that changes nothing costs more than the
-    question.
-    """
+    """The tensor in the type of another."""
+    # A call of `to` that changes nothing costs more than the question.
     return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
-def row_dots(a: Tensor, b: Tensor, layout: Layout, batch: int) -> Tensor:
-    """sum over everything but the samples of a * b, in fp32 or wider: [B]. Both broadcast to b's
-    shape.
+def row_dots(a: Tensor, b: Tensor, layout: SampleLayout, batch: int) -> Tensor:
+    """The sum over everything but the samples of a * b, in fp32 or wider: [B].
+
+    `a` is broadcast to b's shape.
     """
     dtype = wide(torch.promote_types(a.dtype, b.dtype))
     if a.shape != b.shape:
         a = a.expand_as(b)
-    left, right = layout.rows(a, batch).reshape(batch, -1), layout.rows(b, batch).reshape(batch, -1)
+    left = layout.rows(a, batch).reshape(batch, -1)
+    right = layout.rows(b, batch).reshape(batch, -1)
     dots: Tensor = torch.linalg.vecdot(left.to(dtype), right.to(dtype))
     return dots
 

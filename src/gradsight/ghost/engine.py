@@ -21,7 +21,7 @@ from gradsight.ghost.score_log import PendingScores, SaveOptions, ScoreLog
 from gradsight.ghost.scores import Scores, VerifyReport
 from gradsight.ghost.targets import LossFn, Targets, check_targets
 from gradsight.ghost.tracer import RuleOptions
-from gradsight.ghost.verify import compare
+from gradsight.ghost.verify import compare_with_twin
 from gradsight.store.scores import ScoreFile
 
 __all__ = ["GhostEngine", "GhostNotice"]
@@ -101,7 +101,7 @@ class GhostEngine:
         self.root = unwrapped(model)
         self.loss_fn = loss_fn
         self.mode = mode
-        self._ranks = ModelGroup(model)
+        self._group = ModelGroup(model)
         parameters = ScoredParameters(self.root)
         if not parameters.trainable:
             raise UsageError(
@@ -109,21 +109,20 @@ class GhostEngine:
             )
         check_targets(batches, parameters.device)
         if mode == "concat":
-            refuse_concat(self.root, self._ranks.size)
-        self._targets = Targets(model, loss_fn, batches, self._ranks)
+            refuse_concat(self.root, self._group.size)
+        self._targets = Targets(model, loss_fn, batches, self._group)
         schedule = RefreshSchedule(self._targets, refresh_every, optimizer, precondition)
         self.staleness: list[Staleness] = schedule.staleness
         """How far each direction had turned when it was refreshed, with refresh_every above 1."""
-        names = tuple(parameters.all) if per_parameter else None
-        pending = PendingScores(
-            self._targets.names,
-            frozenset(parameters.trainable),
-            ScoreFile(names, has_direction=precondition is not None),
-        )
+        names = None
+        if per_parameter:
+            names = tuple(parameters.all)
+        columns = ScoreFile(names, has_direction=precondition is not None)
+        pending = PendingScores(self._targets.names, frozenset(parameters.trainable), columns)
         self._log = ScoreLog(
             pending,
             LossHistory(self._targets.names, Momentum.of(optimizer)),
-            self._ranks,
+            self._group,
             optimizer,
             SaveOptions(None if run_dir is None else Path(run_dir), save_interval),
         )
@@ -173,20 +172,20 @@ class GhostEngine:
 
     def honesty(self) -> dict[str, PredictionCheck]:
         """By target, the predicted change of its loss against the measured one, over all steps."""
-        return self._log.history.checks(self._ranks)
+        return self._log.history.checks(self._group)
 
     def verify(self, batch: Any) -> VerifyReport:
         """Score a batch with the engine and with the slow exact twin, dropout off.
 
         Nothing in the model or in .grad changes.
         """
-        if self._ranks.sharded:
+        if self._group.sharded:
             raise UsageError(
                 "verify() runs the model in one process; under fully_shard the self-check of the "
                 "first step does it"
             )
         observation = self._blocks.beside_training()
-        return compare(
+        return compare_with_twin(
             self.model, self.loss_fn, batch, self._targets, observation, self._blocks.parameters
         )
 
@@ -228,7 +227,7 @@ class GhostEngine:
             self._closed = True
             self._blocks.close()
             self._log.close()
-            self._ranks.close()
+            self._group.close()
 
 
 def _one_of(val_data: Any, targets: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall
 from gradsight.ghost.dots import row_dots, score_table
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.tangent_sources import TangentSource, push_forward
 
 Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
@@ -25,16 +25,19 @@ Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
 def once_differentiable(
     backward: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """For the backward pass of a function that has no second derivative: refuse to be asked for
-    one.
+    """A backward pass that refuses to be differentiated again.
+
+    The functions here have no second derivative: a gradient penalty over them would lose its term
+    in silence.
     """
 
     @wraps(backward)
     def refusing(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise GradsightError(
-                "an observed pass was differentiated with create_graph=True (as for a gradient penalty), but its gradients "
-                "cannot be differentiated again. Leave that term of the loss out of observe()."
+                "an observed pass was differentiated with create_graph=True (as for a gradient "
+                "penalty), but its gradients cannot be differentiated again. Leave that term of "
+                "the loss out of observe()."
             )
         return backward(ctx, *grads)
 
@@ -46,9 +49,9 @@ class Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, probe: Tensor, score: Score, *saved: Tensor) -> Tensor:
-        """A fresh tensor of the same values: views out of a custom function must not be changed in
-        place.
-        """
+        """A fresh tensor of the same values."""
+        # Views out of a custom function must not be changed in place, and FSDP2 warns about views
+        # as outputs of modules.
         ctx.score = score
         ctx.probe = probe
         ctx.save_for_backward(*saved)
@@ -72,7 +75,7 @@ def attach(y: Tensor, probe: Tensor, score: Score, saved: Sequence[Tensor] = ())
 
 def attach_derivative(
     outputs: Sequence[Any],
-    layouts: Mapping[int, Layout],
+    layouts: Mapping[int, SampleLayout],
     call: OperatorCall,
     flat: Sequence[Any],
     carried: Mapping[int, TangentSource],
@@ -83,12 +86,11 @@ def attach_derivative(
     saved = [flat[i] for i in where]
     rest = [None if isinstance(x, Tensor) else x for x in flat]
     shared = _Shared(call, rest, where, carried, len(layouts))
-    return [
-        attach(y, probe, _derivative_score(shared, j, layouts[j], probe.shape[1]), saved)
-        if j in layouts
-        else y
-        for j, y in enumerate(outputs)
-    ]
+    scored = list(outputs)
+    for j, layout in layouts.items():
+        score = _derivative_score(shared, j, layout, probe.shape[1])
+        scored[j] = attach(outputs[j], probe, score, saved)
+    return scored
 
 
 class _Shared:
@@ -102,7 +104,10 @@ class _Shared:
         carried: Mapping[int, TangentSource],
         readers: int,
     ) -> None:
-        self._call, self._rest, self._where, self._carried = call, rest, where, carried
+        self._call = call
+        self._rest = rest
+        self._where = where
+        self._carried = carried
         self._readers = readers
         self._left = readers
         self._result: dict[int, list[Tensor | None]] | None = None
@@ -121,7 +126,7 @@ class _Shared:
         return result
 
 
-def _derivative_score(shared: _Shared, index: int, layout: Layout, batch: int) -> Score:
+def _derivative_score(shared: _Shared, index: int, layout: SampleLayout, batch: int) -> Score:
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
         for slot, outputs in shared.derivatives(saved).items():

@@ -1,4 +1,4 @@
-"""Whether the scores of a run are right: the self-check, and what the first block must add up to."""
+"""Whether a run's scores are right: the self-check, and the sum of the first block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class FirstBlockCheck:
     """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
 
     def __init__(
-        self, ranks: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
+        self, group: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
     ) -> None:
-        self._ranks = ranks
+        self._group = group
         self._memory = memory
         self._rules = rules
         self._enabled = enabled
@@ -75,11 +75,13 @@ class FirstBlockCheck:
     ) -> None:
         """The first block must add up to what backward added to .grad; new uses must be proven."""
         if self._base is not None:
-            scale = 1.0 if observed.scale is None else observed.scale.to(observed.scores)
+            scores_in_grad = observed.scores
+            if observed.scale is not None:
+                scores_in_grad = scores_in_grad * observed.scale.to(scores_in_grad)
             after = self._explained(parameters, directions) or []
             pairs = zip_longest(self._base, after, fillvalue=0.0)
             changes = [float(new - old) for old, new in pairs]
-            for change, scores in zip(changes, observed.scores * scale, strict=True):
+            for change, scores in zip(changes, scores_in_grad, strict=True):
                 refuse_unexplained(change, scores, parameters)
         self._blocks += 1
         if self._enabled and not observed.calls:
@@ -92,11 +94,11 @@ class FirstBlockCheck:
             self._prove_new_uses(observed, parameters)
 
     def _prove_new_uses(self, observed: ObservedPass, parameters: ScoredParameters) -> None:
-        """Trust uses that the self-check did not meet where shapes leave no choice, or ask again."""
+        """Trust new uses where their shapes leave no choice, else ask the twin again."""
         unsure = self._memory.ambiguous()
         names = {name for key in unsure for name in observed.uses.get(key, ())}
         new = ", ".join(sorted(names)[:3])
-        if unsure and self._ranks.sharded:
+        if unsure and self._group.sharded:
             raise GradsightError(
                 f"{new} is used in a new way after the self-check: its scores are not proven"
             )
@@ -113,7 +115,7 @@ class FirstBlockCheck:
         self._memory.prove()
 
     def _self_check(self, parameters: ScoredParameters) -> SelfCheck:
-        return SelfCheck(parameters, self._ranks, self._memory, self._rules)
+        return SelfCheck(parameters, self._group, self._memory, self._rules)
 
     def _explained(
         self, parameters: ScoredParameters, directions: Sequence[Direction]
@@ -121,7 +123,7 @@ class FirstBlockCheck:
         """<D, .grad> by target as it stands; None where .grad is not simply what backward adds."""
         named = parameters.trainable
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in named.values())
-        if self._ranks.size > 1 or hooked:
+        if self._group.size > 1 or hooked:
             return None
         zero = torch.zeros((), device=parameters.device)
         sums = []

@@ -18,24 +18,23 @@ def gradients(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """The gradient of sum <cotangent, output> by parameter name, and that of one more tensor.
 
-    fully_shard reduces gradients in hooks that only a full backward pass runs; there .grad is set
-    aside meanwhile, and what comes is the mean over the processes.
+    Of a sharded model they are the mean over the processes.
     """
     wanted = list(parameters.values())
     if not sharded:
         inputs = wanted if extra is None else [*wanted, extra]
-        found = torch.autograd.grad(
+        slopes = torch.autograd.grad(
             outputs, inputs, cotangents, allow_unused=True, retain_graph=keep_graph
         )
-        named = {n: g.detach() for n, g in zip(parameters, found, strict=False) if g is not None}
-        return named, None if extra is None else found[-1]
+        named = {n: g.detach() for n, g in zip(parameters, slopes, strict=False) if g is not None}
+        return named, slopes[-1] if extra is not None else None
+    # fully_shard reduces gradients in hooks that only a full backward pass runs, so .grad is set
+    # aside meanwhile.
     kept = [p.grad for p in wanted]
     try:
         for p in wanted:
             p.grad = None
-        torch.autograd.backward(
-            list(outputs), cotangents if cotangents is None else list(cotangents)
-        )
+        torch.autograd.backward(list(outputs), None if cotangents is None else list(cotangents))
         named = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
     finally:
         for p, grad in zip(wanted, kept, strict=True):

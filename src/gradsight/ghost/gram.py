@@ -1,5 +1,4 @@
-"""The third route, for short sequences and small targets: inner products of activations instead of
-the direction.
+"""The third route, for short sequences and small targets: inner products of activations.
 
 A linear weight's part of a direction is D = B_v^T A_v, from the target's inputs A_v [N, d] and
 output gradients B_v [N, p]:
@@ -39,7 +38,7 @@ class FactorRecorder(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation; if it is a linear layer small enough, wait for its output's gradient."""
+        """Run the operation; of a linear layer small enough, keep input and output gradient."""
         out = func(*args, **(kwargs or {}))
         if func is F.linear and len(args) > 1 and isinstance(out, Tensor) and out.requires_grad:
             x, weight = args[0], args[1]
@@ -71,9 +70,7 @@ class FactorCache:
         self._proven: dict[tuple[str, str], int] = {}
 
     def take(self, target: str, found: Factors, direction: Mapping[str, Tensor]) -> None:
-        """Keep what makes up the direction: proven when a parameter is first met, or met with
-        another number of uses.
-        """
+        """Keep the factors that make up the whole of a parameter's direction."""
         self._factors[target] = {
             name: uses
             for name, uses in found.items()
@@ -82,16 +79,21 @@ class FactorCache:
 
     def look_up(self, targets: Sequence[str], name: str) -> list[list[Factor]] | None:
         """The factors of a parameter for every target; None where one has none."""
-        found = [self._factors.get(target, {}).get(name) for target in targets]
-        return (
-            None
-            if any(uses is None for uses in found)
-            else [uses for uses in found if uses is not None]
-        )
+        by_target = []
+        for target in targets:
+            uses = self._factors.get(target, {}).get(name)
+            if uses is None:
+                return None
+            by_target.append(uses)
+        return by_target
 
     def _is_whole(
         self, target: str, name: str, uses: list[Factor], direction: Mapping[str, Tensor]
     ) -> bool:
+        """Whether no other use of the parameter adds to its direction.
+
+        Proven when a parameter is first met, and when it is met with another number of uses.
+        """
         known = self._proven.get((target, name))
         if known is None or known != len(uses):
             whole = direction[name]
@@ -102,10 +104,9 @@ class FactorCache:
 
 
 def gram_dots(x: Tensor, grad: Tensor, uses: Sequence[Factor]) -> Tensor:
-    """The sum over the target's positions of (A A_v^T) * (B B_v^T): one number per position of the
-    batch.
-    """
-    flat, slopes = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    """The sum over the target's positions of (A A_v^T) * (B B_v^T), by position of the batch."""
+    flat = x.reshape(-1, x.shape[-1])
+    slopes = grad.reshape(-1, grad.shape[-1])
     parts = [
         torch.linalg.vecdot(flat @ a.t().to(flat.dtype), slopes @ b.t().to(slopes.dtype))
         for a, b in uses

@@ -1,5 +1,6 @@
-"""Refusals of passes in which samples have no gradient of their own: statistics over the batch,
-losses that tie samples together.
+"""Refusals of passes in which samples have no gradient of their own.
+
+Statistics over the batch mix samples, and so do losses that tie them together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradsight.errors import GradsightError
 from gradsight.ghost.concat import Concatenation
-from gradsight.ghost.use import DECLINED
+from gradsight.ghost.use import DECLINED, argument_of
 
 
 class PassGuard:
@@ -30,7 +31,7 @@ class PassGuard:
     def intercept(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The result of a call that is replaced, or DECLINED; an error if the call mixes samples."""
+        """A replaced call's result, or DECLINED; an error if the call mixes samples."""
         if func is F.batch_norm:
             refuse_batch_statistics(args, kwargs)
         if self._concatenation is None:
@@ -69,7 +70,7 @@ def refuse_batch_norm(root: nn.Module) -> None:
 
 def refuse_batch_statistics(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """An error for a call of F.batch_norm that computes statistics of the batch."""
-    if kwargs.get("training", args[5] if len(args) > 5 else False):
+    if argument_of(args, kwargs, 5, "training", False):
         raise GradsightError(
             "batch_norm is called with training=True: its statistics mix the samples of a batch, "
             "so no sample has a gradient of its own"

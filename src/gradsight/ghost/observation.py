@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.beside import eager
 from gradsight.core.samples import ModelCall, NotSeparable, tell_batch, tensors_in
 from gradsight.errors import GradsightError
 from gradsight.ghost.first_block_check import FirstBlockCheck
 from gradsight.ghost.guard import refuse_batch_norm
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.passes import eager
 from gradsight.ghost.tracer import TraceOptions, Tracer, tracing
 
 
@@ -107,7 +107,9 @@ class Observation:
             )
         table = self.tracer.probe.grad
         assert table is not None
-        return table if self.scale is None else table / self.scale.to(table)
+        if self.scale is not None:
+            table = table / self.scale.to(table)
+        return table
 
     def _set_probe(self, batch: int) -> None:
         probe = torch.zeros(

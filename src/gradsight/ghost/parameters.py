@@ -43,7 +43,8 @@ class ScoredParameters:
         return None
 
     def _find_places(self) -> list[tuple[nn.Module, str, str]]:
-        """Where each parameter hangs: fully_shard puts the whole tensor there while a layer runs."""
+        """Where each parameter hangs, by module and attribute."""
+        # fully_shard puts the whole tensor there while a layer runs.
         places = []
         for module in self.root.modules():
             for attribute, parameter in module._parameters.items():

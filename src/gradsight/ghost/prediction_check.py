@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core.sharing import ModelGroup
+from gradsight.measure.clipping import ClipReading
 
 UNSETTLED = 128
 """How many steps may wait on the device before they are read, all at once."""
@@ -46,13 +47,10 @@ class StepSum:
     step: int
     sums: Tensor | list[float]
     lr: float | None
-    clip_coef: Tensor | float | None = None
-
-    @property
-    def clipped(self) -> float:
-        """What clipping left of the gradient; 1 where that is not known."""
-        coef = 1.0 if self.clip_coef is None else float(self.clip_coef)
-        return coef if coef == coef else 1.0
+    clip: ClipReading | None = None
+    """Until it is read."""
+    clip_coef: float = 1.0
+    """What clipping left of the gradient; 1 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,9 @@ class Momentum:
     @classmethod
     def of(cls, optimizer: Optimizer | None) -> "Momentum":
         """That of an optimizer's first group; none where it is not known."""
-        group = {} if optimizer is None else optimizer.param_groups[0]
+        if optimizer is None:
+            return cls()
+        group = optimizer.param_groups[0]
         if "betas" in group:
             beta1 = float(group["betas"][0])
             return cls(beta1, 1 - beta1, corrected=True)
@@ -82,10 +82,13 @@ class Momentum:
         mixed = torch.zeros_like(sums[0])
         rows = []
         for number, row in enumerate(sums, 1):
-            # SGD takes its first gradient whole, whatever the dampening.
-            take = self.take if number > 1 or self.corrected else 1.0
+            take = self.take
+            if number == 1 and not self.corrected:
+                take = 1.0  # SGD takes its first gradient whole, whatever the dampening
             mixed = self.keep * mixed + take * row
-            rows.append(mixed / (1 - self.keep**number) if self.corrected else mixed)
+            rows.append(mixed)
+        if self.corrected:
+            rows = [row / (1 - self.keep**number) for number, row in enumerate(rows, 1)]
         return torch.stack(rows)
 
 
@@ -118,23 +121,25 @@ class LossHistory:
         """Every target's loss at the start of a step."""
         self._losses.append((step, losses))
 
-    def checks(self, ranks: ModelGroup) -> dict[str, PredictionCheck]:
+    def checks(self, group: ModelGroup) -> dict[str, PredictionCheck]:
         """The check of every target; to be called on all processes alike."""
         self._settle()
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}
         if self.steps:
-            changes = self._predicted_changes(ranks)
+            changes = self._predicted_changes(group)
             for (start, old), (end, new) in pairwise(self._losses):
                 between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
-                for k, name in enumerate(self.targets if between else ()):
+                if not between:
+                    continue
+                for k, name in enumerate(self.targets):
                     predicted = float(changes[between, k].sum())
                     pairs[name].append((predicted, float(new[k]) - float(old[k])))
         return {name: PredictionCheck(name, tuple(each)) for name, each in pairs.items()}
 
-    def _predicted_changes(self, ranks: ModelGroup) -> Tensor:
+    def _predicted_changes(self, group: ModelGroup) -> Tensor:
         """The change of every target's loss by step: [steps, targets]."""
-        sums = ranks.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
-        coefs = torch.tensor([s.clipped for s in self.steps], dtype=torch.float64)
+        sums = group.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
+        coefs = torch.tensor([s.clip_coef for s in self.steps], dtype=torch.float64)
         rates = [1.0 if s.lr is None else s.lr for s in self.steps]
         moved = self._momentum.applied(sums * coefs.unsqueeze(1))
         return -moved * torch.tensor(rates, dtype=torch.float64).unsqueeze(1)
@@ -145,6 +150,10 @@ class LossHistory:
         for entry in self.steps:
             if isinstance(entry.sums, Tensor):
                 entry.sums = entry.sums.tolist()
-                entry.clip_coef = None if entry.clip_coef is None else float(entry.clip_coef)
+            if entry.clip is not None:
+                coef = entry.clip.read()
+                if coef is not None:
+                    entry.clip_coef = coef
+                entry.clip = None
         read = ((step, [float(x) for x in losses]) for step, losses in self._losses)
         self._losses = deque(read, self._losses.maxlen)

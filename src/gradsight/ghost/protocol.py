@@ -52,7 +52,7 @@ class BatchProtocol:
             )
         if self._mode == "concat":
             joined = Concatenation(self._blocks.targets, self._blocks.parameters)
-            refuse_concat(self._blocks.parameters.root, self._blocks.ranks.size)
+            refuse_concat(self._blocks.parameters.root, self._blocks.group.size)
             x, y = joined.join(x, y)
             self._blocks.begin(joined.total, self._iteration, joined)
         else:

@@ -3,10 +3,12 @@
 One sample's inputs A [T, d] and output gradients B [T, p], K directions D [p, d], the target's N
 positions:
 
-    materialise  form dW = B^T A, dot it with D, add it to the weight gradient: no product more than plain training has, but
-                 each sample's dW goes through memory, (3 + 2K) d p entries
-    project      A D^T, then the dot with B: K T d p multiply-adds more, and the weight gradient untouched
-    gram         (A A_v^T) * (B B_v^T) with the target's activations: K T N (d + p) multiply-adds more (see gram.py)
+    materialise  form dW = B^T A, dot it with D, add it to the weight gradient: no product more than
+                 plain training has, but each sample's dW goes through memory, (3 + 2K) d p entries
+    project      A D^T, then the dot with B: K T d p multiply-adds more, and the weight gradient
+                 untouched
+    gram         (A A_v^T) * (B B_v^T) with the target's activations: K T N (d + p) multiply-adds
+                 more (see gram.py)
 
 A device does about `balance` multiply-adds in the time in which it moves one entry. A core's was
 measured (benchmarks/ghost.py shows on which sequence lengths the routes cross), those of
@@ -39,8 +41,7 @@ def choose(
     target_positions: int | None = None,
     balance: float = CORE,
 ) -> str:
-    """The cheapest route for T positions per sample; gram only where the target's activations are
-    at hand.
+    """The cheapest route for T positions per sample; gram where the target's factors are kept.
 
     >>> choose(256, 384, 384), choose(16, 384, 384), choose(16, 384, 384, target_positions=4)
     ('materialise', 'project', 'gram')

@@ -7,11 +7,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SampleLayout:
     """Which dimension holds the samples, and how.
 
-    `kind` is "plain" (one entry per sample), "major" (samples outside, several entries each, as after flattening [B, T]),
-    "minor" (samples inside, as after flattening [T, B]) or "all" (there is but one sample: everything is its own).
+    `kind` is "plain" (one entry per sample), "major" (samples outside, several entries each, as
+    after flattening [B, T]), "minor" (samples inside, as after flattening [T, B]) or "all" (there
+    is but one sample: everything is its own).
     """
 
     dim: int = 0
@@ -23,18 +24,16 @@ class Layout:
             return batch == 1
         if self.dim >= len(shape):
             return False
-        return (
-            shape[self.dim] == batch
-            if self.kind == "plain"
-            else shape[self.dim] > 0 and shape[self.dim] % batch == 0
-        )
+        if self.kind == "plain":
+            return shape[self.dim] == batch
+        return shape[self.dim] > 0 and shape[self.dim] % batch == 0
 
     def rows(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor with one leading entry per sample; a view.
 
-        >>> Layout(1).rows(torch.zeros(3, 2, 5), 2).shape
+        >>> SampleLayout(1).rows(torch.zeros(3, 2, 5), 2).shape
         torch.Size([2, 3, 5])
-        >>> Layout(0, "minor").rows(torch.arange(6), 2).tolist()
+        >>> SampleLayout(0, "minor").rows(torch.arange(6), 2).tolist()
         [[0, 2, 4], [1, 3, 5]]
         """
         if self.kind == "all":
@@ -48,7 +47,7 @@ class Layout:
     def matrices(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor as [samples, positions, features]; a view where that is possible.
 
-        >>> Layout(1).matrices(torch.zeros(3, 2, 5), 2).shape
+        >>> SampleLayout(1).matrices(torch.zeros(3, 2, 5), 2).shape
         torch.Size([2, 3, 5])
         """
         if self.dim == 0 and self.kind in LEADING:
@@ -59,22 +58,21 @@ class Layout:
 
 LEADING = frozenset({"plain", "major", "all"})
 """The kinds by which, in dimension 0, each sample's entries lie side by side."""
-ALL = Layout(kind="all")
+ALL = SampleLayout(kind="all")
 
 Key = tuple[str, ...]
 
 
-def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[Layout | None]:
-    """Every way such a tensor could hold the samples, likeliest first; None stands for none of
-    them.
-    """
-    dims = sorted(
-        (d for d in range(len(shape)) if shape[d] == batch), key=lambda d: (d != preferred, d)
-    )
-    ways: list[Layout | None] = [Layout(d) for d in dims]
+def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[SampleLayout | None]:
+    """Every way such a tensor could hold the samples, likeliest first; None stands for none."""
+    fitting = (d for d in range(len(shape)) if shape[d] == batch)
+    dims = sorted(fitting, key=lambda d: (d != preferred, d))
+    ways: list[SampleLayout | None] = [SampleLayout(d) for d in dims]
     if shape and shape[0] > batch and shape[0] % batch == 0:
-        flat = [Layout(0, "major"), Layout(0, "minor")]
-        ways += flat if preferred == 0 else flat[::-1]
+        flat = [SampleLayout(0, "major"), SampleLayout(0, "minor")]
+        if preferred != 0:
+            flat.reverse()
+        ways += flat
     return [*ways, None]
 
 
@@ -89,12 +87,12 @@ class LayoutMemory:
     def __init__(self, preferred: int = 0) -> None:
         self.preferred = preferred
         self.unproven: set[Key] = set()
-        self._known: dict[Key, list[Layout | None]] = {}
+        self._known: dict[Key, list[SampleLayout | None]] = {}
         self._seen: dict[Key, tuple[torch.Size, int, int]] = {}
 
     def find(
         self, key: Key, shape: torch.Size, batch: int, preferred: int | None = None
-    ) -> Layout | None:
+    ) -> SampleLayout | None:
         """The layout of a tensor met at this use; None: the samples are not in rows here."""
         if batch == 1:
             return ALL
@@ -105,9 +103,8 @@ class LayoutMemory:
             return fitting[0]
         likely = self.preferred if preferred is None else preferred
         layout = candidates(shape, batch, likely)[0]
-        if (
-            layout is None
-        ):  # then other shapes at this use, which would fit some layout, fit it by chance: samples are routed
+        if layout is None:
+            # The samples are routed: other shapes at this use that fit a layout fit it by chance.
             self._known[key] = []
         self._known.setdefault(key, []).append(layout)
         self._seen[key] = (shape, batch, likely)
@@ -115,7 +112,7 @@ class LayoutMemory:
         return layout
 
     def advance(self, key: Key) -> bool:
-        """Assume the next likely layout at an unproven use; False when that is the first one again."""
+        """Assume the next likely layout at an unproven use; False when that is the first again."""
         if key not in self.unproven or key not in self._seen:
             return False
         ways = candidates(*self._seen[key])
@@ -123,17 +120,18 @@ class LayoutMemory:
         self._known[key].append(ways[position])
         return position > 0
 
-    def snapshot(self) -> dict[Key, list[Layout | None]]:
+    def snapshot(self) -> dict[Key, list[SampleLayout | None]]:
         """What is assumed now."""
         return {key: list(ways) for key, ways in self._known.items()}
 
     def ambiguous(self) -> set[Key]:
         """The unproven uses whose shapes allow more than one layout."""
-        return {
-            key
-            for key in self.unproven
-            if key not in self._seen or len(candidates(*self._seen[key])) > 2
-        }
+        unsure = set()
+        for key in self.unproven:
+            # One way and none at all leave no choice: where there are rows, they are the way.
+            if key not in self._seen or len(candidates(*self._seen[key])) > 2:
+                unsure.add(key)
+        return unsure
 
     def prove(self) -> None:
         """Take every layout found so far for proven."""

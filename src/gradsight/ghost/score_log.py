@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core.sharing import ModelGroup
-from gradsight.ghost.clipping import ClipMeter
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
+from gradsight.measure.clipping import ClipMeter, ClipReading
 from gradsight.store.run_problems import RunProblems
-from gradsight.store.scores import ScoreFile, score_file, write_scores
+from gradsight.store.scores import ScoreFile, score_path, write_scores
 from gradsight.values.scores import SavedScore
 
 
@@ -27,8 +27,8 @@ class BlockScores:
     table: Tensor
     direction: str
     lr: float | None = None
-    clip_coef: Tensor | None = None
-    """Filled in when the optimizer has stepped."""
+    clip: ClipReading | None = None
+    """Filled in when the optimizer steps."""
 
 
 class PendingScores:
@@ -55,9 +55,9 @@ class PendingScores:
         self.blocks = [block for block in self.blocks if block.step >= before]
 
     def _rows(self, block: BlockScores) -> list[SavedScore]:
-        coef = None if block.clip_coef is None else float(block.clip_coef)
-        if coef is not None and coef != coef:
-            coef = None
+        clip_coef = None
+        if block.clip is not None:
+            clip_coef = block.clip.read()
         rows = []
         for number, target in enumerate(self._targets):
             values = block.table[number]
@@ -75,7 +75,7 @@ class PendingScores:
                         target=target,
                         score=score,
                         lr=block.lr,
-                        clip_coef=coef,
+                        clip_coef=clip_coef,
                         by_parameter=parts,
                         direction=block.direction,
                     )
@@ -112,21 +112,21 @@ class ScoreLog:
         self,
         pending: PendingScores,
         history: LossHistory,
-        ranks: ModelGroup,
+        group: ModelGroup,
         optimizer: Optimizer | None,
         saving: SaveOptions,
     ) -> None:
         self.pending = pending
         self.history = history
         self.saving = saving
-        self._ranks = ranks
+        self._group = group
         self._optimizer = optimizer
         self._clip = ClipMeter()
         self._blocks = 0
         self._optimizer_steps = 0
         self._saved_before = 0
         self._last = -1
-        self._problems = RunProblems(saving.run_dir if ranks.rank == 0 else None)
+        self._problems = RunProblems(saving.run_dir if group.rank == 0 else None)
         self._hooks: list[Any] = []
         if optimizer is not None:
             self._hooks = [
@@ -138,7 +138,9 @@ class ScoreLog:
         """A block's step: as given, or by the optimizer's steps, or one per block."""
         if given is not None:
             return given
-        return self._blocks if self._optimizer is None else self._optimizer_steps
+        if self._optimizer is None:
+            return self._blocks
+        return self._optimizer_steps
 
     def begin(self, step: int) -> None:
         """A block of this step begins: earlier steps are complete."""
@@ -179,14 +181,16 @@ class ScoreLog:
         One file with every process's rows, written by the first; returns its path there.
         """
         rows = self.pending.take(iteration)
-        nothing_left = iteration is None and not rows and self._ranks.size == 1
+        nothing_left = iteration is None and not rows and self._group.size == 1
         if self.saving.run_dir is None or nothing_left:
             return None
-        gathered = self._ranks.gather_objects(rows)
+        gathered = self._group.gather_objects(rows)
         if gathered is None:
             return None
-        before = self._last + 1 if iteration is None else iteration
-        path = score_file(self.saving.run_dir, before)
+        before = iteration
+        if before is None:
+            before = self._last + 1
+        path = score_path(self.saving.run_dir, before)
         merged = [row for part in gathered for row in part]
         if merged:
             fault = write_scores(path, merged, self.pending.format)
@@ -209,18 +213,18 @@ class ScoreLog:
         return rates.pop() if len(rates) == 1 else None
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        coef = self._clip.at_step(
-            fused=bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        )
+        # Fused optimizers unscale gradients themselves: what they use cannot be seen before.
+        fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        clip = self._clip.before_update(still_scaled=fused)
         blocks = self.pending.blocks
         for block in blocks:
             if block.step == blocks[-1].step:
-                block.clip_coef = coef
+                block.clip = clip
         if self.history.steps:
-            self.history.steps[-1].clip_coef = coef
+            self.history.steps[-1].clip = clip
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_steps += 1
         # No collective of ours may run inside a hook: with several processes the next block saves.
-        if self._ranks.size == 1 and self.pending.blocks:
+        if self._group.size == 1 and self.pending.blocks:
             self.save_finished(self._last + 1)

@@ -1,4 +1,4 @@
-"""What an observed block gives, and what a comparison with the twin gives."""
+"""The scores of an observed block, and the report of a comparison with the twin."""
 
 from dataclasses import dataclass
 
@@ -40,8 +40,8 @@ class Scores:
     def _only_target(self) -> str:
         if len(self.by_target) != 1:
             raise UsageError(
-                f"there are {len(self.by_target)} targets ({', '.join(self.by_target)}): use by_target or "
-                "by_target_and_parameter"
+                f"there are {len(self.by_target)} targets ({', '.join(self.by_target)}): use "
+                "by_target or by_target_and_parameter"
             )
         return next(iter(self.by_target))
 
@@ -64,4 +64,5 @@ class VerifyReport:
 
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
-        return f"{verdict}: largest relative error {self.max_relative_error:.1e} (tolerance {self.tolerance:.0e})"
+        error, limit = f"{self.max_relative_error:.1e}", f"{self.tolerance:.0e}"
+        return f"{verdict}: largest relative error {error} (tolerance {limit})"

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 ON_CPU = 1 << 20
-"""Bytes for the products of a few samples, so that small ones are made by one call; a larger
-product is made alone.
+"""Bytes for the products of a few samples, so that small ones are made by one call.
+
+A larger product is made alone: on all cores, where a batch's matrix-vector products run on one.
 """
 ELSEWHERE = 16 << 20
 """The same on other devices: enough to keep one busy."""
@@ -39,7 +40,8 @@ class Scratch:
         if on_cpu and key in self._rooms:
             return self._rooms[key]
         entries = max(1, height * width)
-        fitting = (ON_CPU if on_cpu else ELSEWHERE) // (entries * like.element_size())
+        budget = ON_CPU if on_cpu else ELSEWHERE
+        fitting = budget // (entries * like.element_size())
         groups = -(-most // max(1, fitting))
         number = -(-most // groups)
         if not on_cpu:

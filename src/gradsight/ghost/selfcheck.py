@@ -6,7 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsight.core.samples import ModelCall, collecting, rowed, tensors_in, tolerance
+from gradsight.core.autocast import autocast_dtype
+from gradsight.core.beside import beside_training, eager
+from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
+from gradsight.core.samples import ModelCall, tolerance
 from gradsight.core.shards import like, local_part
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
@@ -14,7 +17,6 @@ from gradsight.ghost.directions import Direction, Directions
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.passes import aside, eager
 from gradsight.ghost.sample_axis import Key, LayoutMemory
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer, tracing
 
@@ -71,13 +73,13 @@ class SelfCheck:
     def __init__(
         self,
         parameters: ScoredParameters,
-        ranks: ModelGroup,
+        group: ModelGroup,
         memory: LayoutMemory,
         rules: RuleOptions,
     ) -> None:
         self._root = parameters.root
         self._parameters = parameters
-        self._ranks = ranks
+        self._group = group
         self._memory = memory
         self._rules = rules
         self._direction = random_direction(parameters)
@@ -85,7 +87,7 @@ class SelfCheck:
 
     def run(self, calls: Sequence[ModelCall]) -> set[Key]:
         """Find layouts under which engine and twin agree, or refuse; returns the uses met."""
-        with aside(self._root), eager():
+        with beside_training(self._root, evaluating=True), eager():
             outputs, cotangents = self._outputs(calls)
             rows = spread(calls[0].batch)
             twin = self._twin(calls, outputs, cotangents, rows)
@@ -105,9 +107,9 @@ class SelfCheck:
 
     def _agreed(self, flag: bool) -> bool:
         """Whether it holds on any process: sharded models have to go the same way everywhere."""
-        if not self._ranks.sharded:
+        if not self._group.sharded:
             return flag
-        return bool(self._ranks.sum(torch.tensor(float(flag))) > 0)
+        return bool(self._group.sum(torch.tensor(float(flag))) > 0)
 
     def _assume_otherwise(self, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]) -> bool:
         """Assume the next combination of layouts at the wrong parameters; False after the last."""
@@ -123,7 +125,7 @@ class SelfCheck:
 
     def _outputs(self, calls: Sequence[ModelCall]) -> tuple[list[Tensor], list[Tensor]]:
         """The model's outputs for the batch, and random gradients for them."""
-        outputs = self._forward(calls)
+        outputs = outputs_with_rows(self._root, calls)
         if not outputs:
             raise TwinError(
                 "the self-check found no output with rows of samples: the model returns only a "
@@ -137,15 +139,6 @@ class SelfCheck:
             cotangents.append(noise / max(y.numel(), 1) ** 0.5)
         return [y.detach() for y in outputs], cotangents
 
-    def _forward(self, calls: Sequence[ModelCall]) -> list[Tensor]:
-        outputs: list[Tensor] = []
-        losses: list[Tensor] = []
-        with collecting(losses):
-            for call in calls:
-                args, kwargs = call.whole()
-                outputs += tensors_in(self._root(*args, **kwargs))
-        return rowed(outputs, losses)
-
     def _twin(
         self,
         calls: Sequence[ModelCall],
@@ -154,7 +147,8 @@ class SelfCheck:
         rows: Sequence[int],
     ) -> dict[str, Tensor]:
         turns = self._turns(rows)
-        table = twin_scores(self._root, calls, outputs, cotangents, self._pull, turns)
+        batch = BatchOutputs(outputs, cotangents, calls[0].batch)
+        table = twin_scores(self._root, calls, batch, self._pull, turns)
         mine = [t for t, (_, active) in enumerate(turns) if active]
         return {name: torch.stack(values)[mine] for name, values in table.items()}
 
@@ -163,25 +157,25 @@ class SelfCheck:
 
         Sharded models run in step: each process has its turns, the others add nothing then.
         """
-        if not self._ranks.sharded:
+        if not self._group.sharded:
             return [(row, True) for row in rows]
         count = len(rows)
-        most = self._ranks.largest(count)
+        most = self._group.largest(count)
         turns = []
-        for owner in range(self._ranks.size):
+        for owner in range(self._group.size):
             for i in range(most):
                 row = rows[i] if i < count else rows[0]
-                turns.append((row, owner == self._ranks.rank and i < count))
+                turns.append((row, owner == self._group.rank and i < count))
         return turns
 
     def _pull(
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> Mapping[str, Tensor]:
-        parts, _ = gradients(outputs, cotangents, self._parameters.trainable, self._ranks.sharded)
+        parts, _ = gradients(outputs, cotangents, self._parameters.trainable, self._group.sharded)
         return self._dots(parts)
 
     def _dots(self, gradient: Direction) -> dict[str, Tensor]:
-        """<D, gradient> by parameter; of sharded ones the whole, undoing the mean over processes."""
+        """<D, gradient> by parameter; of sharded models the whole."""
         zero = torch.zeros((), dtype=self._parameters.score_dtype, device=self._parameters.device)
         values = []
         for name in self._slots:
@@ -190,8 +184,9 @@ class SelfCheck:
                 value = dot(self._direction[name], gradient[name]).to(zero)
             values.append(value)
         stacked = torch.stack(values)
-        if self._ranks.sharded:
-            stacked = self._ranks.sum(stacked) * self._ranks.size
+        if self._group.sharded:
+            # fully_shard averages gradients over the processes: the factor undoes it.
+            stacked = self._group.sum(stacked) * self._group.size
         return dict(zip(self._slots, stacked, strict=True))
 
     def _compare(
@@ -213,7 +208,7 @@ class SelfCheck:
             {"random": self._direction},
             ("random",),
             parameters=tuple(self._slots),
-            ranks=self._ranks,
+            group=self._group,
         )
         options = TraceOptions(directions, self._memory, self._rules)
         tracer = Tracer(options, self._parameters.name, probe)
@@ -221,15 +216,17 @@ class SelfCheck:
         for call in calls:
             tracer.mark_call(call)
         with tracing(tracer, self._root):
-            outputs = self._forward(calls)
+            outputs = outputs_with_rows(self._root, calls)
             gradient, scores = gradients(
-                outputs, cotangents, self._parameters.trainable, self._ranks.sharded, probe
+                outputs, cotangents, self._parameters.trainable, self._group.sharded, probe
             )
         tracer.release()
-        table = torch.zeros_like(probe) if scores is None else scores
+        table = scores
+        if table is None:  # no parameter met a sample
+            table = torch.zeros_like(probe)
         summed = table.detach().sum(1)
-        if self._ranks.sharded:
-            summed = self._ranks.sum(summed)
+        if self._group.sharded:
+            summed = self._group.sum(summed)
         comparison = Comparison(
             engine=dict(zip(self._slots, table.detach()[:, list(rows)], strict=True)),
             twin=twin,
@@ -242,15 +239,15 @@ class SelfCheck:
         limit = rounding(self._parameters)
         errors = comparison.errors()
         wrong = [not error <= limit for error in errors.values()]  # so that a NaN is wrong
-        if self._ranks.sharded:
+        if self._group.sharded:
             flags = torch.tensor(wrong, dtype=torch.float32, device=self._parameters.device)
-            wrong = [bool(flag) for flag in self._ranks.sum(flags)]
+            wrong = [bool(flag) for flag in self._group.sum(flags)]
         return {name for name, bad in zip(errors, wrong, strict=True) if bad}
 
 
 def rounding(parameters: ScoredParameters) -> float:
     """The relative difference that rounding may cause in this model, autocast included."""
-    if torch.is_autocast_enabled(parameters.device.type):
+    if autocast_dtype(parameters.device.type) is not None:
         return tolerance(torch.bfloat16)
     return max(tolerance(p.dtype) for p in parameters.trainable.values())
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gradsight.core.beside import beside_training, eager, is_compiled
 from gradsight.core.shards import local_part
 from gradsight.core.sharing import ModelGroup, without_reduction
 from gradsight.errors import GradsightError, UsageError
@@ -16,7 +17,6 @@ from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.gram import FactorCache, FactorRecorder
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.passes import aside, eager, is_compiled
 
 LossFn = Callable[[Any, Any], Tensor]
 """From the model and a batch to the mean loss."""
@@ -62,7 +62,7 @@ class Targets:
     """Validation batches by name, with the gradient of each one's mean loss."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, batches: Mapping[str, Any], ranks: ModelGroup
+        self, model: nn.Module, loss_fn: LossFn, batches: Mapping[str, Any], group: ModelGroup
     ) -> None:
         self.batches = batches
         self.names = tuple(batches)
@@ -74,7 +74,7 @@ class Targets:
         self._unread: list[UnreadNorms] = []
         self._model = model
         self._loss_fn = loss_fn
-        self.ranks = ranks
+        self.group = group
 
     def refresh(
         self,
@@ -95,7 +95,7 @@ class Targets:
             self._refuse_nonfinite(name, new)
             old = self.directions.get(name)
             if compare and old is not None:
-                turned[name] = cosine(old, new, self.ranks)
+                turned[name] = cosine(old, new, self.group)
             self.directions[name] = new
         return turned
 
@@ -111,32 +111,38 @@ class Targets:
     ) -> tuple[Direction, Tensor]:
         """The gradient of the target's mean loss, averaged over all processes, and that loss."""
         wanted = keep_factors and name not in self._without_factors and self._can_record()
-        recorder = FactorRecorder(parameters.name) if wanted else None
-        with aside(parameters.root), without_reduction(self._model), ExitStack() as stack:
+        recorder = None
+        if wanted:
+            recorder = FactorRecorder(parameters.name)
+        with (
+            beside_training(parameters.root, evaluating=True),
+            without_reduction(self._model),
+            ExitStack() as stack,
+        ):
             if recorder is not None:
                 stack.enter_context(eager())
                 stack.enter_context(recorder)
             loss = self._loss_fn(self._model, batch)
             check_loss(loss, f"on target {name!r}")
-            direction, _ = gradients([loss], None, parameters.trainable, self.ranks.sharded)
+            direction, _ = gradients([loss], None, parameters.trainable, self.group.sharded)
         factors = {} if recorder is None else recorder.found
         self.factors.take(name, factors, direction)
         if recorder is not None and not factors:
             self._without_factors.add(name)
         value = loss.detach().clone()
-        if self.ranks.sharded:
-            self.ranks.mean([value])  # fully_shard has averaged the gradient itself
+        if self.group.sharded:
+            self.group.mean([value])  # fully_shard has averaged the gradient itself
             return direction, value
-        if self.ranks.size > 1:
+        if self.group.size > 1:
             # A parameter may be used on one process only; the message must be alike on all.
             named = parameters.trainable.items()
             direction = {n: direction.get(n, torch.zeros_like(p)) for n, p in named}
-        self.ranks.mean([value, *direction.values()])
+        self.group.mean([value, *direction.values()])
         return direction, value
 
     def _can_record(self) -> bool:
-        """Whether the target's activations make up its direction, and its operations can be seen."""
-        return self.ranks.size == 1 and not is_compiled(self._model)
+        """Whether activations make up the direction, and the operations can be seen."""
+        return self.group.size == 1 and not is_compiled(self._model)
 
     def _refuse_nonfinite(self, name: str, direction: Direction) -> None:
         """An error for a direction that is not finite.
@@ -155,9 +161,9 @@ class Targets:
         local = {n: local_part(d) for n, d in direction.items()}
         parts = {n: part for n, part in local.items() if part.numel()}
         each = torch._foreach_norm(list(parts.values()))
-        norms = torch.stack([norm.float().to(self.ranks.device) for norm in each])
-        if self.ranks.sharded:
-            norms = self.ranks.sum(norms)
+        norms = torch.stack([norm.float().to(self.group.device) for norm in each])
+        if self.group.sharded:
+            norms = self.group.sum(norms)
         if norms.device.type != "cuda":
             _refuse_norms(name, list(parts), norms)
             return

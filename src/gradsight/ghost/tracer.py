@@ -1,5 +1,6 @@
-"""Sees every operation of an observed pass, and gives those that a parameter takes part in to a
-rule or to the fallback.
+"""Sees every operation of an observed pass, and gives those with a parameter to a rule.
+
+Without a rule the universal way takes them.
 
 An operation whose inputs are parameters and constants only has no samples to tell apart: its
 derivative is carried on. One that mixes in batch data is where the samples part: there the scores
@@ -18,14 +19,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradsight.core.samples import ModelCall
+from gradsight.core.autocast import autocast_dtype
+from gradsight.core.samples import ModelCall, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.ghost.derivative import OperatorCall, autocast_dtype, generator_state, name_of
+from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.guard import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
-from gradsight.ghost.sample_axis import Key, Layout, LayoutMemory
+from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent_sources import (
     FixedTangents,
@@ -126,7 +128,7 @@ class Tracer(TorchFunctionMode):
         return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Let go of every tensor: the graph of a pass holds its tracer, and must not be held by it."""
+        """Let go of every tensor: the graph of a pass holds its tracer."""
         self._probe = None
         self._carried.clear()
         self._constant.clear()
@@ -138,7 +140,7 @@ class Tracer(TorchFunctionMode):
             self._constant[id(tensor)] = weakref.ref(tensor)
 
     def mark_call(self, call: ModelCall) -> None:
-        """Tell the call's arguments with samples in them from constants, wherever they were made."""
+        """Tell a call's arguments with samples in them from constants, whoever made them."""
         for position, x in enumerate(call.flat):
             if isinstance(x, Tensor):
                 if position in call.dims:
@@ -182,7 +184,7 @@ class Tracer(TorchFunctionMode):
             replaced = guard.intercept(func, args, kwargs)
             if replaced is not DECLINED:
                 return replaced
-        tensors = _tensors_of(args, kwargs)
+        tensors = tensors_in(*args, *kwargs.values())
         if not torch.is_grad_enabled():
             self._expect_recompute()
             return self._plain(func, args, kwargs, tensors)
@@ -270,7 +272,7 @@ class Tracer(TorchFunctionMode):
         outputs = attach_derivative(outputs, layouts, call, flat, carried, self.probe)
         return tree_unflatten(outputs, out_spec)
 
-    def layout(self, key: Key, shape: torch.Size, origins: tuple[str, ...]) -> Layout | None:
+    def layout(self, key: Key, shape: torch.Size, origins: tuple[str, ...]) -> SampleLayout | None:
         """Where the samples are in a tensor met at this use of these parameters."""
         key = (*key, f"rank {len(shape)}")
         self.keys[key] = origins
@@ -358,20 +360,9 @@ def paused(tracer: Tracer) -> Iterator[None]:
         tracer.paused = False
 
 
-def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a torch function, which are at most in lists."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [x for x in value if isinstance(x, Tensor)]
-    return found
-
-
 def changes_in_place(func: Callable[..., Any]) -> bool:
     """Whether a function changes its first argument, by torch's naming."""
-    name = name_of(func)
+    name = function_name(func)
     if name.startswith("__"):
         return name in IN_PLACE_OPERATORS
     return name.endswith("_") and not name.endswith("__")
@@ -385,7 +376,7 @@ def _first_changed(func: Callable[..., Any]) -> Callable[..., Any]:
         func(copy, *args, **kwargs)
         return copy
 
-    changed.__name__ = f"{name_of(func)} (in place)"
+    changed.__name__ = f"{function_name(func)} (in place)"
     return changed
 
 

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from gradsight.core.autocast import autocast_dtype
+from gradsight.core.beside import beside_training, eager
+from gradsight.core.per_sample import BatchOutputs
 from gradsight.core.samples import ModelCall, collecting, tensors_in, usable
 from gradsight.core.sharing import without_reduction
 from gradsight.errors import UsageError
@@ -16,7 +19,6 @@ from gradsight.ghost.gradients import gradients
 from gradsight.ghost.observation import Observation
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.passes import aside, eager
 from gradsight.ghost.scores import VerifyReport
 from gradsight.ghost.targets import LossFn, Targets, check_loss
 
@@ -98,7 +100,7 @@ class LossTwin:
     def _behind_inner_loss(
         self, outputs: list[Tensor], inputs: list[Tensor], loss: Tensor
     ) -> list[Cut]:
-        """The model computes its loss itself: one of its other outputs is what the loss is made of."""
+        """The model computes its loss itself, of one of its other outputs."""
         rows = [y for y in outputs if usable(y)]
         cuts = []
         for chosen in rows:
@@ -121,8 +123,8 @@ class LossTwin:
         self, calls: Sequence[ModelCall], tensors: list[Tensor], cotangents: list[Tensor]
     ) -> dict[str, Tensor]:
         turns = [(i, True) for i in range(calls[0].batch)]
-        outputs = [t.detach() for t in tensors]
-        table = twin_scores(self.parameters.root, calls, outputs, cotangents, self._dots, turns)
+        batch = BatchOutputs([t.detach() for t in tensors], cotangents, calls[0].batch)
+        table = twin_scores(self.parameters.root, calls, batch, self._dots, turns)
         return {name: torch.stack(values) for name, values in table.items()}
 
     def _dots(
@@ -160,7 +162,7 @@ def adds_up(parts: Tensor, whole: Tensor) -> bool:
     return bool((parts.sum() - whole).abs() <= 1e-2 * parts.abs().sum() + 1e-30)
 
 
-def compare(
+def compare_with_twin(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
@@ -169,7 +171,7 @@ def compare(
     parameters: ScoredParameters,
 ) -> VerifyReport:
     """The engine's scores of a batch and the twin's, in passes beside training."""
-    with aside(parameters.root), eager(), without_reduction(model):
+    with beside_training(parameters.root, evaluating=True), eager(), without_reduction(model):
         observation.start()
         try:
             loss = loss_fn(model, batch)
@@ -195,6 +197,6 @@ def compare(
 def verify_tolerance(parameters: ScoredParameters) -> float:
     """What rounding may cause: 1e-9 in fp64, 1e-5 in fp32, 5e-2 with products in 16 bits."""
     low = any(p.dtype in {torch.bfloat16, torch.float16} for p in parameters.trainable.values())
-    if low or torch.is_autocast_enabled(parameters.device.type):
+    if low or autocast_dtype(parameters.device.type) is not None:
         return 5e-2
     return 1e-9 if parameters.score_dtype == torch.float64 else 1e-5

@@ -1,6 +1,6 @@
-"""What a step costs in memory, and activation checkpointing: applied, measured, predicted, planned
-and proven.
+"""The memory of a training step: measured, predicted, monitored, and saved by checkpointing.
 
-The idea of recomputing activations is from Chen, Xu, Zhang, Guestrin: "Training Deep Nets with
-Sublinear Memory Cost", 2016.
+Activation checkpointing is applied to a model's blocks, planned for a budget, and proven to change
+nothing but memory. The idea of recomputing activations is from Chen, Xu, Zhang, Guestrin:
+"Training Deep Nets with Sublinear Memory Cost", 2016.
 """

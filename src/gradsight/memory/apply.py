@@ -1,6 +1,4 @@
-"""Activation checkpointing put on a model and taken off again, without the model changing in name,
-type or state.
-"""
+"""Activation checkpointing put on a model and taken off again; names, types and state stay."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsight.core.parameters import unwrapped
 from gradsight.errors import UsageError
-from gradsight.memory.blocks import Named, find_blocks
+from gradsight.memory.blocks import NamedModule, find_blocks
 from gradsight.memory.policy import NONE, Mode, parse_policy
 from gradsight.memory.selective import contexts
 from gradsight.values.memory import CheckpointingPlan
@@ -37,16 +35,16 @@ def apply_checkpointing(
     _refuse_second_checkpointing(inner)
     if blocks is None and isinstance(policy, CheckpointingPlan):
         blocks = policy.blocks
-    found = find_blocks(inner, blocks)
-    modes = parse_policy(policy, len(found))
-    return CheckpointingHandle(
-        [(named, mode) for named, mode in zip(found, modes, strict=True) if mode != NONE]
-    )
+    named = find_blocks(inner, blocks)
+    modes = parse_policy(policy, len(named))
+    return CheckpointingHandle(list(zip(named, modes, strict=True)))
 
 
 class CheckpointedForward:
-    """Stands in a block's own `forward`, so that hooks, names, copies and pickles of the block stay
-    what they were.
+    """Stands in a block's own `forward`, so that its hooks, names, copies and pickles stay.
+
+    torch's own ways do not: `checkpoint_wrapper` changes the names of parameters, and the
+    composable `checkpoint` cannot be pickled.
     """
 
     def __init__(self, module: nn.Module, mode: Mode) -> None:
@@ -64,10 +62,8 @@ class CheckpointedForward:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
         # Every tensor becomes an argument by position, also those in keywords and tuples: torch
-        # then notices, and
-        # refuses, when one is changed in place before it is needed again. By keyword the gradients
-        # would be wrong
-        # without a word.
+        # then notices, and refuses, when one is changed in place before it is needed again. By
+        # keyword the gradients would be wrong without a word.
         leaves, shape = tree_flatten(without_cache(args, kwargs))
 
         def run(*leaves: Any) -> Any:
@@ -83,25 +79,35 @@ class CheckpointedForward:
 def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without a Hugging Face key-value cache: training reads none, recomputation
-    would fill it twice.
+    """The arguments without a Hugging Face key-value cache.
+
+    Training reads none, and recomputation would fill it twice.
     """
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     if cache is None or not any(isinstance(value, cache) for value in (*args, *kwargs.values())):
         return args, kwargs
-    args = tuple(None if isinstance(value, cache) else value for value in args)
-    kwargs = {name: None if isinstance(value, cache) else value for name, value in kwargs.items()}
-    return args, kwargs | {"use_cache": False} if kwargs.get("use_cache") else kwargs
+    kept_args = tuple(None if isinstance(value, cache) else value for value in args)
+    kept = {name: None if isinstance(value, cache) else value for name, value in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return kept_args, kept
 
 
 class CheckpointingHandle:
-    """Checkpointing as it stands on a model."""
+    """Checkpointing as it stands on a model.
 
-    def __init__(self, chosen: Sequence[tuple[Named, Mode]]) -> None:
-        self.modes = {name: str(mode) for (name, _), mode in chosen}
+    Takes every block with its mode, and checkpoints those whose mode is not "none".
+    """
+
+    def __init__(self, blocks: Sequence[tuple[NamedModule, Mode]]) -> None:
+        self.modes: dict[str, str] = {}
         """The checkpointed blocks by name, with what each does."""
-        self._modules = [module for (_, module), _ in chosen]
-        for (_, module), mode in chosen:
+        self._modules: list[nn.Module] = []
+        for (name, module), mode in blocks:
+            if mode == NONE:
+                continue
+            self.modes[name] = str(mode)
+            self._modules.append(module)
             module.forward = CheckpointedForward(module, mode)
 
     def remove(self) -> None:
@@ -125,28 +131,30 @@ class CheckpointingHandle:
 
 
 def _refuse_second_checkpointing(model: nn.Module) -> None:
-    """Two layers of checkpointing recompute twice, or break: refuse, and say how to take the first
-    off.
-    """
+    """Two layers of checkpointing recompute twice, or break: say how to take the first off."""
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module.__dict__.get("forward"), CheckpointedForward):
             raise UsageError(
-                f"checkpointing is applied already, at {where}: call remove() on the handle that was returned"
+                f"checkpointing is applied already, at {where}: call remove() on the handle that "
+                "was returned"
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UsageError(
-                f"{where} checkpoints itself: call model.gradient_checkpointing_disable() or set the attribute to False"
+                f"{where} checkpoints itself: call model.gradient_checkpointing_disable() or set "
+                "the attribute to False"
             )
         if type(module).__name__ == "CheckpointWrapper" or _is_composable(module):
             raise UsageError(
-                f"{where} is checkpointed by torch.distributed already: leave that out, or do not apply a second one"
+                f"{where} is checkpointed by torch.distributed already: leave that out, or do not "
+                "apply a second one"
             )
 
 
 def _is_composable(module: nn.Module) -> bool:
-    """Whether torch.distributed's composable `checkpoint` stands on a module; never, where it was
-    not imported.
+    """Whether torch.distributed's composable `checkpoint` stands on a module.
+
+    Never where it was not imported, and it is not imported for the question.
     """
     composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
     return composable is not None and composable.checkpoint.state(module) is not None

@@ -1,7 +1,7 @@
-"""The likely cause of a step that checkpointing changed. A cause is a function from the evidence to
-words, or None.
+"""The likely cause of a step that checkpointing changed.
 
-They are asked in the order of this file: what is certain before what is probable.
+A cause is a function from the evidence to words, or None. They are asked in the order of this file:
+what is certain before what is probable.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gradsight.memory.snapshot import Differences, RandomSource, random_sources
+from gradsight.core.random_state import RandomSource, random_sources
+from gradsight.memory.differences import StepDifferences
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Evidence:
     """What is known about the difference."""
 
     model: nn.Module
-    differences: Differences
+    differences: StepDifferences
     guilty: str | None = None
     """The module whose recomputation gave something else, by name."""
     error: str = ""
@@ -37,6 +38,14 @@ class Evidence:
         return {name: self.model.get_submodule(name) for name in names}
 
 
+ERRORS_OF_ANOTHER_PATH = (
+    "number of tensors",
+    "different metadata",
+    "more tensors",
+    "not found in storage",
+)
+"""Parts of the messages in which torch says that a recomputation made other tensors."""
+
 Cause = Callable[[Evidence], str | None]
 CAUSES: list[Cause] = []
 
@@ -52,11 +61,16 @@ def likely_cause(evidence: Evidence) -> str:
     for ask in CAUSES:
         if words := ask(evidence):
             return words
-    where = f" in {evidence.guilty}" if evidence.guilty else ""
     return (
-        f"something{where} gives another result when it is run again: look for state that its forward changes, and for "
-        "randomness outside torch's own generator"
+        f"something{_in_guilty_module(evidence)} gives another result when it is run again: look "
+        "for state that its forward changes, and for randomness outside torch's own generator"
     )
+
+
+def _in_guilty_module(evidence: Evidence) -> str:
+    if not evidence.guilty:
+        return ""
+    return f" in {evidence.guilty}"
 
 
 @cause
@@ -65,8 +79,9 @@ def changed_in_place(evidence: Evidence) -> str | None:
     if "modified by an inplace operation" not in evidence.error:
         return None
     return (
-        "a tensor that a block was given is changed in place before the block is recomputed (an argument by "
-        "keyword is the usual one): clone it before changing it, for example mask = mask + 1 instead of mask += 1"
+        "a tensor that a block was given is changed in place before the block is recomputed (an "
+        "argument by keyword is the usual one): clone it before changing it, for example "
+        "mask = mask + 1 instead of mask += 1"
     )
 
 
@@ -75,23 +90,21 @@ def kept_result_changed(evidence: Evidence) -> str | None:
     """Torch noticed that a kept result was changed in place."""
     if "cached during selective" not in evidence.error:
         return None
-    return "a kept result is changed in place, for example by ReLU(inplace=True): use inplace=False, or policy='full'"
+    return (
+        "a kept result is changed in place, for example by ReLU(inplace=True): use inplace=False, "
+        "or policy='full'"
+    )
 
 
 @cause
 def another_path(evidence: Evidence) -> str | None:
     """The recomputation did not even make the same tensors."""
-    if not any(
-        text in evidence.error
-        for text in (
-            "number of tensors",
-            "different metadata",
-            "more tensors",
-            "not found in storage",
-        )
-    ):
+    if not any(text in evidence.error for text in ERRORS_OF_ANOTHER_PATH):
         return None
-    return "a block runs other operations the second time: look for counters, caches and random branches in its forward"
+    return (
+        "a block runs other operations the second time: look for counters, caches and random "
+        "branches in its forward"
+    )
 
 
 @cause
@@ -100,9 +113,9 @@ def batch_statistics(evidence: Evidence) -> str | None:
     for name, module in evidence.owners_of_buffers().items():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             return (
-                f"BatchNorm statistics: {name} updates its running mean and variance in forward and again in "
-                "recomputation. Leave it out of the checkpointed blocks (blocks=...), or use GroupNorm or "
-                "track_running_stats=False"
+                f"BatchNorm statistics: {name} updates its running mean and variance in forward "
+                "and again in recomputation. Leave it out of the checkpointed blocks (blocks=...), "
+                "or use GroupNorm or track_running_stats=False"
             )
     return None
 
@@ -113,23 +126,25 @@ def spectral_norm(evidence: Evidence) -> str | None:
     for name, module in evidence.owners_of_buffers().items():
         if "SpectralNorm" in type(module).__name__ or hasattr(module, "weight_u"):
             return (
-                f"spectral norm: {name} makes a step of power iteration in forward and another in recomputation, so "
-                "the weight is not the same. Leave it out of the checkpointed blocks, or cache it with "
-                "torch.nn.utils.parametrize.cached()"
+                f"spectral norm: {name} makes a step of power iteration in forward and another in "
+                "recomputation, so the weight is not the same. Leave it out of the checkpointed "
+                "blocks, or cache it with torch.nn.utils.parametrize.cached()"
             )
     return None
 
 
 @cause
 def rrelu(evidence: Evidence) -> str | None:
-    """RReLU fills its slopes in place; recomputation stops at the last tensor it needs, before they
-    are filled.
+    """RReLU fills its slopes in place, and recomputation stops before it does.
+
+    It ends at the last tensor that backward needs.
     """
     for name, module in evidence.modules().items():
         if isinstance(module, nn.RReLU):
             return (
-                f"RReLU: the slopes that {name} drew are lost in recomputation, which stops before it fills them "
-                "again. Use LeakyReLU or PReLU, or leave the block out of the checkpointed ones (blocks=...)"
+                f"RReLU: the slopes that {name} drew are lost in recomputation, which stops before "
+                "it fills them again. Use LeakyReLU or PReLU, or leave the block out of the "
+                "checkpointed ones (blocks=...)"
             )
     return None
 
@@ -137,16 +152,17 @@ def rrelu(evidence: Evidence) -> str | None:
 @cause
 def own_generator(evidence: Evidence) -> str | None:
     """Checkpointing sets back torch's own generator and no other."""
-    held = {
+    moved = {
         name: source
-        for name, source in _sources(evidence).items()
+        for name, source in random_sources(evidence.model).items()
         if name in evidence.differences.random
     }
-    for name, source in (held or _sources(evidence, inside=evidence.guilty)).items():
+    for name, source in (moved or _sources_near(evidence)).items():
         kind = f"{type(source).__module__.split('.')[0]}.{type(source).__name__}"
         return (
-            f"own generator: {name} is a {kind}, and only torch's own generator is set back for recomputation. Draw "
-            "from that one, or draw outside the checkpointed block and pass the result in"
+            f"own generator: {name} is a {kind}, and only torch's own generator is set back for "
+            "recomputation. Draw from that one, or draw outside the checkpointed block and pass "
+            "the result in"
         )
     return None
 
@@ -156,40 +172,42 @@ def numpy_randomness(evidence: Evidence) -> str | None:
     """numpy's generator went further than in the plain step."""
     for name, module in (("numpy's generator", "numpy"), ("Python's generator", "Python's random")):
         if name in evidence.differences.random:
-            where = f" in {evidence.guilty}" if evidence.guilty else ""
             return (
-                f"{module} randomness{where}: it is drawn anew in recomputation, because only torch's own generator "
-                "is set back. Draw with torch, or outside the checkpointed block"
+                f"{module} randomness{_in_guilty_module(evidence)}: it is drawn anew in "
+                "recomputation, because only torch's own generator is set back. Draw with torch, "
+                "or outside the checkpointed block"
             )
     return None
 
 
 @cause
 def not_reproducible(evidence: Evidence) -> str | None:
-    """Nothing can be said about checkpointing where the plain step is another one each time."""
+    """The plain step is another one each time, so nothing can be said about checkpointing."""
     if evidence.reproducible:
         return None
     return (
-        "the plain step itself is different each time it is built and run: seed every source of randomness in "
-        "build(), and on CUDA try torch.use_deterministic_algorithms(True)"
+        "the plain step itself is different each time it is built and run: seed every source of "
+        "randomness in build(), and on CUDA try torch.use_deterministic_algorithms(True)"
     )
 
 
-def _sources(evidence: Evidence, inside: str | None = "") -> dict[str, RandomSource]:
-    """Sources of randomness in the model, or in the code and attributes of one module."""
-    if inside is None:
+def _sources_near(evidence: Evidence) -> dict[str, RandomSource]:
+    """Generators in the attributes and the code of the guilty module; none where none is known."""
+    if evidence.guilty is None:
         return {}
-    if not inside:
+    if evidence.guilty == "":  # the model itself was named as a block
         return random_sources(evidence.model)
-    module = evidence.model.get_submodule(inside)
-    found = {f"{inside}.{name}": source for name, source in random_sources(module).items()}
+    module = evidence.model.get_submodule(evidence.guilty)
+    sources = {
+        f"{evidence.guilty}.{name}": source for name, source in random_sources(module).items()
+    }
     forward = type(module).forward
     for name in forward.__code__.co_names:
-        if isinstance(source := forward.__globals__.get(name), RandomSource):
-            found[name] = source
+        value = forward.__globals__.get(name)
+        if isinstance(value, RandomSource):
+            sources[name] = value
     cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-    return found | {
-        name: cell.cell_contents
-        for name, cell in cells
-        if isinstance(cell.cell_contents, RandomSource)
-    }
+    for name, cell in cells:
+        if isinstance(cell.cell_contents, RandomSource):
+            sources[name] = cell.cell_contents
+    return sources

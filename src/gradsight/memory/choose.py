@@ -1,5 +1,4 @@
-"""The cheapest way to stay under a limit of memory, block by block. Numbers only: no torch, no
-model.
+"""The cheapest way to stay under a limit of memory, block by block: numbers, no torch, no model.
 
 Blocks run forward in order and backward in reverse. While block i runs forward, everything that
 blocks 0..i-1 hold is alive; while it runs backward, everything that blocks 0..i hold is. So a
@@ -16,7 +15,7 @@ BUCKETS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class BlockOption:
     """One block in one mode, in bytes and operations."""
 
     held: int
@@ -24,15 +23,13 @@ class Option:
     forward: int
     """The highest rise while it runs forward."""
     backward: int
-    """The highest level in its backward, above the start and everything held by it and the blocks
-    before it.
-    """
+    """The highest level in its backward, above the start and all that blocks up to it hold."""
     cost: int
     """Operations that are run a second time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class BlockProblem:
     """A model's blocks and what surrounds them."""
 
     start: int
@@ -41,23 +38,28 @@ class Problem:
     """The peak of whatever does not depend on the blocks: before the first, and the optimizer."""
     head: int
     """The highest rise between the last block's forward and its backward."""
-    blocks: Sequence[Sequence[Option]]
+    blocks: Sequence[Sequence[BlockOption]]
 
 
 Choice = tuple[int, ...]
 Partial = tuple[int, int, tuple[Any, int] | None]
-"""The cost of a choice for the first blocks, what they hold, and the choice as a chain."""
+"""The cost of a choice for the first blocks, what they hold, and the choice as a chain.
+
+A chain and not a tuple, so that nothing is copied for each option that is tried.
+"""
 
 
-def peak_of(problem: Problem, choice: Choice) -> int:
+def peak_of(problem: BlockProblem, choice: Choice) -> int:
     """The peak of a choice of one option for each block.
 
-    >>> keep, redo = Option(held=10, forward=12, backward=3, cost=0), Option(held=1, forward=12, backward=13, cost=5)
-    >>> problem = Problem(start=100, around=0, head=4, blocks=[[keep, redo]] * 2)
+    >>> keep = BlockOption(held=10, forward=12, backward=3, cost=0)
+    >>> redo = BlockOption(held=1, forward=12, backward=13, cost=5)
+    >>> problem = BlockProblem(start=100, around=0, head=4, blocks=[[keep, redo]] * 2)
     >>> peak_of(problem, (0, 0)), peak_of(problem, (1, 0)), peak_of(problem, (1, 1))
     (124, 115, 115)
     """
-    held, peak = problem.start, problem.around
+    held = problem.start
+    peak = problem.around
     for options, number in zip(problem.blocks, choice, strict=True):
         option = options[number]
         peak = max(peak, held + option.forward)
@@ -66,12 +68,12 @@ def peak_of(problem: Problem, choice: Choice) -> int:
     return max(peak, held + problem.head)
 
 
-def cost_of(problem: Problem, choice: Choice) -> int:
+def cost_of(problem: BlockProblem, choice: Choice) -> int:
     """Operations that a choice runs a second time."""
     return sum(options[number].cost for options, number in zip(problem.blocks, choice, strict=True))
 
 
-def cheapest(problem: Problem, limit: int, buckets: int = BUCKETS) -> Choice | None:
+def cheapest(problem: BlockProblem, limit: int, buckets: int = BUCKETS) -> Choice | None:
     """The choice of least cost whose peak is at most the limit; None where there is none."""
     if problem.around > limit:
         return None
@@ -82,16 +84,19 @@ def cheapest(problem: Problem, limit: int, buckets: int = BUCKETS) -> Choice | N
         for cost, held, chosen in partial.values():
             for number, option in enumerate(options):
                 after = held + option.held
-                if (
-                    held + option.forward > limit
-                    or after + max(option.backward, problem.head) > limit
-                ):
+                if held + option.forward > limit:
+                    continue
+                # All that is held up to here is still alive at the head, so that must fit as well.
+                if after + max(option.backward, problem.head) > limit:
                     continue
                 bucket = (after - problem.start) // width
                 if bucket not in following or (cost + option.cost, after) < following[bucket][:2]:
                     following[bucket] = (cost + option.cost, after, (chosen, number))
         partial = _without_dominated(following)
-    return _unlinked(min(partial.values(), key=lambda entry: entry[:2])[2]) if partial else None
+    if not partial:
+        return None
+    best = min(partial.values(), key=lambda entry: entry[:2])
+    return _unlinked(best[2])
 
 
 def _unlinked(chain: tuple[Any, int] | None) -> Choice:
@@ -104,26 +109,32 @@ def _unlinked(chain: tuple[Any, int] | None) -> Choice:
 
 
 def _without_dominated(partial: dict[int, Partial]) -> dict[int, Partial]:
-    """Leave out what holds more and costs no less than another."""
+    """The partial choices without those that hold more and cost no less than another."""
     kept: dict[int, Partial] = {}
-    best: int | None = None
+    least_cost: int | None = None
     for bucket in sorted(partial):
-        if best is None or partial[bucket][0] < best:
-            kept[bucket], best = partial[bucket], partial[bucket][0]
+        cost = partial[bucket][0]
+        if least_cost is None or cost < least_cost:
+            kept[bucket] = partial[bucket]
+            least_cost = cost
     return kept
 
 
-def lowest(problem: Problem, rounds: int = 14) -> Choice:
+def lowest(problem: BlockProblem, rounds: int = 14) -> Choice:
     """The choice of least peak, by halving the interval of limits."""
-    best = tuple(
-        min(range(len(options)), key=lambda n: options[n].held) for options in problem.blocks
-    )
-    low, high = 0, peak_of(problem, best)
+    best = tuple(_index_of_least_held(options) for options in problem.blocks)
+    too_low = 0
+    reached = peak_of(problem, best)
     for _ in range(rounds):
-        middle = (low + high) // 2
-        found = cheapest(problem, middle, buckets=256)
-        if found is None:
-            low = middle
+        middle = (too_low + reached) // 2
+        choice = cheapest(problem, middle, buckets=256)
+        if choice is None:
+            too_low = middle
         else:
-            best, high = found, peak_of(problem, found)
+            best = choice
+            reached = peak_of(problem, choice)
     return best
+
+
+def _index_of_least_held(options: Sequence[BlockOption]) -> int:
+    return min(range(len(options)), key=lambda number: options[number].held)

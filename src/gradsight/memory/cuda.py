@@ -1,5 +1,4 @@
-"""What CUDA's operators keep, on tensors that are not there: the CPU's dropout and attention
-swapped for CUDA's.
+"""CUDA's operators on tensors that are not there: the CPU's dropout and attention swapped.
 
 Fake CUDA tensors are not used: on a build of torch without CUDA they abort the process. The step
 runs on fake CPU tensors instead, with the operators replaced whose saved tensors differ.
@@ -20,9 +19,12 @@ GRANULE = 512
 """CUDA's allocator rounds every block up to this many bytes."""
 
 UNKNOWN = (
-    "not in this number: the CUDA context, fragmentation, workspaces of cuBLAS and cuDNN (often 0.5 to 1 GB in all)",
-    "attention is taken as torch's flash kernel for 16-bit types without a mask, else its memory-efficient kernel",
+    "not in this number: the CUDA context, fragmentation, workspaces of cuBLAS and cuDNN "
+    "(often 0.5 to 1 GB in all)",
+    "attention is taken as torch's flash kernel for 16-bit types without a mask, else its "
+    "memory-efficient kernel",
 )
+"""Notes on every prediction for CUDA."""
 
 _attention = F.scaled_dot_product_attention
 _autocast_init = torch.autocast.__init__
@@ -30,9 +32,7 @@ _autocast_init = torch.autocast.__init__
 
 @contextmanager
 def cuda_operators() -> Iterator[None]:
-    """Inside, dropout keeps a mask of one byte, attention is CUDA's, and what is put on CUDA stays
-    on the CPU.
-    """
+    """Inside, dropout and attention keep what CUDA's keep; tensors put on CUDA stay on the CPU."""
     with ExitStack() as stack:
         stack.enter_context(_StayOnCpu())
         for owner, name, stand_in in (
@@ -70,32 +70,33 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """CUDA's fused attention: output and log-sum-exp are kept, never the matrix of weights."""
-    if query.dim() != 4:
+    if query.dim() != 4:  # the kernels take batch and heads as two dimensions
         return _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if (
-        attn_mask is None
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] <= 256
-    ):
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    made: tuple[torch.Tensor, ...]
+    # The flash kernel takes no mask, 16-bit types only, and heads of up to 256 numbers.
+    if attn_mask is None and half and query.shape[-1] <= 256:
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
-    efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        made = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+    else:
+        bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
+        efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+        made = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+    return made[0]
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as the additive bias that the kernel takes, in the query's type."""
-    bias = (
-        torch.zeros_like(mask, dtype=query.dtype)
-        if mask.dtype == torch.bool
-        else mask.to(query.dtype)
-    )
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=query.dtype)
+    else:
+        bias = mask.to(query.dtype)
     return bias.expand(*query.shape[:3], key.shape[2])
 
 
@@ -103,15 +104,14 @@ def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any)
     """Autocast for CUDA, on the CPU tensors that stand in for CUDA's."""
     if device_type == "cuda":
         device_type = "cpu"
+        # Where no type is named, CUDA's autocast takes float16 and the CPU's bfloat16.
         if not args and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float16
     _autocast_init(self, device_type, *args, **kwargs)
 
 
 class _StayOnCpu(TorchFunctionMode):
-    """Whatever a build function or a model moves to CUDA or makes there is on the CPU instead,
-    where it is fake.
-    """
+    """Whatever is moved to CUDA or made there is on the CPU instead, where it is fake."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:

@@ -1,8 +1,9 @@
-"""Memory while training runs, as scalars."""
+"""Memory while training runs: what the process and the device hold, and what is still available."""
 
 import gc
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from gradsight.errors import UsageError
 from gradsight.memory.counter import storages
 
 
-class Tracker(Protocol):
+class ScalarTracker(Protocol):
     """Anything that takes scalars."""
 
     def log_scalar(self, name: str, value: float, step: int) -> object: ...
@@ -34,7 +35,7 @@ class MemoryMonitor:
             raise UsageError(f"log_every must be 1 or more, got {log_every}")
         self.log_every = log_every
 
-    def sample(self, tracker: Tracker | None, step: int) -> dict[str, float]:
+    def sample(self, tracker: ScalarTracker | None, step: int) -> dict[str, float]:
         """Log and return the scalars of this step; nothing where it is not due."""
         if step % self.log_every:
             return {}
@@ -46,7 +47,7 @@ class MemoryMonitor:
 
 
 def gpu_memory() -> dict[str, float]:
-    """What CUDA's allocator says of the current device."""
+    """The figures of CUDA's allocator for the current device."""
     return {
         "memory/gpu_allocated_gb": torch.cuda.memory_allocated() / 1e9,
         "memory/gpu_reserved_gb": torch.cuda.memory_reserved() / 1e9,
@@ -55,16 +56,29 @@ def gpu_memory() -> dict[str, float]:
 
 
 def process_memory() -> dict[str, float]:
-    """What the process holds, and the tensors in it."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    """The resident memory of this process, now and at its peak, and the tensors in it."""
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     now = _resident() or peak
     return {
         "memory/rss_gb": now / 1e9,
         "memory/peak_rss_gb": max(peak, now) / 1e9,
         "memory/tensor_gb": tensor_bytes() / 1e9,
     }
+
+
+def available_memory(device: str = "cpu") -> int | None:
+    """Bytes that can still be had on a device; None where that cannot be told."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _resident() -> int | None:
@@ -83,11 +97,20 @@ def tensor_bytes() -> int:
     have no fixed size.
     """
     sizes: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not issubclass(
-            type(thing), FakeTensor | FunctionalTensor
-        ):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None and tensor.device.type != "meta":
-                    sizes.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))
+    for tensor in _live_tensors():
+        if tensor.device.type != "meta":
+            sizes.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))
     return sum(size for size in sizes.values() if isinstance(size, int))
+
+
+def _live_tensors() -> Iterator[torch.Tensor]:
+    """The tensors that the garbage collector knows, and their gradients."""
+    for thing in gc.get_objects():
+        # isinstance would read __class__, and torch.distributed.reduce_op answers that with a
+        # warning.
+        kind = type(thing)
+        if not issubclass(kind, torch.Tensor) or issubclass(kind, FakeTensor | FunctionalTensor):
+            continue
+        yield thing
+        if thing.is_leaf and thing.grad is not None:
+            yield thing.grad

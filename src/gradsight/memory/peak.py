@@ -21,8 +21,9 @@ SCRATCH = {
 }
 """Operators that allocate inside themselves, and what a user calls them."""
 
-# Which processors: oneDNN computes products of these types from AVX512 on, with scratch of 512 bytes
-# to as much as the operands; on AVX2 torch's own code does it, without.
+# oneDNN computes products in bf16 from AVX512 on, and those in fp16 where the processor has
+# instructions for them; it takes scratch (512 to 57,472 bytes in a step of a small GPT). On AVX2
+# torch's own code computes them, without scratch.
 PRODUCTS_WITH_SCRATCH = ("mm", "addmm", "bmm", "baddbmm")
 TYPES_WITH_SCRATCH = (torch.bfloat16, torch.float16)
 
@@ -36,8 +37,9 @@ def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> Me
     Tensors from before that fn uses (parameters, batch) count from the start. On the CPU this is
     what the tensors take, the same on every processor. What an operator allocates and frees inside
     itself differs between processors and is seen only with `operators=True`, which runs torch's
-    profiler beside the count and reports it apart, as `operator_bytes`. Where fn works on a CUDA device, the peak is that of CUDA's allocator, and
-    whatever it holds beyond the tensors seen is counted as temporaries.
+    profiler beside the count and reports it apart, as `operator_bytes`. Where fn works on a CUDA
+    device, the peak is that of CUDA's allocator, and whatever it holds beyond the tensors seen is
+    counted as temporaries.
 
     >>> import torch
     >>> measure_peak_memory(lambda: torch.zeros(250)).peak_bytes
@@ -96,13 +98,13 @@ def memory_use(
     predicted: bool = False,
     notes: tuple[str, ...] = (),
 ) -> MemoryUse:
-    """What a counter has logged, as a value."""
+    """The counter's log as a value."""
     by_kind = kinds_at_peak(counter)
     return MemoryUse(sum(by_kind.values()), by_kind, device, predicted, counter.flops, notes=notes)
 
 
 def cuda_memory_use(counter: StorageCounter, allocated: int) -> MemoryUse:
-    """CUDA's own peak; what its allocator held beyond the tensors seen is added to the temporaries."""
+    """CUDA's own peak; what its allocator held beyond the tensors seen is among the temporaries."""
     by_kind = kinds_at_peak(counter, device="cuda")
     beyond = allocated - sum(by_kind.values())
     by_kind["temporaries"] += beyond

@@ -1,15 +1,13 @@
 """The cheapest checkpointing that fits a budget of memory, found by fake runs."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
-from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.choose import Choice, Problem, cheapest, cost_of, lowest, peak_of
-from gradsight.memory.cuda import GRANULE, cuda_operators
-from gradsight.memory.fake import data_dependence_refused, fake_tensors, sequences_not_packed
+from gradsight.errors import GradsightError
+from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
+from gradsight.memory.fake import sequences_not_packed
+from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
-from gradsight.memory.predict import DEVICES
-from gradsight.memory.profile import Bench, Trial, problem_of
+from gradsight.memory.predict import fake_device
 from gradsight.memory.workload import Build, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
@@ -26,10 +24,10 @@ class OverBudget(GradsightError):
     def __init__(self, smallest: CheckpointingPlan) -> None:
         self.smallest = smallest
         super().__init__(
-            f"no checkpointing fits {format_size(smallest.budget_bytes)}: the smallest reachable peak is "
-            f"{format_size(smallest.predicted_bytes)}, with policy {smallest.policy!r} (without checkpointing "
-            f"{format_size(smallest.baseline_bytes)}). Take a smaller batch, a shorter sequence or an optimizer "
-            "with less state"
+            f"no checkpointing fits {format_size(smallest.budget_bytes)}: the smallest reachable "
+            f"peak is {format_size(smallest.predicted_bytes)}, with policy {smallest.policy!r} "
+            f"(without checkpointing {format_size(smallest.baseline_bytes)}). Take a smaller "
+            "batch, a shorter sequence or an optimizer with less state"
         )
 
 
@@ -41,59 +39,57 @@ def plan_checkpointing(
     device: str = "cpu",
     blocks: Sequence[str] | None = None,
 ) -> CheckpointingPlan:
-    """The choice of blocks and kept operations that recomputes least and whose predicted peak fits
-    the budget.
+    """The checkpointing that recomputes least among those whose predicted peak fits the budget.
 
     Every mode is weighed once on fake tensors; the best combination is then chosen on those numbers
     and its true peak predicted before it is returned. It never costs more than checkpointing all
     blocks, the first few, or recomputing every second product.
     """
     limit = parse_size(budget)
-    if device not in DEVICES:
-        raise UsageError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
-    with ExitStack() as stack:
-        stack.enter_context(fake_tensors())
-        if device == "cuda":
-            stack.enter_context(cuda_operators())
-        stack.enter_context(data_dependence_refused())
-        granule = GRANULE if device == "cuda" else 1
-        bench = Bench(call_build(build), optimizer, device, granule, blocks)
-        stack.enter_context(sequences_not_packed())
-        return Search(bench, limit, device).plan()
+    with fake_device(device):
+        steps = FakeSteps(call_build(build), optimizer=optimizer, device=device, blocks=blocks)
+        with sequences_not_packed():
+            return PlanSearch(steps, limit, device).plan()
 
 
-class Search:
-    """Candidates are tried in turn; the cheapest that truly fits is kept."""
+class PlanSearch:
+    """Tries candidates in turn and keeps the cheapest that truly fits."""
 
-    def __init__(self, bench: Bench, limit: int, device: str) -> None:
-        self._bench = bench
+    def __init__(self, steps: FakeSteps, limit: int, device: str) -> None:
+        self._steps = steps
         self._limit = limit
         self._device = device
-        self._count = len(bench.blocks)
-        self._tried: dict[Modes, Trial] = {}
+        self._count = len(steps.blocks)
+        self._tried: dict[Modes, FakeStep] = {}
 
     def plan(self) -> CheckpointingPlan:
         """The cheapest fitting choice, or OverBudget with the smallest."""
-        if self._try((NONE,) * self._count).peak <= self._limit:
-            return self._as_plan((NONE,) * self._count)
+        keeping_all = (NONE,) * self._count
+        if self._fits(self._try(keeping_all)):
+            return self._as_plan(keeping_all)
         modes = self._modes()
-        problem = problem_of(self._bench, modes)
+        problem = problem_of(self._steps, modes)
         if problem is None:
             self._try_first_blocks()
         else:
             self._try_combinations(problem, modes)
-        fitting = [tried for tried in self._tried if self._tried[tried].peak <= self._limit]
+        fitting = [tried for tried, step in self._tried.items() if self._fits(step)]
         if not fitting:
-            raise OverBudget(
-                self._as_plan(min(self._tried, key=lambda tried: self._tried[tried].peak))
-            )
-        return self._as_plan(
-            min(fitting, key=lambda tried: (self._tried[tried].flops, self._tried[tried].peak))
-        )
+            raise OverBudget(self._as_plan(min(self._tried, key=self._peak)))
+        return self._as_plan(min(fitting, key=self._flops_and_peak))
+
+    def _fits(self, step: FakeStep) -> bool:
+        return step.peak <= self._limit
+
+    def _peak(self, modes: Modes) -> int:
+        return self._tried[modes].peak
+
+    def _flops_and_peak(self, modes: Modes) -> tuple[int, int]:
+        return self._tried[modes].flops, self._tried[modes].peak
 
     def _modes(self) -> list[Mode]:
         """The modes that work on this model, each of them tried on all blocks."""
-        levels = [Mode("selective", level) for level in self._bench.keep_levels()[:-1]]
+        levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
         modes = [NONE]
         for mode in (FULL, SELECTIVE, ALTERNATE, *levels):
             try:
@@ -105,57 +101,65 @@ class Search:
             modes.append(mode)
         return modes
 
-    def _try_combinations(self, problem: Problem, modes: Sequence[Mode]) -> None:
-        """Choose on estimates, look at the truth, tighten until the choice fits; then let a simpler
-        one compete.
-        """
+    def _try_combinations(self, problem: BlockProblem, modes: Sequence[Mode]) -> None:
+        """Choose on estimates, look at the true peak, and tighten until the choice fits."""
         target = self._limit
         for _ in range(ATTEMPTS):
             choice = cheapest(problem, target)
             if choice is None:
                 break
-            peak = self._try(_modes_of(choice, modes)).peak
-            if peak <= self._limit:
+            step = self._try(_modes_of(choice, modes))
+            if self._fits(step):
                 self._try_cheaper_prefix(problem, modes, cost_of(problem, choice))
                 return
-            target -= max(peak - self._limit, self._limit // 1000)
+            target -= max(step.peak - self._limit, self._limit // 1000)
         self._try(_modes_of(lowest(problem), modes))
 
-    def _try_cheaper_prefix(self, problem: Problem, modes: Sequence[Mode], cost: int) -> None:
-        """The longest run of first blocks that would cost less, if its estimate says that it may
-        fit.
+    def _try_cheaper_prefix(self, problem: BlockProblem, modes: Sequence[Mode], cost: int) -> None:
+        """The longest run of first blocks that would cost less, if by its estimate it may fit.
+
+        An estimate may lie above the true peak, so what the choice refused can fit after all.
         """
         full = modes.index(FULL)
-        lengths = [k for k in range(self._count) if cost_of(problem, self._first(k, full)) < cost]
-        if lengths and peak_of(problem, self._first(lengths[-1], full)) <= 1.05 * self._limit:
-            self._try(_modes_of(self._first(lengths[-1], full), modes))
+        prefixes = [self._first(length, full) for length in range(self._count)]
+        cheaper = [prefix for prefix in prefixes if cost_of(problem, prefix) < cost]
+        if cheaper and peak_of(problem, cheaper[-1]) <= 1.05 * self._limit:
+            self._try(_modes_of(cheaper[-1], modes))
 
     def _first(self, length: int, mode: int) -> Choice:
+        """The choice of one mode for the first blocks and of the first mode for the others."""
         return (mode,) * length + (0,) * (self._count - length)
 
     def _try_first_blocks(self) -> None:
-        """Where blocks run more than once or out of order: the shortest run of first blocks that
-        fits, by halving.
-        """
-        low, high = 0, self._count
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = (
-                self._try((FULL,) * middle + (NONE,) * (self._count - middle)).peak <= self._limit
-            )
-            low, high = (low, middle) if fits else (middle, high)
+        """The shortest run of first blocks that fits, by halving.
 
-    def _try(self, modes: Modes) -> Trial:
-        self._tried[modes] = self._bench.run(modes)
+        This is left where blocks run more than once or out of order: their weights do not add up.
+        """
+        too_short = 0
+        long_enough = self._count
+        while long_enough - too_short > 1:
+            middle = (too_short + long_enough) // 2
+            step = self._try((FULL,) * middle + (NONE,) * (self._count - middle))
+            if self._fits(step):
+                long_enough = middle
+            else:
+                too_short = middle
+
+    def _try(self, modes: Modes) -> FakeStep:
+        self._tried[modes] = self._steps.run(modes)
         return self._tried[modes]
 
     def _as_plan(self, modes: Modes) -> CheckpointingPlan:
-        plain, trial = self._bench.uniform(NONE), self._tried[modes]
+        plain = self._steps.uniform(NONE)
+        step = self._tried[modes]
+        extra_flops = 0.0
+        if plain.flops:
+            extra_flops = step.flops / plain.flops - 1
         return CheckpointingPlan(
             policy=policy_text(modes),
-            blocks=tuple(name for name, _ in self._bench.blocks),
-            predicted_bytes=trial.peak,
-            extra_flops=trial.flops / plain.flops - 1 if plain.flops else 0.0,
+            blocks=tuple(name for name, _ in self._steps.blocks),
+            predicted_bytes=step.peak,
+            extra_flops=extra_flops,
             budget_bytes=self._limit,
             baseline_bytes=plain.peak,
             device=self._device,

@@ -3,7 +3,7 @@
     none                     keeps everything
     full                     keeps the block's inputs, recomputes the rest
     selective                also keeps the results of matrix products, convolutions and attention
-    selective@R              keeps only those whose recomputation costs at least R operations per byte kept
+    selective@R              keeps those whose recomputation costs R operations per byte or more
     alternate                as selective, but every second matrix product is recomputed
 
 A policy is one of these for all blocks, `first:K` (full for the first K blocks), or a list that
@@ -31,10 +31,15 @@ class Mode:
     """Of selective: the least number of operations per byte for which a result is kept."""
 
     def __str__(self) -> str:
-        return f"{self.kind}@{self.threshold:g}" if self.threshold else self.kind
+        if self.threshold:
+            return f"{self.kind}@{self.threshold:g}"
+        return self.kind
 
 
-NONE, FULL, SELECTIVE, ALTERNATE = (Mode(kind) for kind in KINDS)
+NONE = Mode("none")
+FULL = Mode("full")
+SELECTIVE = Mode("selective")
+ALTERNATE = Mode("alternate")
 
 
 def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mode]:
@@ -52,8 +57,9 @@ def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mod
             f"a policy is text or a CheckpointingPlan, got {type(policy).__name__}; {_known()}"
         )
     if first := re.fullmatch(r"first:(\d+)", policy.strip()):
-        _check_range(int(first[1]) - 1, count, policy)
-        return [FULL] * int(first[1]) + [NONE] * (count - int(first[1]))
+        length = int(first[1])
+        _check_range(length - 1, count, policy)
+        return [FULL] * length + [NONE] * (count - length)
     modes: list[Mode | None] = [None] * count
     for item in policy.split(","):
         mode, start, stop = _parse_item(item.strip(), policy, count)
@@ -77,7 +83,8 @@ def _parse_item(item: str, policy: str, count: int) -> tuple[Mode, int, int]:
         ) from None
     if parts[3] is None:
         return mode, 0, count
-    start, last = int(parts[3]), int(parts[4] or parts[3])
+    start = int(parts[3])
+    last = int(parts[4] or start)
     if last < start:
         raise UsageError(
             f"the policy {policy!r} has a range that ends before it starts: {parts[3]}-{parts[4]}"
@@ -89,12 +96,16 @@ def _parse_item(item: str, policy: str, count: int) -> tuple[Mode, int, int]:
 def _check_range(last: int, count: int, policy: str) -> None:
     if last >= count:
         raise UsageError(
-            f"the policy {policy!r} names block {last}, but the model has {count} blocks, numbered from 0"
+            f"the policy {policy!r} names block {last}, but the model has {count} blocks, "
+            "numbered from 0"
         )
 
 
 def _known() -> str:
-    return "known are 'full', 'selective', 'selective@R', 'alternate', 'none', 'first:K' and lists: 'full:0-5,selective:6'"
+    return (
+        "known are 'full', 'selective', 'selective@R', 'alternate', 'none', 'first:K' and lists: "
+        "'full:0-5,selective:6'"
+    )
 
 
 def policy_text(modes: Sequence[Mode]) -> str:
@@ -103,15 +114,21 @@ def policy_text(modes: Sequence[Mode]) -> str:
     >>> policy_text([FULL, FULL, SELECTIVE, NONE]), policy_text([FULL, FULL])
     ('full:0-1,selective:2', 'full')
     """
+    if len(set(modes)) == 1:
+        return str(modes[0])
     runs = [
         (mode, [number for number, _ in run])
         for mode, run in groupby(enumerate(modes), key=lambda pair: pair[1])
     ]
-    if len(runs) == 1:
-        return str(runs[0][0])
-    named = [(mode, run) for mode, run in runs if mode != NONE]
-    if len(named) == 1 and named[0][0] == FULL and named[0][1][0] == 0:
-        return f"first:{len(named[0][1])}"
-    return ",".join(
-        f"{mode}:{run[0]}-{run[-1]}" if len(run) > 1 else f"{mode}:{run[0]}" for mode, run in named
-    )
+    named = [(mode, numbers) for mode, numbers in runs if mode != NONE]
+    if len(named) == 1:
+        mode, numbers = named[0]
+        if mode == FULL and numbers[0] == 0:
+            return f"first:{len(numbers)}"
+    return ",".join(_item_text(mode, numbers) for mode, numbers in named)
+
+
+def _item_text(mode: Mode, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{mode}:{numbers[0]}"
+    return f"{mode}:{numbers[0]}-{numbers[-1]}"

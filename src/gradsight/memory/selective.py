@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls
-"""Which results a selectively checkpointed block keeps: those that are expensive to compute again."""
+"""The results that a selectively checkpointed block keeps: those expensive to compute again."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from gradsight.memory.flops import flops_of
+from gradsight.memory.operators import cost_per_byte
 from gradsight.memory.policy import Mode
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -32,11 +31,10 @@ EXPENSIVE = (
 
 
 def contexts(mode: Mode) -> Callable[[], Contexts] | None:
-    """The pair of contexts that torch's checkpoint runs a block and its recomputation in; None:
-    nothing is kept.
-    """
+    """The contexts in which torch runs a block and recomputes it; None where nothing is kept."""
     if mode.kind == "full":
         return None
+    # Made anew for every call of the block, since a Keeper counts the products of one run.
     return partial(_contexts, mode)
 
 
@@ -52,21 +50,25 @@ class Keeper:
         self._products = 0
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = is_expensive(func, args, kwargs) and self._wanted(context, func, args, kwargs)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        if is_expensive(func, args, kwargs) and self._wanted(context, func, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     def _wanted(
         self, context: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         if self._mode.kind == "alternate":
-            if func._overloadpacket.__name__ not in PRODUCTS:
-                return True
-            self._products += 1
-            return self._products % 2 == 1
-        return (
-            not self._mode.threshold
-            or cost_per_byte(func, args, kwargs, context.op_output) >= self._mode.threshold
-        )
+            return self._is_first_of_two(func)
+        if not self._mode.threshold:
+            return True
+        return cost_per_byte(func, args, kwargs, context.op_output) >= self._mode.threshold
+
+    def _is_first_of_two(self, func: Any) -> bool:
+        """Whether a result is kept where every second matrix product is recomputed."""
+        if func._overloadpacket.__name__ not in PRODUCTS:
+            return True
+        self._products += 1
+        return self._products % 2 == 1
 
 
 def is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -78,29 +80,17 @@ def is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     packet = getattr(func, "_overloadpacket", None)
     if packet is None or packet.__name__ not in EXPENSIVE or func.namespace != "aten":
         return False
-    return (
-        torch.Tag.nondeterministic_seeded not in func.tags or _dropout_of(func, args, kwargs) == 0
-    )
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return True
+    return _dropout_of(func, args, kwargs) == 0
 
 
 def _dropout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The dropout probability of an attention operator; 1 where it cannot be told."""
     for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = (
-                args[position]
-                if position < len(args)
-                else kwargs.get("dropout_p", argument.default_value)
-            )
-            return float(given)
+        if argument.name != "dropout_p":
+            continue
+        if position < len(args):
+            return float(args[position])
+        return float(kwargs.get("dropout_p", argument.default_value))
     return 1.0
-
-
-def cost_per_byte(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Operations to compute a result again, per byte that keeping it takes."""
-    size = sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in tree_leaves(out)
-        if isinstance(leaf, torch.Tensor)
-    )
-    return flops_of(func, args, kwargs, out) / size if size else 0.0

@@ -1,36 +1,41 @@
 # mypy: allow-untyped-calls
-"""A plain step against a checkpointed one: what memory it saves, what it costs, and whether
-anything else changed.
-"""
+"""A plain step against a checkpointed one: memory, extra work, and whether all else is the same."""
 
 import gc
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
+from torch import nn
 
+from gradsight.core.random_state import randomness_kept
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.memory.available import refuse_what_does_not_fit
 from gradsight.memory.blocks import find_blocks
 from gradsight.memory.causes import Evidence, likely_cause
-from gradsight.memory.divergence import Locator
+from gradsight.memory.differences import (
+    DivergenceFinder,
+    StepDifferences,
+    StepSnapshot,
+    compare_snapshots,
+    seed_everything,
+    take_snapshot,
+)
+from gradsight.memory.monitor import available_memory
 from gradsight.memory.peak import measure_peak_memory
 from gradsight.memory.policy import parse_policy
-from gradsight.memory.snapshot import Differences, Snapshot, compare, seed_everything, take
-from gradsight.memory.workload import Build, Workload, backward, call_build, make_optimizer, warm_up
+from gradsight.memory.predict import predict_peak_memory
+from gradsight.memory.workload import (
+    Build,
+    Workload,
+    backward,
+    call_build,
+    make_optimizer,
+    state_bytes,
+    warm_up,
+)
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One measured step: what it took and what it left behind."""
-
-    use: MemoryUse
-    snapshot: Snapshot
+from gradsight.values.sizes import format_size
 
 
 def verify_checkpointing(
@@ -46,149 +51,159 @@ def verify_checkpointing(
     called with the same seeds.
     """
     if isinstance(policy, CheckpointingPlan):
-        blocks, policy = blocks or policy.blocks, policy.policy
-    with _randomness_restored():
-        workload = _built(build, policy, blocks)
-        refuse_what_does_not_fit(build, optimizer, workload.model)
-        plain = _run(workload, optimizer)
-        del workload
+        blocks = blocks or policy.blocks
+        policy = policy.policy
+    with randomness_kept():
+        return _Verification(build, policy, optimizer, blocks).report()
+
+
+@dataclass(frozen=True, slots=True)
+class StepEffects:
+    """One measured step: what it took and what it left behind."""
+
+    use: MemoryUse
+    snapshot: StepSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Verification:
+    """The step in question; each of its runs is built anew and starts from the same seeds."""
+
+    build: Build
+    policy: str
+    optimizer: str | None
+    blocks: Sequence[str] | None
+
+    def report(self) -> CheckpointingReport:
+        """Run both steps and compare them."""
+        workload = self._built()
+        refuse_what_does_not_fit(self.build, self.optimizer, workload.model)
+        plain = run_step(workload, self.optimizer)
+        del workload  # or both models would be in memory at once
         try:
-            other = _run(_built(build, policy, blocks), optimizer, policy, blocks)
+            checkpointed = run_step(self._built(checkpointed=True), self.optimizer)
         except GradsightError:
             raise
         except Exception as error:
-            return _raised(build, policy, blocks, plain, error)
-        differences = compare(plain.snapshot, other.snapshot)
-        report = CheckpointingReport(
-            policy, plain.use, other.use, gradients_identical=not differences
-        )
-        return (
-            _explained(report, differences, build, blocks, optimizer, plain)
-            if differences
-            else report
+            return self._raised(plain, error)
+        differences = compare_snapshots(plain.snapshot, checkpointed.snapshot)
+        if differences:
+            return self._explained(plain, checkpointed, differences)
+        return CheckpointingReport(
+            self.policy, plain.use, checkpointed.use, gradients_identical=True
         )
 
+    def _built(self, *, checkpointed: bool = False) -> Workload:
+        """The workload from fixed seeds; a policy that does not fit is refused before any run."""
+        # A checkpointed block and its forward refer to each other: only the collector frees them.
+        gc.collect()
+        seed_everything()
+        workload = call_build(self.build)
+        parse_policy(self.policy, len(find_blocks(workload.model, self.blocks)))
+        if checkpointed:
+            apply_checkpointing(workload.model, self.policy, blocks=self.blocks)
+        return workload
 
-def _built(build: Build, policy: str, blocks: Sequence[str] | None) -> Workload:
-    """The workload from fixed seeds; a policy that does not fit the model is refused before
-    anything runs.
+    def _explained(
+        self, plain: StepEffects, checkpointed: StepEffects, differences: StepDifferences
+    ) -> CheckpointingReport:
+        """The report with the first difference, the module behind it, and the likely cause."""
+        guilty = self._guilty_module()
+        again = self._built()
+        snapshot = run_step(again, self.optimizer).snapshot
+        reproducible = not compare_snapshots(plain.snapshot, snapshot)
+        evidence = Evidence(again.model, differences, guilty, reproducible=reproducible)
+        first_difference = differences.first()
+        if guilty:
+            first_difference += f"; recomputed differently in {guilty}"
+        return CheckpointingReport(
+            self.policy,
+            plain.use,
+            checkpointed.use,
+            gradients_identical=False,
+            first_difference=first_difference,
+            cause=likely_cause(evidence),
+        )
+
+    def _raised(self, plain: StepEffects, error: Exception) -> CheckpointingReport:
+        """The report on a checkpointed step that raised where the plain one did not.
+
+        That is a difference too, and such a step saved nothing.
+        """
+        nothing_compared = StepDifferences(loss=False, gradients=(), buffers=(), random=())
+        evidence = Evidence(self._built().model, nothing_compared, error=str(error))
+        first_line = str(error).strip().partition("\n")[0]
+        return CheckpointingReport(
+            self.policy,
+            plain.use,
+            plain.use,
+            gradients_identical=False,
+            first_difference=f"the checkpointed step raised {type(error).__name__}: {first_line}",
+            cause=likely_cause(evidence),
+        )
+
+    def _guilty_module(self) -> str | None:
+        """Run the checkpointed step once more and find the module that differs the second time."""
+        workload = self._built(checkpointed=True)
+        seed_everything()
+        with DivergenceFinder(find_blocks(workload.model, self.blocks)) as finder:
+            backward(workload)
+        return finder.guilty
+
+
+def run_step(workload: Workload, optimizer: str | None) -> StepEffects:
+    """Measure forward and backward, take the snapshot, then measure the optimizer's step.
+
+    In this order the copies in the snapshot never count.
     """
-    gc.collect()
-    seed_everything()
-    workload = call_build(build)
-    parse_policy(policy, len(find_blocks(workload.model, blocks)))
-    return workload
-
-
-def _run(
-    workload: Workload,
-    optimizer: str | None,
-    policy: str | None = None,
-    blocks: Sequence[str] | None = None,
-) -> Outcome:
-    """Measure forward and backward, take the snapshot, then measure the optimizer's step: copies
-    never count.
-    """
-    if policy is not None:
-        apply_checkpointing(workload.model, policy, blocks=blocks)
-    made = make_optimizer(optimizer, workload.model)
-    warm_up(made)
+    made_optimizer = make_optimizer(optimizer, workload.model)
+    warm_up(made_optimizer)
     seed_everything()
     losses: list[torch.Tensor] = []
     use = measure_peak_memory(lambda: losses.append(backward(workload)))
-    snapshot = take(workload.model, losses[0])
-    if made is None:
-        return Outcome(use, snapshot)
-    state = sum(
-        t.numel() * t.element_size()
-        for s in made.state.values()
-        for t in s.values()
-        if torch.is_tensor(t)
-    )
-    return Outcome(_larger(_with_state(use, state), measure_peak_memory(made.step)), snapshot)
+    snapshot = take_snapshot(workload.model, losses[0])
+    if made_optimizer is None:
+        return StepEffects(use, snapshot)
+    use = _with_state(use, state_bytes(made_optimizer))
+    update = measure_peak_memory(made_optimizer.step)
+    return StepEffects(_larger(use, update), snapshot)
 
 
 def _with_state(use: MemoryUse, state: int) -> MemoryUse:
-    """Forward and backward do not touch the optimizer's state, but it is there; CUDA's allocator
-    counts it already.
-    """
+    """The peak with the optimizer's state, which is there although backward does not touch it."""
     if use.device == "cuda":
-        return use
+        return use  # CUDA's allocator counts it already
     by_kind = {**use.by_kind, "optimizer": state}
-    return MemoryUse(use.peak_bytes + state, by_kind, use.device, flops=use.flops, notes=use.notes)
+    return replace(use, peak_bytes=use.peak_bytes + state, by_kind=by_kind)
 
 
 def _larger(step: MemoryUse, update: MemoryUse) -> MemoryUse:
     """The peak of both parts of a step, with the work of both."""
     top = max(step, update, key=lambda use: use.peak_bytes)
-    return MemoryUse(
-        top.peak_bytes, top.by_kind, top.device, flops=step.flops + update.flops, notes=step.notes
+    return replace(
+        step,
+        peak_bytes=top.peak_bytes,
+        by_kind=top.by_kind,
+        device=top.device,
+        flops=step.flops + update.flops,
+        operator_bytes=None,
     )
 
 
-def _explained(
-    report: CheckpointingReport,
-    differences: Differences,
-    build: Build,
-    blocks: Sequence[str] | None,
-    optimizer: str | None,
-    plain: Outcome,
-) -> CheckpointingReport:
-    """The report with the first difference, the module behind it, and the likely cause."""
-    guilty = _locate(build, report.policy, blocks)
-    again = _built(build, report.policy, blocks)
-    reproducible = not compare(plain.snapshot, _run(again, optimizer).snapshot)
-    evidence = Evidence(again.model, differences, guilty, reproducible=reproducible)
-    where = f"; recomputed differently in {guilty}" if guilty else ""
-    return CheckpointingReport(
-        report.policy,
-        report.baseline,
-        report.optimized,
-        gradients_identical=False,
-        first_difference=differences.first() + where,
-        cause=likely_cause(evidence),
-    )
-
-
-def _raised(
-    build: Build, policy: str, blocks: Sequence[str] | None, plain: Outcome, error: Exception
-) -> CheckpointingReport:
-    """A checkpointed step that raises where the plain one did not is a difference too; it saved
-    nothing.
-    """
-    evidence = Evidence(
-        _built(build, policy, blocks).model, Differences(False, (), (), ()), error=str(error)
-    )
-    lines = str(error).strip().splitlines() or [""]
-    return CheckpointingReport(
-        policy,
-        plain.use,
-        plain.use,
-        gradients_identical=False,
-        first_difference=f"the checkpointed step raised {type(error).__name__}: {lines[0]}",
-        cause=likely_cause(evidence),
-    )
-
-
-def _locate(build: Build, policy: str, blocks: Sequence[str] | None) -> str | None:
-    """Run the checkpointed step once more and find the module that is not the same the second time."""
-    workload = _built(build, policy, blocks)
-    apply_checkpointing(workload.model, policy, blocks=blocks)
-    seed_everything()
-    with Locator(find_blocks(workload.model, blocks)) as locator:
-        backward(workload)
-    return locator.guilty
-
-
-@contextmanager
-def _randomness_restored() -> Iterator[None]:
-    """Leave every shared generator as it was."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    devices = list(range(torch.cuda.device_count())) if in_use else []
+def refuse_what_does_not_fit(build: Build, optimizer: str | None, model: nn.Module) -> None:
+    """Refuse to run a step on the CPU that would drive the machine out of memory."""
+    free = available_memory()
+    if free is None or any(p.device.type != "cpu" for p in model.parameters()):
+        return
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        needed = predict_peak_memory(build, optimizer=optimizer).peak_bytes
+    except GradsightError:
+        return  # cannot be predicted; the run itself will tell
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    held = 2 * parameter_bytes  # copies of the gradients, to compare
+    if needed + held > free:
+        raise GradsightError(
+            f"the plain step needs {format_size(needed)}, and {format_size(held)} for the "
+            f"comparison; {format_size(free)} is available here. Verify with a smaller batch, or "
+            "use predict_peak_memory, which needs no memory"
+        )

@@ -1,7 +1,5 @@
 # mypy: allow-untyped-calls
-"""A training step as a value: the user's build function called and checked, its loss and optimizer
-put together.
-"""
+"""A training step as a value: what the user's build function returns, checked, and its loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,16 +32,15 @@ class Workload:
     def loss(self) -> torch.Tensor:
         """The scalar loss of the batch."""
         loss = self.loss_fn(self.model, self.batch)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else type(loss).__name__
-            )
-            raise UsageError(
-                f"the loss must be a tensor with one element, got {found}: return (model, batch, loss_fn) from build()"
-            )
-        return loss
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            return loss
+        got = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            got = f"a tensor of shape {tuple(loss.shape)}"
+        raise UsageError(
+            f"the loss must be a tensor with one element, got {got}: "
+            "return (model, batch, loss_fn) from build()"
+        )
 
 
 def call_build(build: Build) -> Workload:
@@ -64,10 +61,10 @@ def call_build(build: Build) -> Workload:
 
 
 def as_workload(built: Any) -> Workload:
-    """What a build function returned, checked."""
+    """The build function's return value, checked."""
     if not isinstance(built, tuple) or len(built) not in (2, 3):
-        found = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
-        raise UsageError(f"{EXPECTED}, got {found}")
+        got = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
+        raise UsageError(f"{EXPECTED}, got {got}")
     model, batch, *rest = built
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -75,28 +72,35 @@ def as_workload(built: Any) -> Workload:
         )
     if rest and not callable(rest[0]):
         raise UsageError(
-            f"{EXPECTED}: loss_fn must be a function (model, batch) -> loss, got {type(rest[0]).__name__}"
+            f"{EXPECTED}: loss_fn must be a function (model, batch) -> loss, "
+            f"got {type(rest[0]).__name__}"
         )
     if not rest and not isinstance(batch, Mapping | tuple | list | torch.Tensor):
         raise UsageError(
-            f"{EXPECTED}: without loss_fn the batch is a dict or tuple of arguments, got {type(batch).__name__}"
+            f"{EXPECTED}: without loss_fn the batch is a dict or tuple of arguments, "
+            f"got {type(batch).__name__}"
         )
-    model.train()
-    return Workload(model, batch, rest[0] if rest else model_loss)
+    model.train()  # checkpointing acts in training mode alone, and dropout's masks take memory
+    loss_fn = rest[0] if rest else model_loss
+    return Workload(model, batch, loss_fn)
 
 
 def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss a model gives by itself: its output's .loss, its first element, or the output."""
     if isinstance(batch, torch.Tensor):
         out = model(batch)
+    elif isinstance(batch, Mapping):
+        out = model(**batch)
     else:
-        out = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-    if isinstance(loss := getattr(out, "loss", None), torch.Tensor):
+        out = model(*batch)
+    loss = getattr(out, "loss", None)
+    if isinstance(loss, torch.Tensor):
         return loss
     first = out[0] if isinstance(out, tuple | list) and out else out
     if not isinstance(first, torch.Tensor):
         raise UsageError(
-            f"the model returned {type(out).__name__} without a loss: return (model, batch, loss_fn) from build()"
+            f"the model returned {type(out).__name__} without a loss: "
+            "return (model, batch, loss_fn) from build()"
         )
     return first
 
@@ -104,26 +108,29 @@ def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def make_optimizer(
     optimizer: str | None, model: nn.Module, *, device: str = "cpu"
 ) -> torch.optim.Optimizer | None:
-    """The named optimizer over the trainable parameters, in the form that torch takes by default on
-    the device.
-    """
+    """The named optimizer over the trainable parameters, in torch's default form for the device."""
     if optimizer is None:
         return None
     if optimizer not in OPTIMIZERS:
         raise UsageError(
             f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}, or None for none"
         )
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise UsageError(
-            "the model has no trainable parameters: there is nothing to train, and no backward pass to save memory in"
+            "the model has no trainable parameters: there is nothing to train, and no backward "
+            "pass to save memory in"
         )
-    return OPTIMIZERS[optimizer](trainable, foreach=True if device == "cuda" else None, lr=0.0)  # type: ignore[call-arg]
+    # torch chooses the multi-tensor form by the parameters' device, and where CUDA is predicted
+    # they lie on the CPU.
+    foreach = True if device == "cuda" else None
+    return OPTIMIZERS[optimizer](trainable, foreach=foreach, lr=0.0)  # type: ignore[call-arg]
 
 
 def warm_up(optimizer: torch.optim.Optimizer | None) -> None:
-    """Make the optimizer's state, as every step but the first finds it: one step of rate 0 on zero
-    gradients.
+    """Make the optimizer's state, as every step but the first finds it.
+
+    One step of rate 0 on zero gradients does it and changes no parameter.
     """
     if optimizer is None:
         return
@@ -132,6 +139,19 @@ def warm_up(optimizer: torch.optim.Optimizer | None) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None, granule: int = 1) -> int:
+    """Bytes of the tensors in an optimizer's state, each rounded up to a multiple of `granule`."""
+    if optimizer is None:
+        return 0
+    total = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                granules = -(-value.numel() * value.element_size() // granule)
+                total += granules * granule
+    return total
 
 
 def backward(workload: Workload) -> torch.Tensor:

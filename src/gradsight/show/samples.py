@@ -1,16 +1,15 @@
-"""The influence of samples and domains as text: for a terminal of 80 columns, and for report.md. No
-torch.
-"""
+"""The influence of samples and domains as text, for a terminal and for report.md. No torch."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 
 from gradsight.show.figures import bar, figure, trend
 from gradsight.show.influence import UNSETTLED, Domain, Influence
+from gradsight.show.text import BOLD, GREEN, RED, one_line, shortened, tinted
 
 TextOf = Callable[[str], str | None]
 """A sample's text by its id; None where that is not known."""
@@ -20,178 +19,197 @@ _OFTEN = 3
 """Times that a typical sample must have been seen for its mean to say much."""
 
 
-def terminal_lines(
-    found: Influence, top: int, text_of: TextOf, by: str = "sample", colour: bool = False
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample in a table."""
+
+    sample_id: str
+    domain: str
+    score: str
+    seen: str
+    text: str | None
+
+
+def influence_lines(
+    influence: Influence, top: int, text_of: TextOf, by: str = "sample", colour: bool = False
 ) -> list[str]:
-    """Everything about a run's samples, or about its domains alone."""
-    lines = [
-        _tinted(f"Influence on {found.target!r}: {_extent(found)}", "1", colour),
-        *_notes(found),
-    ]
+    """Everything about a run's samples, or about its domains alone, for a terminal."""
+    title = f"Influence on {influence.target!r}: {_extent(influence)}"
+    lines = [tinted(title, BOLD, colour), *_notes(influence)]
     if by == "domain":
-        return [*lines, "", *_domain_table(found, len(found.domains), colour)]
-    lines += ["", _tinted("Samples by score", "1", colour), *_histogram(found, colour)]
-    few = max(1, min(top, len(found.scores) // 2))
-    best, worst = range(len(found.scores) - 1, len(found.scores) - 1 - few, -1), range(few)
-    lines += ["", _tinted("Best samples", "1;32", colour), *_sample_table(found, best, text_of)]
-    lines += ["", _tinted("Worst samples", "1;31", colour), *_sample_table(found, worst, text_of)]
-    if found.domains:
-        lines += ["", *_domain_table(found, max(top, 8), colour)]
+        return [*lines, "", *_domain_table(influence, len(influence.domains), colour)]
+    lines += ["", tinted("Samples by score", BOLD, colour), *_histogram(influence, colour)]
+    best = _sample_table(influence, _best(influence, top), text_of)
+    lines += ["", tinted("Best samples", f"{BOLD};{GREEN}", colour), *best]
+    worst = _sample_table(influence, _worst(influence, top), text_of)
+    lines += ["", tinted("Worst samples", f"{BOLD};{RED}", colour), *worst]
+    if influence.domains:
+        lines += ["", *_domain_table(influence, max(top, 8), colour)]
     return lines
 
 
-def markdown_section(found: Influence, text_of: TextOf, top: int = 3) -> list[str]:
+def markdown_section(influence: Influence, text_of: TextOf, top: int = 3) -> list[str]:
     """A short section of report.md: the domains, and the samples at both ends."""
     lines = [
-        f"## Samples: their influence on {found.target!r}",
+        f"## Samples: their influence on {influence.target!r}",
         "",
-        f"{_extent(found)}. {' '.join(_notes(found))}",
+        f"{_extent(influence)}. {' '.join(_notes(influence))}",
         "",
     ]
-    if found.domains:
-        lines += [
-            "| domain | score | samples | below 0 | over time |",
-            "| --- | ---: | ---: | ---: | --- |",
-        ]
-        scale = _scale(found.domains)
-        lines += [
-            f"| {_cell(each.name)} | {_number(found, each.score)} | {each.samples:,} | {each.below_zero:.0%} "
-            f"| `{trend(each.over_time, *scale)}` |"
-            for each in found.domains[:_MOST_DOMAINS]
-        ]
-        if len(found.domains) > _MOST_DOMAINS:
-            lines.append(
-                f"\n{len(found.domains) - _MOST_DOMAINS} more domains: `gradsight influence --by domain`."
-            )
-        lines.append("")
-    few = max(1, min(top, len(found.scores) // 2))
+    if influence.domains:
+        lines += [*_markdown_domains(influence), ""]
     lines += ["| sample | domain | score | seen | text |", "| --- | --- | ---: | ---: | --- |"]
-    for place in [
-        *range(len(found.scores) - 1, len(found.scores) - 1 - few, -1),
-        *range(few - 1, -1, -1),
-    ]:
-        sample_id, domain, score, seen, text = _sample(found, place, text_of)
-        shown = "–" if text is None else f"`{_cell(shortened(text, 48)).rstrip()}`"
-        lines.append(f"| {_cell(sample_id)} | {_cell(domain)} | {score} | {seen} | {shown} |")
+    for place in (*_best(influence, top), *reversed(_worst(influence, top))):
+        row = _sample(influence, place, text_of)
+        text = "–" if row.text is None else f"`{_cell(shortened(row.text, 48)).rstrip()}`"
+        cells = [_cell(row.sample_id), _cell(row.domain), row.score, row.seen, text]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def shortened(text: str, width: int) -> str:
-    """Text on one line of a width; whatever could move a terminal's cursor is a dot.
+def _markdown_domains(influence: Influence) -> list[str]:
+    lines = [
+        "| domain | score | samples | below 0 | over time |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    low, high = _scale(influence.domains)
+    for domain in influence.domains[:_MOST_DOMAINS]:
+        cells = [
+            _cell(domain.name),
+            _number(influence, domain.score),
+            f"{domain.samples:,}",
+            f"{domain.below_zero:.0%}",
+            f"`{trend(domain.over_time, low, high)}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    more = len(influence.domains) - _MOST_DOMAINS
+    if more > 0:
+        lines.append(f"\n{more} more domains: `gradsight influence --by domain`.")
+    return lines
 
-    >>> shortened("if x:\\n\\treturn \\x1b[31mred", 30).rstrip()
-    'if x:⏎return ·[31mred'
-    >>> shortened("abcdefgh", 5)
-    'abcd…'
-    """
-    line = _plain(text)
-    return (
-        set_cell_size(line, width)
-        if cell_len(line) <= width
-        else set_cell_size(line, width - 1) + "…"
-    )
+
+def _few(influence: Influence, top: int) -> int:
+    """How many samples are shown at each end; at most half of all, so that none is shown twice."""
+    return max(1, min(top, len(influence.scores) // 2))
 
 
-def _plain(text: str) -> str:
-    line = re.sub(r"\s*\n\s*", "⏎", text.strip(" \t")).replace("\t", " ")
-    return "".join(sign if sign.isprintable() else "·" for sign in line)
+def _best(influence: Influence, top: int) -> range:
+    """The places of the best samples, the best first."""
+    last = len(influence.scores) - 1
+    return range(last, last - _few(influence, top), -1)
+
+
+def _worst(influence: Influence, top: int) -> range:
+    """The places of the worst samples, the worst first."""
+    return range(_few(influence, top))
 
 
 def _cell(text: str) -> str:
     """Text that stays in its cell of a markdown table."""
-    return _plain(text).replace("|", "¦").replace("`", "'")
+    return one_line(text).replace("|", "¦").replace("`", "'")
 
 
-def _extent(found: Influence) -> str:
-    return f"{found.rows:,} scores of {len(found.scores):,} samples, steps {found.first_step} to {found.last_step}"
+def _extent(influence: Influence) -> str:
+    scores = f"{influence.rows:,} scores of {len(influence.scores):,} samples"
+    return f"{scores}, steps {influence.first_step} to {influence.last_step}"
 
 
-def _notes(found: Influence) -> list[str]:
-    """What the numbers are."""
+def _notes(influence: Influence) -> list[str]:
+    """What the numbers are, and how far they can be trusted."""
     lines = ["Raw scores, as recorded: they shrink as training goes on."]
-    if found.normalised:
+    if influence.normalised:
         lines = [
             "1 is the typical size of a score in its step; above 0 helps the target.",
-            f"The first {UNSETTLED:.0%} of the steps do not count: any sample teaches common tokens.",
+            f"The first {UNSETTLED:.0%} of the steps do not count: "
+            "any sample teaches common tokens.",
         ]
-    if float(np.median(found.seen)) < _OFTEN:
+    if float(np.median(influence.seen)) < _OFTEN:
         lines.append("Few looks at most samples: one score is mostly noise. Domains are surer.")
-    if found.not_finite:
-        lines.append(f"{found.not_finite:,} scores are NaN or infinite; they count nowhere.")
-    others = [name for name in found.targets if name != found.target]
+    if influence.not_finite:
+        lines.append(f"{influence.not_finite:,} scores are NaN or infinite; they count nowhere.")
+    others = [name for name in influence.targets if name != influence.target]
     if others:
         lines.append(f"Further targets: {', '.join(others)} (see --target).")
     return lines
 
 
-def _number(found: Influence, value: float) -> str:
+def _number(influence: Influence, value: float) -> str:
     """A score with its sign: normalised ones are of the size of 1, raw ones of any."""
-    return f"{value:+.2f}" if found.normalised else f"{'+' if value > 0 else ''}{figure(value)}"
+    if influence.normalised:
+        return f"{value:+.2f}"
+    sign = "+" if value > 0 else ""
+    return f"{sign}{figure(value)}"
 
 
-def _histogram(found: Influence, colour: bool) -> list[str]:
-    counts, edges = found.histogram()
+def _histogram(influence: Influence, colour: bool) -> list[str]:
+    counts, edges = influence.histogram()
+    largest = max(counts.max(), 1)
     lines = [f"  {'score':>9}  {'samples':>7}"]
-    for count, low, high in zip(
-        counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True
-    ):
-        drawn = bar(count / max(counts.max(), 1), 50) or ("▏" if count else "")
-        reach = f"< {_number(found, high)}" if low == edges[0] else f"≥ {_number(found, low)}"
-        lines.append(
-            f"  {reach:>9}  {count:>7,}  {_tinted(drawn, '31' if low + high < 0 else '32', colour)}".rstrip()
-        )
-    below = float((found.scores < 0).mean())
-    return [
-        *lines,
-        f"  mean {_number(found, float(found.scores.mean()))}; {below:.1%} of the samples are below 0",
-    ]
+    for place, count in enumerate(counts.tolist()):
+        low = float(edges[place])
+        high = float(edges[place + 1])
+        # A bin with samples is never empty on paper, however few they are.
+        drawn = bar(count / largest, 50) or ("▏" if count else "")
+        # The outermost bin on the left also holds what lies beyond it.
+        reach = f"≥ {_number(influence, low)}" if place else f"< {_number(influence, high)}"
+        shown = tinted(drawn, RED if low + high < 0 else GREEN, colour)
+        lines.append(f"  {reach:>9}  {count:>7,}  {shown}".rstrip())
+    below = float((influence.scores < 0).mean())
+    mean = _number(influence, float(influence.scores.mean()))
+    return [*lines, f"  mean {mean}; {below:.1%} of the samples are below 0"]
 
 
-def _sample_table(found: Influence, places: Sequence[int], text_of: TextOf) -> list[str]:
-    rows = [_sample(found, place, text_of) for place in places]
-    wide = [
-        min(max(6, *(cell_len(cell) for cell in cells)), 18)
-        for cells in zip(*(row[:2] for row in rows), strict=True)
-    ]
-    room = _WIDTH - 24 - sum(wide)
-    lines = [f"  {'score':>9}  {'seen':>5}  {'sample':<{wide[0]}}  {'domain':<{wide[1]}}"]
-    lines[0] += "" if all(row[-1] is None for row in rows) else "  text"
-    for sample_id, domain, score, seen, text in rows:
-        cells = (
-            f"{score:>9}  {seen:>5}  {shortened(sample_id, wide[0])}  {shortened(domain, wide[1])}"
-        )
-        lines.append(f"  {cells}  {'' if text is None else shortened(text, room)}".rstrip())
+def _sample_table(influence: Influence, places: Sequence[int], text_of: TextOf) -> list[str]:
+    rows = [_sample(influence, place, text_of) for place in places]
+    id_width = _column_width([row.sample_id for row in rows], 18)
+    domain_width = _column_width([row.domain for row in rows], 18)
+    room = _WIDTH - 24 - id_width - domain_width
+    title = f"  {'score':>9}  {'seen':>5}  {'sample':<{id_width}}  {'domain':<{domain_width}}"
+    if any(row.text is not None for row in rows):
+        title += "  text"
+    lines = [title]
+    for row in rows:
+        sample_id = shortened(row.sample_id, id_width)
+        domain = shortened(row.domain, domain_width)
+        text = "" if row.text is None else shortened(row.text, room)
+        cells = f"{row.score:>9}  {row.seen:>5}  {sample_id}  {domain}  {text}"
+        lines.append(f"  {cells}".rstrip())
     return lines
 
 
-def _sample(found: Influence, place: int, text_of: TextOf) -> tuple[str, str, str, str, str | None]:
-    sample_id = str(found.sample_ids[place])
-    domain, score = found.sample_domains[place], _number(found, float(found.scores[place]))
-    return (
-        _plain(sample_id),
-        _plain(domain or "–"),
-        score,
-        f"{found.seen[place]}x",
-        text_of(sample_id),
+def _column_width(texts: Sequence[str], most: int) -> int:
+    return min(max(6, *(cell_len(text) for text in texts)), most)
+
+
+def _sample(influence: Influence, place: int, text_of: TextOf) -> _Row:
+    sample_id = str(influence.sample_ids[place])
+    return _Row(
+        sample_id=one_line(sample_id),
+        domain=one_line(influence.sample_domains[place] or "–"),
+        score=_number(influence, float(influence.scores[place])),
+        seen=f"{influence.seen[place]}x",
+        text=text_of(sample_id),
     )
 
 
-def _domain_table(found: Influence, most: int, colour: bool) -> list[str]:
-    domains = found.domains
+def _domain_table(influence: Influence, most: int, colour: bool) -> list[str]:
+    domains = list(influence.domains)
     if not domains:
         return ["The samples of this run have no domains."]
-    shown = (
-        [*domains] if len(domains) <= most else [*domains[: most // 2], *domains[-(most // 2) :]]
-    )
-    wide = min(max(6, *(cell_len(_plain(each.name)) for each in shown)), 24)
-    scale = _scale(shown)
-    lines = [_tinted("Domains, the best first", "1", colour)]
-    lines.append(f"  {'score':>9}  {'samples':>8}  {'below 0':>7}  {'domain':<{wide}}  over time")
-    for number, each in enumerate(shown):
-        if len(shown) < len(domains) and number == most // 2:
+    shown = domains
+    if len(domains) > most:
+        shown = domains[: most // 2] + domains[-(most // 2) :]
+    width = _column_width([one_line(domain.name) for domain in shown], 24)
+    low, high = _scale(shown)
+    lines = [tinted("Domains, the best first", BOLD, colour)]
+    lines.append(f"  {'score':>9}  {'samples':>8}  {'below 0':>7}  {'domain':<{width}}  over time")
+    for number, domain in enumerate(shown):
+        if len(shown) < len(domains) and number == most // 2:  # between the best and the worst
             lines.append(f"  … {len(domains) - len(shown)} more: --by domain")
-        cells = f"{_number(found, each.score):>9}  {each.samples:>8,}  {each.below_zero:>7.0%}  {shortened(each.name, wide)}"
-        lines.append(f"  {cells}  {trend(each.over_time, *scale)}".rstrip())
+        score = _number(influence, domain.score)
+        numbers = f"{score:>9}  {domain.samples:>8,}  {domain.below_zero:>7.0%}"
+        curve = trend(domain.over_time, low, high)
+        lines.append(f"  {numbers}  {shortened(domain.name, width)}  {curve}".rstrip())
     return lines
 
 
@@ -199,12 +217,8 @@ def _scale(domains: Sequence[Domain]) -> tuple[float, float]:
     """One scale for the curves of all domains, so that they can be compared."""
     values = [
         value
-        for each in domains
-        for value in each.over_time
+        for domain in domains
+        for value in domain.over_time
         if value is not None and math.isfinite(value)
     ]
-    return (min(values), max(values)) if values else (0.0, 0.0)
-
-
-def _tinted(text: str, code: str, colour: bool) -> str:
-    return f"\033[{code}m{text}\033[0m" if colour and text else text
+    return min(values, default=0.0), max(values, default=0.0)

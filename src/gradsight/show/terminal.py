@@ -1,29 +1,29 @@
-"""A health report on a terminal of 80 columns: the verdict, each finding with evidence and layers,
-what to do. No torch.
-"""
+"""A health report on a terminal of 80 columns: verdict, findings, what to do. No torch."""
 
-import os
 import textwrap
-from typing import TextIO
 
+from gradsight.show.text import BOLD, GREEN, RED, YELLOW, tinted
 from gradsight.values.findings import Finding
-from gradsight.values.health_report import SIGNS, HealthReport, headline, shortened
-from gradsight.values.wording import describe
+from gradsight.values.health_report import SIGNS, HealthReport, headline
+from gradsight.values.plain import listed
+from gradsight.values.wording import diagnosis_lines
 
 _WIDTH = 79
-_COLOURS = {"healthy": "32", "warning": "33", "critical": "31"}
+_MOST_NAMES = 4
+_COLOURS = {"healthy": GREEN, "warning": YELLOW, "critical": RED}
 
 
-def terminal_lines(report: HealthReport, colour: bool = False) -> list[str]:
+def health_lines(report: HealthReport, colour: bool = False) -> list[str]:
     """The report as lines of plain text."""
-    lines = [_tinted(headline(report), report.status, colour), f"   {report}"]
+    lines = [_title(headline(report), report.status, colour), f"   {report}"]
     for finding in report.findings:
-        title = f"{SIGNS[finding.severity]} {finding.code} {finding.name}, since step {finding.first_step}"
-        lines += ["", _tinted(title, finding.severity, colour)]
+        name = f"{SIGNS[finding.severity]} {finding.code} {finding.name}"
+        title = f"{name}, since step {finding.first_step}"
+        lines += ["", _title(title, finding.severity, colour)]
         lines += _wrapped(finding.message)
         lines += _wrapped(finding.evidence, "seen: ")
         if finding.parameters:
-            lines += _wrapped(shortened(finding.parameters).replace("`", ""), "where: ")
+            lines += _wrapped(listed(finding.parameters, _MOST_NAMES), "where: ")
         lines += _cause(finding)
         lines += _wrapped(finding.recommendation, "do: ")
         lines += [f"      {line}".rstrip() for line in finding.fix.splitlines()]
@@ -32,24 +32,26 @@ def terminal_lines(report: HealthReport, colour: bool = False) -> list[str]:
 
 def _cause(finding: Finding) -> list[str]:
     """The diagnosis, and where the incident is kept."""
-    told = describe(finding.diagnosis, _WIDTH - 10) if finding.diagnosis is not None else []
-    lines = [
-        f"   {'cause: ' if number == 0 else '       '}{line}" for number, line in enumerate(told)
-    ]
-    return lines + _wrapped(finding.incident, "kept: ") if finding.incident is not None else lines
-
-
-def wants_colour(stream: TextIO) -> bool:
-    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    lines = []
+    if finding.diagnosis is not None:
+        label = "cause: "
+        first, *rest = diagnosis_lines(finding.diagnosis, _WIDTH - 10)
+        lines.append(f"   {label}{first}")
+        lines += [f"   {' ' * len(label)}{line}" for line in rest]
+    if finding.incident is not None:
+        lines += _wrapped(finding.incident, "kept: ")
+    return lines
 
 
 def _wrapped(text: str, label: str = "") -> list[str]:
-    indent = "   " + " " * len(label)
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=f"   {label}", subsequent_indent=indent, break_on_hyphens=False
+        text,
+        _WIDTH,
+        initial_indent=f"   {label}",
+        subsequent_indent="   " + " " * len(label),
+        break_on_hyphens=False,
     )
 
 
-def _tinted(text: str, status: str, colour: bool) -> str:
-    return f"\033[1;{_COLOURS[status]}m{text}\033[0m" if colour else text
+def _title(text: str, status: str, colour: bool) -> str:
+    return tinted(text, f"{BOLD};{_COLOURS[status]}", colour)

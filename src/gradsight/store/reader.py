@@ -1,11 +1,11 @@
 """Reads a run, also while it is being written. No torch."""
 
-import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,14 @@ from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
+from gradsight.store.run_files import read_run_config
 from gradsight.store.scores import all_scores, read_scores, score_files
 from gradsight.store.store import recover
+from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.diagnoses import Incident
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
-from gradsight.values.plain import plain
-from gradsight.values.problems import Problem
 from gradsight.values.scores import SampleScore
 from gradsight.values.steps import ParameterStat, Scalar, Step
 
@@ -30,9 +30,22 @@ if TYPE_CHECKING:
     import pyarrow
 
 
+_KINDS: dict[str, type] = {
+    "steps": Step,
+    "histograms": Histogram,
+    "scalars": Scalar,
+    "findings": Finding,
+    "memory": Scalar,
+    "incidents": Incident,
+    "problems": Problem,
+}
+"""The records that a table is made of, by the method that gives them."""
+
+
 def open_run(run_dir: str | os.PathLike[str]) -> "Run":
-    """A run directory for reading. A run that was killed is put in order first: what it had handed
-    over is in it.
+    """A run directory for reading.
+
+    A run that was killed is put in order first, so that all it had handed over is in it.
     """
     path = Path(run_dir)
     if not path.is_dir():
@@ -58,29 +71,22 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What config.json says; empty where there is none."""
-        file = self.path / rundir.CONFIG
-        if not file.exists():
-            return {}
-        try:
-            config = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise RunError(f"{file} cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise RunError(f"{file} should hold a JSON object, but holds a {type(config).__name__}")
-        return config
+        return read_run_config(self.path)
 
     def steps(self) -> Iterator[Step]:
         """Every optimizer step."""
         scalars = self._scalars_by_step()
         upcoming = next(scalars, None)
-        for row in self._rows(
-            "SELECT step, time, loss, lr, total_norm, clip_coef, scale, skipped, gradient FROM steps "
-            "WHERE time IS NOT NULL ORDER BY step"
-        ):
+        columns = "step, time, loss, lr, total_norm, clip_coef, scale, skipped, gradient"
+        # A step that was only logged to has no time yet: it has not been made.
+        query = f"SELECT {columns} FROM steps WHERE time IS NOT NULL ORDER BY step"
+        for row in self._rows(query):
             step, time, loss, lr, total_norm, clip_coef, scale, skipped, gradient = row
             while upcoming is not None and upcoming[0] < step:
                 upcoming = next(scalars, None)
-            extra = upcoming[1] if upcoming is not None and upcoming[0] == step else {}
+            extra = {}
+            if upcoming is not None and upcoming[0] == step:
+                extra = upcoming[1]
             yield Step(
                 step=step,
                 time=time,
@@ -102,9 +108,7 @@ class Run:
                     yield stat
 
     def histograms(self, parameter: str | None = "*") -> Iterator[Histogram]:
-        """All histograms; those of one parameter; or, with None, those over all parameters
-        together.
-        """
+        """All histograms, those of one parameter, or (None) those over all parameters together."""
         for step, packed in self._rows("SELECT step, packed FROM histograms ORDER BY step, source"):
             for histogram in frames.unpack_histograms(step, packed):
                 if parameter in ("*", histogram.parameter):
@@ -112,23 +116,22 @@ class Run:
 
     def scalars(self, name: str | None = None) -> Iterator[Scalar]:
         """Whatever was logged by name, apart from loss and lr, which are in the steps."""
-        where, values = ("WHERE name = ?", (name,)) if name is not None else ("", ())
-        for step, found, value in self._rows(
-            f"SELECT step, name, value FROM scalars {where} ORDER BY step, name", values
-        ):
-            yield Scalar(step, found, float(value))
+        query = "SELECT step, name, value FROM scalars"
+        values: tuple[str, ...] = ()
+        if name is not None:
+            query += " WHERE name = ?"
+            values = (name,)
+        for step, logged, value in self._rows(f"{query} ORDER BY step, name", values):
+            yield Scalar(step, logged, float(value))
 
     def findings(self) -> Iterator[Finding]:
         """What the health instrument judged."""
-        found = []
+        findings = []
         for value in self._records("finding"):
-            diagnosis = unpack_diagnosis(value.get("diagnosis"))
-            found.append(
-                Finding(
-                    **{**value, "parameters": tuple(value["parameters"]), "diagnosis": diagnosis}
-                )
-            )
-        yield from with_ranks(self.path, found)
+            value["parameters"] = tuple(value["parameters"])
+            value["diagnosis"] = unpack_diagnosis(value.get("diagnosis"))
+            findings.append(Finding(**value))
+        yield from with_ranks(self.path, findings)
 
     def problems(self) -> Iterator[Problem]:
         """Faults of Gradsight's own that training survived."""
@@ -141,26 +144,23 @@ class Run:
             yield Abstention(**value)
 
     def memory(self) -> Iterator[Scalar]:
-        """What the memory monitor saw, and what the verification of activation checkpointing
-        measured.
-        """
-        return (
-            scalar
-            for scalar in self.scalars()
-            if scalar.name.startswith(("memory/", "checkpointing/"))
-        )
+        """The memory monitor's numbers, and those of verifying activation checkpointing."""
+        for scalar in self.scalars():
+            if scalar.name.startswith(("memory/", "checkpointing/")):
+                yield scalar
 
     def scores(self) -> Iterator[SampleScore]:
         """Every training sample's score, as the ghost engine saved them."""
+        # File by file: all scores of a long run would not fit into memory as records.
         for file in score_files(self.path):
             for row in read_scores(file).to_pylist():
                 yield SampleScore(**row)
 
     def score_table(self) -> "tuple[pyarrow.Table, list[str]] | None":
-        """All scores as a table, and what to say of files that cannot be read; None where there are
-        no scores at all.
-        """
-        return all_scores(self.path) if score_files(self.path) else None
+        """All scores as a table, and what to say of unreadable files; None without any scores."""
+        if not score_files(self.path):
+            return None
+        return all_scores(self.path)
 
     def incidents(self) -> Iterator[Incident]:
         """The flight recorder's bundles."""
@@ -169,23 +169,16 @@ class Run:
     def to_arrow(self, name: str) -> "pyarrow.Table":
         """The records of one kind as a table with the same columns."""
         if name == "parameter_stats":
-            return self._stats_table()
+            return stats_table(self._packed_stats())
         if name == "scores":
-            return self._scores_table()
-        kinds: dict[str, tuple[type, Callable[[], Iterator[Any]]]] = {
-            "steps": (Step, self.steps),
-            "histograms": (Histogram, self.histograms),
-            "scalars": (Scalar, self.scalars),
-            "findings": (Finding, self.findings),
-            "memory": (Scalar, self.memory),
-            "incidents": (Incident, self.incidents),
-            "problems": (Problem, self.problems),
-        }
-        if name not in kinds:
-            raise UsageError(
-                f"a run has no table {name!r}; it has {', '.join(sorted([*kinds, 'parameter_stats', 'scores']))}"
-            )
-        return _table(*kinds[name])
+            table, unreadable = all_scores(self.path)
+            if unreadable:
+                raise RunError(unreadable[0])
+            return table
+        if name not in _KINDS:
+            known = ", ".join(sorted([*_KINDS, "parameter_stats", "scores"]))
+            raise UsageError(f"a run has no table {name!r}; it has {known}")
+        return records_table(_KINDS[name], getattr(self, name)())
 
     def close(self) -> None:
         """Close the file."""
@@ -204,119 +197,30 @@ class Run:
             yield json.loads(value)
 
     def _scalars_by_step(self) -> Iterator[tuple[int, dict[str, float]]]:
-        step, found = -1, dict[str, float]()
-        for scalar in self.scalars():
-            if scalar.step != step:
-                if found:
-                    yield step, found
-                step, found = scalar.step, {}
-            found[scalar.name] = scalar.value
-        if found:
-            yield step, found
+        for step, scalars in itertools.groupby(self.scalars(), key=lambda scalar: scalar.step):
+            yield step, {scalar.name: scalar.value for scalar in scalars}
 
-    def _packed_stats(self) -> Iterator[tuple[int, list[str], bytes]]:
+    def _packed_stats(self) -> Iterator[PackedStats]:
         layouts: dict[int, list[str]] = {}
         for step, layout, packed in self._rows(
             "SELECT step, layout, packed FROM stats ORDER BY step"
         ):
             if layout not in layouts:
-                layouts = {
-                    number: json.loads(names)
-                    for number, names in self._rows("SELECT layout, names FROM layouts")
-                }
+                # A run that is being written can get another layout while it is read.
+                layouts = self._layouts()
             if layout not in layouts:
-                raise RunError(
-                    f"{self.path / rundir.RECORD} is damaged: step {step} has an unknown layout {layout}"
-                )
+                what = f"step {step} has an unknown layout {layout}"
+                raise RunError(f"{self.path / rundir.RECORD} is damaged: {what}")
             yield step, layouts[layout], packed
 
-    def _scores_table(self) -> "pyarrow.Table":
-        table, unreadable = all_scores(self.path)
-        if unreadable:
-            raise RunError(unreadable[0])
-        return table
-
-    def _stats_table(self) -> "pyarrow.Table":
-        """Fifteen million rows are nothing unusual here, so columns are built from the packed
-        arrays.
-        """
-        import numpy as np
-        import pyarrow
-
-        numbers: dict[str, int] = {}
-        parts: dict[str, list[Any]] = {name: [] for name in ("step", "parameter", *frames.COLUMNS)}
-        for step, names, packed in self._packed_stats():
-            rows, columns = frames.unpack_statistics(packed, len(names))
-            known = np.array(
-                [numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int32
-            )
-            parts["step"].append(np.full(len(rows), step, dtype=np.int64))
-            parts["parameter"].append(known[rows])
-            for name in frames.COLUMNS:
-                empty = np.full(len(rows), np.nan if name.startswith("update") else 0.0)
-                parts[name].append(columns.get(name, empty))
-        arrays = {
-            name: np.concatenate(part) if part else np.zeros(0) for name, part in parts.items()
-        }
-        table = {"step": pyarrow.array(arrays["step"].astype(np.int64))}
-        codes = pyarrow.array(arrays["parameter"].astype(np.int32))
-        table["parameter"] = pyarrow.DictionaryArray.from_arrays(
-            codes, pyarrow.array(list(numbers), pyarrow.string())
-        )
-        for name in frames.COLUMNS:
-            values = arrays[name]
-            if name in ("nan", "inf"):
-                table[name] = pyarrow.array(np.maximum(values, 0).astype(np.int64), mask=values < 0)
-            elif name.startswith("update"):
-                table[name] = pyarrow.array(values, mask=np.isnan(values))
-            else:
-                table[name] = pyarrow.array(values)
-        return pyarrow.table(table)
-
-
-def _table(kind: type, rows: Callable[[], Iterator[Any]]) -> "pyarrow.Table":
-    import pyarrow
-
-    records = list(rows())
-    columns = {}
-    for field in dataclasses.fields(kind):
-        values = [getattr(record, field.name) for record in records]
-        if field.name == "scalars":
-            values = [list(value.items()) for value in values]
-            columns[field.name] = pyarrow.array(
-                values, pyarrow.map_(pyarrow.string(), pyarrow.float64())
-            )
-        elif field.name == "diagnosis":
-            texts = [None if value is None else json.dumps(plain(value)) for value in values]
-            columns[field.name] = pyarrow.array(texts, pyarrow.string())
-        else:
-            columns[field.name] = pyarrow.array(values, _arrow_type(str(field.type)))
-    return pyarrow.table(columns)
-
-
-def _arrow_type(annotation: str) -> Any:
-    import pyarrow
-
-    plain = {
-        "int": pyarrow.int64(),
-        "float": pyarrow.float64(),
-        "str": pyarrow.string(),
-        "bool": pyarrow.bool_(),
-    }
-    for name, arrow in plain.items():
-        if f"tuple[{name}, ...]" in annotation:
-            return pyarrow.list_(arrow)
-    return next(
-        (
-            arrow
-            for name, arrow in plain.items()
-            if f"'{name}'" in annotation or annotation.startswith(name)
-        ),
-        None,
-    )
+    def _layouts(self) -> dict[int, list[str]]:
+        """The lists of parameter names by number."""
+        rows = self._rows("SELECT layout, names FROM layouts")
+        return {number: json.loads(names) for number, names in rows}
 
 
 def _number(value: Any) -> float | None:
+    """A number of the record; NaN is kept as text there."""
     return None if value is None else float(value)
 
 
@@ -327,14 +231,10 @@ def _damaged(path: Path, error: sqlite3.Error) -> RunError:
 def _finish_killed_run(path: Path) -> None:
     """Bring in the tail of a run that nobody is writing any more."""
     tail = path / rundir.TAIL
-    if (
-        not tail.exists()
-        or tail.stat().st_size == 0
-        or not os.access(tail, os.W_OK)
-        or not os.access(path, os.W_OK)
-    ):
+    if not _has_bytes(tail) or not os.access(tail, os.W_OK) or not os.access(path, os.W_OK):
         return
     descriptor = os.open(tail, os.O_RDWR)
+    # Whoever writes the run holds this lock, so that getting it proves that nobody does.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         connection = sqlite3.connect(path / rundir.RECORD, timeout=10)
@@ -349,20 +249,20 @@ def _finish_killed_run(path: Path) -> None:
         os.close(descriptor)
 
 
+def _has_bytes(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
+
+
 def _connect(path: Path) -> sqlite3.Connection:
-    """Read only. Where nothing may be written at all, the file is read as it is, and a left tail
-    from memory.
-    """
-    file = path / rundir.RECORD
+    """Open the record for reading; in a folder that cannot be written, together with its tail."""
+    address = f"{(path / rundir.RECORD).resolve().as_uri()}?mode=ro"
     if os.access(path, os.W_OK):
-        return sqlite3.connect(
-            f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=10, check_same_thread=False
-        )
-    unchanging = sqlite3.connect(
-        f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
-    )
+        return sqlite3.connect(address, uri=True, timeout=10, check_same_thread=False)
+    # With a write-ahead log SQLite makes files beside the record even to read it, unless it is told
+    # that nothing changes.
+    unchanging = sqlite3.connect(f"{address}&immutable=1", uri=True, check_same_thread=False)
     tail = path / rundir.TAIL
-    if not tail.exists() or tail.stat().st_size == 0:
+    if not _has_bytes(tail):
         return unchanging
     copy = sqlite3.connect(":memory:", check_same_thread=False)
     unchanging.backup(copy)

@@ -16,22 +16,39 @@ VERSION = 1
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE layouts (layout INTEGER PRIMARY KEY, names TEXT NOT NULL);
-CREATE TABLE steps (step INTEGER PRIMARY KEY, time REAL, loss REAL, lr REAL, total_norm REAL, clip_coef REAL, scale REAL,
-                    skipped INTEGER, gradient TEXT);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, time REAL, loss REAL, lr REAL, total_norm REAL,
+                    clip_coef REAL, scale REAL, skipped INTEGER, gradient TEXT);
 CREATE TABLE stats (step INTEGER PRIMARY KEY, layout INTEGER NOT NULL, packed BLOB NOT NULL);
-CREATE TABLE histograms (step INTEGER NOT NULL, source TEXT NOT NULL, packed BLOB NOT NULL, PRIMARY KEY (step, source));
-CREATE TABLE scalars (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (step, name)) WITHOUT ROWID;
-CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL, value TEXT NOT NULL,
-                      PRIMARY KEY (kind, key)) WITHOUT ROWID;
+CREATE TABLE histograms (step INTEGER NOT NULL, source TEXT NOT NULL, packed BLOB NOT NULL,
+                         PRIMARY KEY (step, source));
+CREATE TABLE scalars (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,
+                      PRIMARY KEY (step, name)) WITHOUT ROWID;
+CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
+                      value TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID;
 """
+
+_ADD_STEP = """
+INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (step) DO UPDATE SET
+    time = excluded.time,
+    loss = coalesce(excluded.loss, loss),
+    lr = coalesce(excluded.lr, lr),
+    total_norm = excluded.total_norm,
+    clip_coef = excluded.clip_coef,
+    scale = excluded.scale,
+    skipped = excluded.skipped,
+    gradient = excluded.gradient
+"""
+"""Loss and learning rate may have been logged before the step was made: those stay."""
 
 _STEPPED = ("steps", "stats", "histograms", "scalars", "records")
 _OWN_COLUMNS = ("loss", "lr")
 
 
-def prepare(connection: sqlite3.Connection, path: Path) -> None:
+def create_tables(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables in an empty file; refuse one that is not ours or too new."""
+    # With the default pages of 4 KiB a long run took half as much again on the disk.
     connection.execute("PRAGMA page_size = 16384")
+    # With a write-ahead log readers do not stop the writer, and a commit needs no fsync.
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
@@ -53,8 +70,8 @@ def check_version(connection: sqlite3.Connection, path: Path) -> None:
         raise RunError(f"{path} is a SQLite file, but not the record of a run")
     if row[0] > VERSION:
         raise RunError(
-            f"{path} has schema {row[0]}, this Gradsight reads up to {VERSION}: it was written by a newer version. "
-            "Update with: pip install --upgrade gradsight"
+            f"{path} has schema {row[0]}, this Gradsight reads up to {VERSION}: "
+            "it was written by a newer version. Update with: pip install --upgrade gradsight"
         )
 
 
@@ -65,6 +82,7 @@ def last_frame(connection: sqlite3.Connection) -> int:
 
 def apply(connection: sqlite3.Connection, batch: Iterable[frames.Frame]) -> None:
     """Bring frames into the tables, all of them or none."""
+    # One transaction with the number of the last frame: a frame cannot be brought in twice.
     with connection:
         last = None
         for number, kind, payload in batch:
@@ -83,18 +101,9 @@ def forget_from(connection: sqlite3.Connection, step: int) -> None:
 
 def _apply_step(connection: sqlite3.Connection, payload: bytes) -> None:
     step, layout, packed = frames.unpack_step(payload)
-    connection.execute(
-        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (step) DO UPDATE SET time = excluded.time, "
-        "loss = coalesce(excluded.loss, loss), lr = coalesce(excluded.lr, lr), total_norm = excluded.total_norm, "
-        "clip_coef = excluded.clip_coef, scale = excluded.scale, skipped = excluded.skipped, gradient = excluded.gradient",
-        (
-            step.step,
-            step.time,
-            *map(_storable, (step.loss, step.lr, step.total_norm, step.clip_coef, step.scale)),
-            int(step.skipped),
-            step.gradient,
-        ),
-    )
+    numbers = (step.loss, step.lr, step.total_norm, step.clip_coef, step.scale)
+    row = (step.step, step.time, *map(_storable, numbers), int(step.skipped), step.gradient)
+    connection.execute(_ADD_STEP, row)
     _add_scalars(connection, step.step, dict(step.scalars))
     if packed:
         connection.execute(
@@ -110,10 +119,9 @@ def _apply_step_scalars(connection: sqlite3.Connection, payload: bytes) -> None:
     step, values = frames.unpack_scalars(payload)
     for name in [name for name in _OWN_COLUMNS if name in values]:
         value = _storable(values.pop(name))
-        connection.execute(
-            f"INSERT INTO steps (step, {name}) VALUES (?, ?) ON CONFLICT (step) DO UPDATE SET {name} = excluded.{name}",
-            (step, value),
-        )
+        replace = f"ON CONFLICT (step) DO UPDATE SET {name} = excluded.{name}"
+        query = f"INSERT INTO steps (step, {name}) VALUES (?, ?) {replace}"
+        connection.execute(query, (step, value))
     _add_scalars(connection, step, values)
 
 
@@ -152,4 +160,7 @@ _APPLY = {
 
 
 def _storable(value: float | None) -> float | str | None:
-    return "nan" if value is not None and value != value else value
+    """A number as SQLite can keep it: it would make NULL of a NaN."""
+    if value is not None and value != value:
+        return "nan"
+    return value

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import json
 import os
 import sqlite3
 import threading
@@ -17,16 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradsight.core import rundir
-from gradsight.core.files import write_text
 from gradsight.core.problems import Problems
-from gradsight.core.worker import Worker
+from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import RunError
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
-from gradsight.store.diagnoses import pack_diagnosis
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.histograms import Histogram
-from gradsight.values.problems import Problem
+from gradsight.values.plain import plain
 from gradsight.values.steps import Step
 
 _PERIOD = 0.25
@@ -41,8 +38,9 @@ _open_lock = threading.Lock()
 
 @functools.cache
 def _in_forked_children() -> None:
-    """A forked child lets go of every open store: it shares the parent's files, but has neither its
-    thread nor its locks.
+    """Have forked children let go of every open store.
+
+    A child shares the parent's files, but has neither its thread nor a way to free its locks.
     """
 
     def let_go() -> None:
@@ -55,16 +53,14 @@ def _in_forked_children() -> None:
     os.register_at_fork(after_in_child=let_go)
 
 
-def open_store(run_dir: str | os.PathLike[str]) -> "Store":
-    """The store of a run directory; those who open it in one process share it, and each closes it
-    once.
-    """
+def open_store(run_dir: str | os.PathLike[str], clock: Clock = WALL_CLOCK) -> "Store":
+    """The store of a run directory; all who open it in one process share it, and each closes it."""
     _in_forked_children()
     path = Path(run_dir).resolve()
     with _open_lock:
         store = _open.get(path)
         if store is None:
-            store = _open[path] = Store(path)
+            store = _open[path] = Store(path, clock)
         store.users += 1
         return store
 
@@ -72,7 +68,7 @@ def open_store(run_dir: str | os.PathLike[str]) -> "Store":
 class Store:
     """The record of one run, open for writing. Use `open_store`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Clock) -> None:
         self.path = path
         self.users = 0
         self.recording = False
@@ -88,31 +84,29 @@ class Store:
             os.close(self._tail)
             raise
         self._number = schema.last_frame(self._connection)
-        self._lock = threading.RLock()  # a signal may close a watch while one of these is held
+        # Both can be taken again by their owner: a signal may close a watch while one is held.
+        self._lock = threading.RLock()
+        self._database = threading.RLock()
         self._let_go = False
         self._pending: list[frames.Frame] = []
         self._pending_bytes = 0
-        self._layout_of: tuple[Sequence[str], int] | None = None
-        self._database = threading.RLock()
-        self._worker = Worker("gradsight-store", self._drain, _PERIOD)
+        self._layout_names: Sequence[str] | None = None
+        self._layout_number = 0
+        self._worker = Worker("gradsight-store", self._drain, _PERIOD, clock)
 
     # For the training thread.
 
     def add_step(self, step: Step, names: Sequence[str], statistics: bytes = b"") -> None:
         """One step, with what `frames.pack_statistics` made of its parameters `names`."""
-        self._add(
-            frames.STEP,
-            frames.pack_step(step, self._layout(names) if statistics else 0, statistics),
-        )
+        layout = self._layout(names) if statistics else 0
+        self._add(frames.STEP, frames.pack_step(step, layout, statistics))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars by name; their step may be an epoch or anything else."""
         self._add(frames.SCALARS, frames.pack_scalars(step, values))
 
     def add_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of an optimizer step, before or after the step itself; loss and lr become its
-        own.
-        """
+        """Scalars of an optimizer step, before or after the step; loss and lr become its own."""
         self._add(frames.STEP_SCALARS, frames.pack_scalars(step, values))
 
     def add_histograms(self, step: int, histograms: Sequence[Histogram], source: str = "") -> None:
@@ -125,32 +119,20 @@ class Store:
 
     def add_problem(self, problem: Problem) -> None:
         """A fault of ours that training survived."""
-        value = {
-            "key": problem.key,
-            "message": problem.message,
-            "first_step": problem.first_step,
-            "count": problem.count,
-        }
-        self.add_record("problem", problem.key, max(0, problem.first_step), value)
+        self.add_record("problem", problem.key, max(0, problem.first_step), plain(problem))
 
     def add_finding(self, finding: Finding) -> None:
-        """A judged fact; told again with more parameters or evidence, it replaces what was told
-        before.
-        """
-        value = {name: getattr(finding, name) for name in Finding.__slots__}
-        value["diagnosis"] = pack_diagnosis(finding.diagnosis)
-        self.add_record(
-            "finding", f"{finding.code}:{finding.first_step}", finding.first_step, value
-        )
+        """A judged fact; added again with more parameters or evidence, it replaces the earlier."""
+        key = f"{finding.code}:{finding.first_step}"
+        self.add_record("finding", key, finding.first_step, plain(finding))
 
     def last_step(self) -> int | None:
         """The last recorded step."""
         self.flush()
         with self._database:
-            found: int | None = self._connection.execute(
-                "SELECT max(step) FROM steps WHERE time IS NOT NULL"
-            ).fetchone()[0]
-        return found
+            row = self._connection.execute("SELECT max(step) FROM steps WHERE time IS NOT NULL")
+            last: int | None = row.fetchone()[0]
+        return last
 
     def forget_from(self, step: int) -> None:
         """Remove this step and all later ones."""
@@ -170,27 +152,29 @@ class Store:
                 return
             del _open[self.path]
         self._worker.stop(_PATIENCE)
-        self._drain()
+        self._drain()  # what the thread did not get to, and problems of the very end
         with self._database:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
             os.close(self._tail)
 
     def let_go(self) -> None:
-        """In a forked child: whatever is handed over from now on is dropped. Closing the tail here
-        leaves the parent's lock.
-        """
-        self._lock, self._database = threading.RLock(), threading.RLock()
-        self._let_go, self._pending, self._pending_bytes = True, [], 0
-        os.close(self._tail)
+        """In a forked child: drop whatever is handed over from now on."""
+        self._lock = threading.RLock()
+        self._database = threading.RLock()
+        self._let_go = True
+        self._pending = []
+        self._pending_bytes = 0
+        os.close(self._tail)  # the parent's lock stays: it goes with the last copy of the file
 
     def _layout(self, names: Sequence[str]) -> int:
         """The number of a list of names; asked for at every step, so remembered by identity."""
-        if self._layout_of is None or self._layout_of[0] is not names:
+        if self._layout_names is not names:
             number, payload = frames.pack_layout(names)
             self._add(frames.LAYOUT, payload)
-            self._layout_of = (names, number)
-        return self._layout_of[1]
+            self._layout_number = number
+            self._layout_names = names
+        return self._layout_number
 
     def _add(self, kind: int, payload: bytes) -> None:
         with self._lock:
@@ -203,6 +187,7 @@ class Store:
                     "the record cannot be written and its backlog is full: steps are being dropped",
                 )
                 return
+            # To memory first: if the disk refuses the tail, the thread may still reach the tables.
             frame = (self._number, kind, payload)
             self._pending.append(frame)
             self._pending_bytes += len(payload)
@@ -231,6 +216,8 @@ class Store:
                     self._pending_bytes += size
                 return
             with self._lock, contextlib.suppress(OSError):
+                # Of frames that came meanwhile a kill would leave nothing but the tail. Those that
+                # are in the tables already are known by their numbers, should they be read again.
                 if not self._pending:
                     os.ftruncate(self._tail, 0)
 
@@ -269,11 +256,6 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
     os.ftruncate(tail, 0)
 
 
-def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
-    """config.json, whole or not at all."""
-    write_text(run_dir / rundir.CONFIG, json.dumps(config, indent=1))
-
-
 def _make_directory(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise RunError(
@@ -292,6 +274,8 @@ def _lock_tail(path: Path) -> int:
         tail = os.open(path / rundir.TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise RunError(f"run_dir {path} is not writable: {error.strerror}") from error
+    # Two processes would number their frames alike. A lock of this kind goes with its process,
+    # so that a killed run can be opened again.
     try:
         fcntl.flock(tail, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -305,8 +289,9 @@ def _lock_tail(path: Path) -> int:
 def _connect(path: Path) -> sqlite3.Connection:
     file = path / rundir.RECORD
     try:
+        # The thread writes, and whoever closes or flushes: one at a time, under a lock of ours.
         connection = sqlite3.connect(file, check_same_thread=False, timeout=10)
-        schema.prepare(connection, file)
+        schema.create_tables(connection, file)
     except sqlite3.DatabaseError as error:
         raise RunError(
             f"{file} cannot be opened: {error}. Move it away to start this run anew"

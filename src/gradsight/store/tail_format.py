@@ -1,20 +1,23 @@
-"""What the training thread hands over, as bytes. The same frames are the tail of a run that was
-killed.
+"""What the training thread hands over, as bytes: the frames of a run's tail. No torch.
 
-    frame      u32 length of the payload, u32 crc32 of number, kind and payload, u64 number, u8 kind, payload
+    frame      u32 length of the payload, u32 crc32 of number, kind and payload, u64 number,
+               u8 kind, payload
     number     counts up by one from frame to frame of a run
-    kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON, 5 scalars of a step (also loss, lr),
-               6 layout: the names of the parameters that rows of statistics stand for
+    kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON,
+               5 scalars of a step (also loss, lr), 6 layout: the names of the parameters that rows
+               of statistics stand for
 
 All numbers are little-endian. A frame that is cut off or damaged ends the reading: what follows it
 is not trusted.
 """
 
+import dataclasses
 import hashlib
 import json
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +26,27 @@ from gradsight.errors import RunError
 from gradsight.values.histograms import Histogram
 from gradsight.values.steps import ParameterStat, Step
 
-STEP, SCALARS, HISTOGRAMS, RECORD, STEP_SCALARS, LAYOUT = 1, 2, 3, 4, 5, 6
+STEP = 1
+SCALARS = 2
+HISTOGRAMS = 3
+RECORD = 4
+STEP_SCALARS = 5
+LAYOUT = 6
 Frame = tuple[int, int, bytes]
 """Number, kind, payload."""
 
 _HEAD = struct.Struct("<IIQB")
 _STEP = struct.Struct("<qdddddd?BqHI")
 _OPTIONAL = ("loss", "lr", "total_norm", "clip_coef", "scale")
-COLUMNS = ("l2", "max_abs", "nan", "inf", "update_ratio", "update_ratio_error")
+
+_COUNTED = tuple(field.name for field in dataclasses.fields(Histogram)[1:])
+_STATISTICS = dataclasses.fields(ParameterStat)[2:]
+COLUMNS = tuple(field.name for field in _STATISTICS)
+"""The numbers of a parameter. Their order is the format's: a new one goes to the end."""
+COUNTS = frozenset(field.name for field in _STATISTICS if int in get_args(field.type))
+"""Columns of counts, where -1 stands for a count that is not known."""
+OPTIONAL = frozenset(field.name for field in _STATISTICS if field.default is None)
+"""Columns that are not always measured, where NaN stands for none."""
 
 
 def pack(number: int, kind: int, payload: bytes) -> bytes:
@@ -46,6 +62,7 @@ def unpack(data: bytes) -> Iterator[Frame]:
         position += _HEAD.size
         payload = data[position : position + length]
         if len(payload) < length or _checksum(number, kind, payload) != checksum:
+            # The length may be what is damaged, so that nobody knows where the next frame begins.
             return
         position += length
         yield number, kind, payload
@@ -60,11 +77,13 @@ def pack_step(step: Step, layout: int, statistics: bytes) -> bytes:
     values = [getattr(step, name) for name in _OPTIONAL]
     present = sum(1 << position for position, value in enumerate(values) if value is not None)
     gradient = step.gradient.encode()
-    scalars = json.dumps(dict(step.scalars)).encode() if step.scalars else b""
+    scalars = b""
+    if step.scalars:
+        scalars = json.dumps(dict(step.scalars)).encode()
     head = _STEP.pack(
         step.step,
         step.time,
-        *(value if value is not None else 0.0 for value in values),
+        *(0.0 if value is None else value for value in values),
         step.skipped,
         present,
         layout,
@@ -79,37 +98,36 @@ def unpack_step(payload: bytes) -> tuple[Step, int, bytes]:
     number, time, *values, skipped, present, layout, gradient_size, scalars_size = (
         _STEP.unpack_from(payload)
     )
-    known = {
-        name: value
-        for position, (name, value) in enumerate(zip(_OPTIONAL, values, strict=True))
-        if present >> position & 1
-    }
-    start = _STEP.size
-    gradient = payload[start : start + gradient_size].decode()
-    scalars = payload[start + gradient_size : start + gradient_size + scalars_size]
+    known = {}
+    for position, name in enumerate(_OPTIONAL):
+        if present >> position & 1:
+            known[name] = values[position]
+    scalars_start = _STEP.size + gradient_size
+    statistics_start = scalars_start + scalars_size
+    scalars = payload[scalars_start:statistics_start]
     step = Step(
         step=number,
         time=time,
         **known,
         skipped=skipped,
-        gradient=gradient,
-        scalars=json.loads(scalars) if scalars else {},
+        gradient=payload[_STEP.size : scalars_start].decode(),
+        scalars=json.loads(scalars or b"{}"),
     )
-    return step, layout, payload[start + gradient_size + scalars_size :]
+    return step, layout, payload[statistics_start:]
 
 
 def pack_statistics(
     rows: Sequence[int] | None, columns: Mapping[str, npt.NDArray[np.float64]], wide: bool = False
 ) -> bytes:
-    """Columns of statistics, each of the same length, for all parameters of the layout or only for
-    some `rows` of it.
+    """Columns of statistics, each of the same length, for all parameters or for some `rows` only.
 
     u8 mask of columns, u8 flags (1 doubles, for norms that do not fit a float32; 2 rows), u32 how
     many, rows as u32, columns.
     """
     names = [name for name in COLUMNS if name in columns]
     mask = sum(1 << COLUMNS.index(name) for name in names)
-    kind = np.dtype("<f8") if wide else np.dtype("<f4")
+    # Four bytes halve a long run; wide norms would become infinite in them.
+    kind = np.dtype("<f8" if wide else "<f4")
     size = len(columns["l2"])
     parts = [struct.pack("<BBI", mask, wide | (rows is not None) << 1, size)]
     if rows is not None:
@@ -145,34 +163,37 @@ def unpack_statistics(
 def statistics(step: int, names: Sequence[str], packed: bytes) -> Iterator[ParameterStat]:
     """The packed statistics of one step as records."""
     rows, columns = unpack_statistics(packed, len(names))
-    zero = np.zeros(len(rows))
-    l2, peak, nan, inf = (columns.get(name, zero).tolist() for name in COLUMNS[:4])
-    ratio = [
-        None if value != value else value
-        for value in columns.get("update_ratio", zero * np.nan).tolist()
-    ]
-    error = [
-        None if value != value else value
-        for value in columns.get("update_ratio_error", zero * np.nan).tolist()
-    ]
-    for index, row in enumerate(rows.tolist()):
-        yield ParameterStat(
-            step=step,
-            parameter=names[row],
-            l2=l2[index],
-            max_abs=peak[index],
-            nan=None if nan[index] < 0 else int(nan[index]),
-            inf=None if inf[index] < 0 else int(inf[index]),
-            update_ratio=ratio[index],
-            update_ratio_error=error[index],
-        )
+    fields = [_field(columns, name, len(rows)) for name in COLUMNS]
+    for row, values in zip(rows.tolist(), zip(*fields, strict=True), strict=True):
+        yield ParameterStat(step, names[row], *values)
+
+
+def column(
+    columns: Mapping[str, npt.NDArray[np.float64]], name: str, size: int
+) -> npt.NDArray[np.float64]:
+    """A column of statistics; one that was not packed is empty, or 0 where there is always one."""
+    if name in columns:
+        return columns[name]
+    return np.full(size, np.nan if name in OPTIONAL else 0.0)
+
+
+def _field(columns: Mapping[str, npt.NDArray[np.float64]], name: str, size: int) -> list[Any]:
+    """A column as the values of a record's field."""
+    values: list[float] = column(columns, name, size).tolist()
+    if name in COUNTS:
+        return [None if value < 0 else int(value) for value in values]
+    if name in OPTIONAL:
+        return [None if value != value else value for value in values]
+    return values
 
 
 def pack_layout(names: Sequence[str]) -> tuple[int, bytes]:
-    """A list of parameter names, and the number by which steps refer to it: the same wherever the
-    names are the same.
+    """A list of parameter names, and the number by which steps refer to it.
+
+    The number is made of the names, so that a resumed run finds its own list again.
     """
     text = json.dumps(list(names)).encode()
+    # Seven bytes, so that the number fits the signed 64 bits of an SQLite key.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     return number, struct.pack("<q", number) + text
 
@@ -194,21 +215,8 @@ def unpack_scalars(payload: bytes) -> tuple[int, dict[str, float]]:
 
 def pack_histograms(step: int, source: str, histograms: Sequence[Histogram]) -> bytes:
     """All histograms of a step from one source, compressed: most counts are small."""
-    rows = [
-        [
-            h.parameter,
-            h.low,
-            h.negative,
-            h.positive,
-            h.zero,
-            h.nan,
-            h.inf,
-            h.underflow,
-            h.size,
-            h.sampled,
-        ]
-        for h in histograms
-    ]
+    rows = [[getattr(histogram, name) for name in _COUNTED] for histogram in histograms]
+    # Names come from users: one that is no valid text must not end the record.
     name = source.encode("utf-8", "surrogatepass")
     return struct.pack("<qI", step, len(name)) + name + zlib.compress(json.dumps(rows).encode(), 1)
 
@@ -225,8 +233,8 @@ def unpack_histograms(step: int, packed: bytes) -> Iterator[Histogram]:
         rows = json.loads(zlib.decompress(packed))
     except (zlib.error, ValueError) as error:
         raise RunError(f"the histograms of step {step} are damaged: {error}") from error
-    for name, low, negative, positive, *counts in rows:
-        yield Histogram(step, name, low, tuple(negative), tuple(positive), *counts)
+    for parameter, low, negative, positive, *counts in rows:
+        yield Histogram(step, parameter, low, tuple(negative), tuple(positive), *counts)
 
 
 def pack_record(kind: str, key: str, step: int, value: Mapping[str, object]) -> bytes:

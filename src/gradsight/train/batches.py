@@ -1,6 +1,4 @@
-"""The batches of every step, cut from one global order: the same samples whatever the number of
-processes.
-"""
+"""The batches of every step, cut from one order: the same whatever the number of processes."""
 
 from dataclasses import dataclass
 
@@ -12,7 +10,7 @@ from gradsight.errors import UsageError
 from gradsight.train.samples import Order, Samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One process's micro-batch: inputs, targets, and where each row comes from."""
 
@@ -20,34 +18,19 @@ class Batch:
     targets: Tensor
     sample_ids: list[int]
     domains: list[str]
+    weights: Tensor | None = None
+    """How much each row counts in the loss; None: once each."""
 
     @property
-    def pair(self) -> tuple[Tensor, Tensor]:
+    def for_loss(self) -> tuple[Tensor, ...]:
         """What the loss function takes."""
-        return self.inputs, self.targets
+        if self.weights is None:
+            return self.inputs, self.targets
+        return self.inputs, self.targets, self.weights
 
 
-def make_batch(
-    samples: Samples, sample_ids: list[int], vocabulary: int, device: torch.device
-) -> Batch:
-    """The named samples as a batch."""
-    blocks = np.stack([samples.tokens(sample_id) for sample_id in sample_ids])
-    if blocks.max() >= vocabulary:
-        raise UsageError(
-            f"the data holds token {blocks.max()}, but the model knows tokens 0 to {vocabulary - 1}: "
-            f"choose an --architecture with a larger vocabulary, or give --model.vocab_size"
-        )
-    tokens = torch.from_numpy(blocks).to(device)
-    return Batch(
-        tokens[:, :-1],
-        tokens[:, 1:],
-        sample_ids,
-        [samples.domain(sample_id) for sample_id in sample_ids],
-    )
-
-
-@dataclass(frozen=True)
-class Batches:
+@dataclass(frozen=True, slots=True)
+class BatchStream:
     """Hands out micro-batches: of a step's global batch, first by micro-batch, then by process."""
 
     samples: Samples
@@ -65,33 +48,44 @@ class Batches:
         return self.batch_size * self.accumulation * self.world
 
     def get(self, position: int, micro: int) -> Batch:
-        """This process's part of a micro-batch, of the step that begins at a position in the stream
-        of samples.
-        """
+        """This process's part of a micro-batch; `position` is the step's first place in the order."""
         start = position + (micro * self.world + self.rank) * self.batch_size
-        return make_batch(
-            self.samples, self.order.take(start, self.batch_size), self.vocabulary, self.device
-        )
+        return self.make(self.samples, self.order.take(start, self.batch_size))
+
+    def make(self, samples: Samples, sample_ids: list[int]) -> Batch:
+        """The named samples of any split as a batch."""
+        blocks = np.stack([samples.tokens(sample_id) for sample_id in sample_ids])
+        if blocks.max() >= self.vocabulary:
+            raise UsageError(
+                f"the data holds token {blocks.max()}, but the model knows tokens 0 to "
+                f"{self.vocabulary - 1}: choose an --architecture with a larger vocabulary, or "
+                f"give --model.vocab_size"
+            )
+        tokens = torch.from_numpy(blocks).to(self.device)
+        domains = [samples.domain(sample_id) for sample_id in sample_ids]
+        return Batch(tokens[:, :-1], tokens[:, 1:], sample_ids, domains)
+
+    def validation(self, wanted: int) -> tuple[Tensor, ...]:
+        """This process's rows of the validation batch that training samples are scored against."""
+        samples = self.samples.of("val")
+        rows = spread_evenly(len(samples), wanted)
+        if not rows:
+            raise UsageError(
+                f"--method GradDotProd scores samples against validation data, and the val split "
+                f"has no block of {samples.block_size + 1} tokens. Give more data, a smaller "
+                f"--block_size, or --method Regular"
+            )
+        if self.world > 1 and len(rows) < wanted:
+            rows = (rows * wanted)[:wanted]
+        # The target's gradient is a mean over processes, each counting the same: where rows
+        # cannot be shared out equally, every process takes them all.
+        if len(rows) % self.world == 0:
+            rows = rows[self.rank :: self.world]
+        return self.make(samples, rows).for_loss
 
 
 def spread_evenly(count: int, wanted: int) -> list[int]:
     """`wanted` numbers below `count`, evenly spaced; all of them where there are no more."""
-    return sorted({number * count // wanted for number in range(wanted)}) if count else []
-
-
-def validation_pair(
-    samples: Samples, wanted: int, rank: int, world: int, vocabulary: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """This process's rows of the validation batch; where they cannot be shared equally, every
-    process takes them all.
-    """
-    rows = spread_evenly(len(samples), wanted)
-    if not rows:
-        raise UsageError(
-            f"--method GradDotProd scores samples against validation data, and the val split has no block of "
-            f"{samples.block_size + 1} tokens. Give more data, a smaller --block_size, or --method Regular"
-        )
-    if len(rows) < wanted:
-        rows = (rows * wanted)[:wanted] if world > 1 else rows
-    mine = rows[rank::world] if len(rows) % world == 0 else rows
-    return make_batch(samples, mine, vocabulary, device).pair
+    if not count:
+        return []
+    return sorted({number * count // wanted for number in range(wanted)})

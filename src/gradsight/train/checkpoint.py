@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gradsight.core import rundir
 from gradsight.core.files import whole_folder
 from gradsight.core.parameters import named_parameters
+from gradsight.core.random_state import device_state, set_device_state
 from gradsight.core.shards import held_like, whole
 from gradsight.errors import RunError, UsageError
 from gradsight.train.processes import Processes
@@ -27,7 +28,9 @@ _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step; None where there is none."""
     found = [
-        path for path in (run_dir / rundir.CHECKPOINTS).glob("step_*") if (path / _FACTS).is_file()
+        path
+        for path in (run_dir / rundir.CHECKPOINTS).glob(rundir.CHECKPOINT_FOLDERS)
+        if (path / _FACTS).is_file()
     ]
     return max(found, key=_step, default=None)
 
@@ -50,7 +53,7 @@ def save(
         for rank, one in enumerate(processes.gather(state) or ()):
             tensors[f"rng/{rank}/{kind}"] = one
     if processes.first:
-        folder = run_dir / rundir.CHECKPOINTS / f"step_{facts['step']:06d}"
+        folder = run_dir / rundir.CHECKPOINTS / rundir.checkpoint_folder(facts["step"])
         try:
             _write(folder, tensors, facts)
         except (
@@ -59,7 +62,7 @@ def save(
         ) as error:  # a full disk must not end what the checkpoint was to protect
             fault = f"the checkpoint {folder} cannot be written: {error}. "
             fault += "Training goes on; the one before stays"
-        for old in sorted(folder.parent.glob("step_*"), key=_step)[:-keep]:
+        for old in sorted(folder.parent.glob(rundir.CHECKPOINT_FOLDERS), key=_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     processes.wait()
     return fault
@@ -87,10 +90,10 @@ def load(
         optimizer.state[parameter] = {
             key.removeprefix(prefix): _state(parameter, tensors[key]) for key in keys
         }
-    if f"rng/{processes.rank}/cpu" in tensors:
-        torch.set_rng_state(tensors[f"rng/{processes.rank}/cpu"])
-    if processes.device.type == "cuda" and f"rng/{processes.rank}/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[f"rng/{processes.rank}/cuda"])
+    for device in _devices(processes.device):
+        key = f"rng/{processes.rank}/{device.type}"
+        if key in tensors:
+            set_device_state(device, tensors[key])
     return facts
 
 
@@ -132,8 +135,14 @@ def _fill(parameter: Tensor, tensors: dict[str, Tensor], key: str, folder: Path)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+    return {each.type: device_state(each) for each in _devices(device)}
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """The devices whose generators a process draws from: the CPU and its own."""
+    if device.type == "cpu":
+        return [device]
+    return [torch.device("cpu"), device]
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

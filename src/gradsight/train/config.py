@@ -13,9 +13,12 @@ from cyclopts import Group, Parameter
 from gradsight.errors import UsageError
 
 Flag = Annotated[bool, Parameter(negative="")]
-DATA, MODEL = Group("Data", sort_key=1), Group("Model", sort_key=2)
-TRAINING, LOOKING = Group("Training", sort_key=3), Group("Evaluation and logging", sort_key=4)
-MACHINE, FILES = Group("Machine", sort_key=5), Group("Files", sort_key=6)
+DATA = Group("Data", sort_key=1)
+MODEL = Group("Model", sort_key=2)
+TRAINING = Group("Training", sort_key=3)
+LOOKING = Group("Evaluation and logging", sort_key=4)
+MACHINE = Group("Machine", sort_key=5)
+FILES = Group("Files", sort_key=6)
 INSTRUMENTS = Group("Instruments", sort_key=7)
 
 
@@ -128,8 +131,7 @@ class Settings:
 
     data: Annotated[str | None, Parameter(group=DATA)] = None
     """A text file, a folder of text (sub-folders are domains), a .bin of uint16 tokens, or a folder
-    of such files. Without it: the source of Python's standard library.
-    """
+    of such files. Without it: the source of Python's standard library."""
     data_weights: Annotated[str | None, Parameter(group=DATA)] = None
     """Sample ids to keep, one per line, or a CSV of sample_id,weight; `gradsight influence
     --export` writes both.
@@ -144,8 +146,7 @@ class Settings:
     """true or false: recompute activations in backward instead of keeping them."""
     model: Annotated[ModelShape, Parameter(group=MODEL)] = ModelShape()
     method: Annotated[Literal["GradDotProd", "Regular"], Parameter(group=TRAINING)] = "GradDotProd"
-    """GradDotProd scores every training sample against the validation batch; Regular only trains.
-    """
+    """GradDotProd scores every training sample against the validation batch; Regular trains only."""
     batch_size: Annotated[int, Parameter(group=TRAINING)] = 4
     """Samples per process and micro-batch."""
     gradient_accumulation_steps: Annotated[int, Parameter(group=TRAINING)] = 1
@@ -204,11 +205,24 @@ class Settings:
 
 ALIASES = {"max_iters": "max_steps"}
 _POSITIVE = (
-    "batch_size", "gradient_accumulation_steps", "max_steps", "val_batch_size", "dot_prod_save_interval", "eval_interval",
-    "eval_samples", "log_interval", "keep_checkpoints", "block_size", "model.n_layer", "model.n_head", "model.n_embd",
-    "model.vocab_size", "trainer.callbacks.ghost.refresh_every", "trainer.callbacks.watch.histogram_interval",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "val_batch_size",
+    "dot_prod_save_interval",
+    "eval_interval",
+    "eval_samples",
+    "log_interval",
+    "keep_checkpoints",
+    "block_size",
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.vocab_size",
+    "trainer.callbacks.ghost.refresh_every",
+    "trainer.callbacks.watch.histogram_interval",
     "trainer.callbacks.grad_dump.step_interval",
-)  # fmt: skip
+)
 _NOT_NEGATIVE = (
     "learning_rate",
     "warmup_steps",
@@ -221,31 +235,29 @@ _NOT_NEGATIVE = (
 
 def _refuse_bounds(settings: Settings) -> None:
     """Refuse numbers that cannot be meant."""
-    values = dict(flat(settings))
+    values = dict(options_of(settings))
     for name in _POSITIVE:
         if values[name] is not None and values[name] < 1:
             raise UsageError(f"--{name} must be 1 or more, got {values[name]}")
     for name in _NOT_NEGATIVE:
         if not (values[name] >= 0 and math.isfinite(values[name])):
             raise UsageError(f"--{name} must be 0 or more, got {values[name]}")
-    if not 0 <= settings.model.dropout < 1:
+    dropout = settings.model.dropout
+    if not 0 <= dropout < 1:
+        raise UsageError(f"--model.dropout must be at least 0 and below 1, got {dropout}")
+    folder = settings.experiment
+    if folder is not None and (not folder.strip("./ ") or "/" in folder):
         raise UsageError(
-            f"--model.dropout must be at least 0 and below 1, got {settings.model.dropout}"
-        )
-    if settings.experiment is not None and (
-        not settings.experiment.strip("./ ") or "/" in settings.experiment
-    ):
-        raise UsageError(
-            f"--experiment is the name of a folder inside --results_dir, got {settings.experiment!r}"
+            f"--experiment is the name of a folder inside --results_dir, got {folder!r}"
         )
 
 
-def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def options_of(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every option by its dotted name, with its value."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
-            yield from flat(value, f"{prefix}{field.name}.")
+            yield from options_of(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", value
 
@@ -256,65 +268,60 @@ def to_dict(settings: Settings) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], where: str) -> Settings:
-    """Settings from nested plain values: what is missing has its default, what is unknown or wrong
-    is an error.
+    """Settings from nested plain values, as a config file holds them.
+
+    What is missing has its default; what is unknown or wrong is an error.
     """
+    # Not left to cyclopts, which would take the text "5" for a number and 1 for a switch.
     return _build(Settings, values, where, "")  # type: ignore[no-any-return]
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
+    """A dataclass of settings; `prefix` is its dotted place among all settings."""
     if not isinstance(values, Mapping):
-        raise UsageError(
-            f"{where}: {prefix.rstrip('.') or 'it'} should hold settings by name, but holds {values!r}"
-        )
-    hints, given = get_type_hints(kind), {}
+        place = prefix.rstrip(".") or "it"
+        raise UsageError(f"{where}: {place} should hold settings by name, but holds {values!r}")
+    hints = get_type_hints(kind)
+    given = {}
     for key, value in values.items():
-        name = ALIASES.get(key, key) if not prefix else key
+        name = key if prefix else ALIASES.get(key, key)
         if name not in hints:
-            raise UsageError(
-                f"{where}: unknown setting {prefix + str(key)!r}.{nearest(prefix + str(key))}"
-            )
-        nested = dataclasses.is_dataclass(hints[name])
-        full = f"{prefix}{name}"
-        given[name] = (
-            _build(hints[name], value, where, f"{full}.")
-            if nested
-            else _value(hints[name], value, where, full)
-        )
+            unknown = f"{prefix}{key}"
+            raise UsageError(f"{where}: unknown setting {unknown!r}.{_did_you_mean(unknown)}")
+        if dataclasses.is_dataclass(hints[name]):
+            given[name] = _build(hints[name], value, where, f"{prefix}{name}.")
+        else:
+            given[name] = _value(hints[name], value, f"{where}: {prefix}{name}")
     return kind(**given)
 
 
-def _value(kind: Any, value: Any, where: str, name: str) -> Any:
+def _value(kind: Any, value: Any, where: str) -> Any:
     """A plain value as the option's type takes it."""
     if str(kind).startswith("tuple"):
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-            raise UsageError(f"{where}: {name} should be a list of names, got {value!r}")
-        return tuple(items)
-    choices = [
-        choice
-        for part in (kind, *get_args(kind))
-        for choice in get_args(part)
-        if isinstance(choice, str)
-    ]
-    types = [part for part in (kind, *get_args(kind)) if isinstance(part, type)]
+        return _names(value, where)
+    members = (kind, *get_args(kind))
+    types = [member for member in members if isinstance(member, type)]
+    choices = [word for member in members for word in get_args(member) if isinstance(word, str)]
     if isinstance(value, bool) and "true" in choices:  # YAML reads the words true and false so
         value = str(value).lower()
     if isinstance(value, str) and float in types:  # YAML takes 1e-4 for text
         value = _number(value)
-    fits = (
-        (value is None and NoneType in types)
-        or (isinstance(value, str) and (str in types or value in choices))
-        or (isinstance(value, bool) and bool in types)
-        or (isinstance(value, int) and not isinstance(value, bool) and int in types)
-        or (isinstance(value, int | float) and not isinstance(value, bool) and float in types)
-    )
-    if not fits:
-        wanted = ", ".join(choices) or " or ".join(
-            part.__name__ for part in types if part is not NoneType
-        )
-        raise UsageError(f"{where}: {name} should be {wanted}, got {value!r}")
-    return float(value) if float in types and value is not None else value
+    if value in choices or type(value) in types:
+        return value
+    if float in types and type(value) is int:
+        return float(value)
+    wanted = ", ".join(choices)
+    if not choices:
+        wanted = " or ".join(known.__name__ for known in types if known is not NoneType)
+    raise UsageError(f"{where} should be {wanted}, got {value!r}")
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    """Several names, or a single one."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{where} should be a list of names, got {value!r}")
+    return tuple(names)
 
 
 def _number(text: str) -> Any:
@@ -324,8 +331,8 @@ def _number(text: str) -> Any:
         return text
 
 
-def nearest(name: str) -> str:
+def _did_you_mean(name: str) -> str:
     """A question for the option that was probably meant."""
-    known = [*dict(flat(Settings())), *ALIASES]
-    found = difflib.get_close_matches(name, known, 1)
-    return f" Did you mean {found[0]}?" if found else ""
+    known = [*dict(options_of(Settings())), *ALIASES]
+    near = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {near[0]}?" if near else ""

@@ -181,12 +181,3 @@ def _open_tokens(file: Path) -> Tokens:
 def _tenths(tokens: Tokens) -> dict[str, Tokens]:
     first, second = len(tokens) * 8 // 10, len(tokens) * 9 // 10
     return {"train": tokens[:first], "val": tokens[first:second], "test": tokens[second:]}
-
-
-def sample_windows(
-    text: Tokens, length: int, count: int, generator: np.random.Generator
-) -> npt.NDArray[np.int64]:
-    """`count` random stretches of `length` tokens."""
-    starts = generator.integers(0, len(text) - length, size=count)
-    windows: npt.NDArray[np.int64] = text[starts[:, None] + np.arange(length)].astype(np.int64)
-    return windows

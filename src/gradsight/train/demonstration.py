@@ -1,35 +1,29 @@
-"""The demo's training run: a small GPT under all five instruments, with one poisoned sample on the
-way.
-"""
+"""The demo's training run: the trainer with every instrument on, and one poisoned sample."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from gradsight.dump.dumper import GradientDumper
-from gradsight.ghost.engine import GhostEngine
-from gradsight.memory.apply import apply_checkpointing
-from gradsight.memory.monitor import MemoryMonitor
+from gradsight.core import rundir
+from gradsight.errors import UsageError
 from gradsight.memory.verify import verify_checkpointing
-from gradsight.session.watch_session import Watch, watch
-from gradsight.store.reader import open_run
-from gradsight.store.store import write_config
-from gradsight.train.batches import spread_evenly
-from gradsight.train.data import open_corpus
-from gradsight.train.gpt import GPT, GPTConfig
-from gradsight.train.samples import Order, Samples
-from gradsight.train.schedule import learning_rate
+from gradsight.train.batches import Batch
+from gradsight.train.config import (
+    Callbacks,
+    Ghost,
+    GradDump,
+    ModelShape,
+    Settings,
+    Trainer,
+    Watching,
+)
+from gradsight.train.loop import train
+from gradsight.train.memory import build_for
+from gradsight.train.processes import Processes
+from gradsight.train.run import instruments, make_directory, prepare, resolved
+from gradsight.train.samples import Order
 from gradsight.values.memory import CheckpointingReport
-from gradsight.values.steps import Schedule
-
-Weighted = tuple[Tensor, Tensor]
-"""Tokens, and how much each sample counts."""
 
 
 @dataclass(frozen=True)
@@ -45,123 +39,80 @@ class Demonstration:
     rate: float = 2e-3
     target_rows: int = 24
     poisoned_step: int = 70
-    poisoned_row: int = 5
+    poisoned_row: int = 7
     poison: float = 1000.0
     """The weight of the poisoned sample, where all others have 1."""
 
-    def model(self) -> GPT:
-        """Always the same one."""
-        torch.manual_seed(0)
-        return GPT(
-            GPTConfig(
-                block_size=self.block_size, width=self.width, heads=self.heads, layers=self.layers
-            )
-        )
-
-    def settings(self) -> dict[str, Any]:
+    def settings(self, run_dir: Path) -> Settings:
         """As `gradsight train` would be told, without the fault."""
-        shape = {"n_layer": self.layers, "n_head": self.heads, "n_embd": self.width}
-        sizes = {
-            "block_size": self.block_size,
-            "batch_size": self.batch_size,
-            "max_steps": self.steps,
-        }
-        return {
-            "architecture": "char",
-            "model": shape,
-            "learning_rate": self.rate,
-            "gradient_checkpointing": True,
-            **sizes,
-        }
+        callbacks = Callbacks(
+            grad_dump=GradDump(enabled=True, start_step=self.steps - 1, dump_on="warning"),
+            ghost=Ghost(refresh_every=5),
+            watch=Watching(histogram_interval=20),
+        )
+        settings = Settings(
+            block_size=self.block_size,
+            gradient_checkpointing=True,
+            model=ModelShape(n_layer=self.layers, n_head=self.heads, n_embd=self.width),
+            batch_size=self.batch_size,
+            max_steps=self.steps,
+            learning_rate=self.rate,
+            val_batch_size=self.target_rows,
+            dot_prod_save_interval=50,
+            eval_samples=self.batch_size,
+            log_interval=20,
+            log_grad_dist_every=0,
+            device="cpu",
+            results_dir=str(run_dir.parent),
+            experiment=run_dir.name,
+            trainer=Trainer(callbacks),
+        )
+        return resolved(settings)
+
+    def poisoned(self, step: int, batch: Batch) -> Batch:
+        """The micro-batch; in one step one of its samples counts more than the others."""
+        if step != self.poisoned_step:
+            return batch
+        weights = torch.ones(len(batch.sample_ids))
+        weights[self.poisoned_row] = self.poison
+        return replace(batch, weights=weights)
+
+    def poisoned_sample(self, order: Order) -> int:
+        """The id of the sample that is poisoned."""
+        ids = order.take(self.poisoned_step * self.batch_size, self.batch_size)
+        return ids[self.poisoned_row]
 
 
-def loss_of(model: nn.Module, batch: Weighted) -> Tensor:
-    """The mean over samples of each one's mean loss, times its weight."""
-    tokens, weights = batch
-    logits = model(tokens[:, :-1])
-    each = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
-    return (each * weights).mean()
+@dataclass(frozen=True, slots=True)
+class Performance:
+    """How a demo's training went."""
+
+    poisoned: int
+    """The id of the poisoned sample."""
+    ended_by: int | None
+    """The signal that ended it early, if one did."""
 
 
-def measure_memory(demo: Demonstration) -> CheckpointingReport:
+def measure_memory(planned: Demonstration) -> CheckpointingReport:
     """One training step, plain and with activation checkpointing."""
-    tokens = torch.randint(
-        0, 256, (demo.batch_size, demo.block_size + 1), generator=torch.Generator().manual_seed(0)
-    )
-    return verify_checkpointing(
-        lambda: (demo.model(), (tokens, torch.ones(demo.batch_size)), loss_of)
-    )
+    build = build_for(planned.settings(Path("demo")))
+    return verify_checkpointing(build(planned.batch_size))
 
 
-def run(
-    demo: Demonstration,
-    run_dir: Path,
-    memory: CheckpointingReport,
-    tell: Callable[[int, float], None],
-) -> int:
-    """Train under all instruments; tell(step, loss) after every step. Returns the id of the
-    poisoned sample.
-    """
-    samples = Samples(open_corpus(None), demo.block_size)
-    order, poisoned = Order(np.ones(len(samples)), seed=0), -1
-    model = demo.model()
-    apply_checkpointing(model, "full")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=demo.rate)
-    target = weighted(samples.of("val"), spread_evenly(len(samples.of("val")), demo.target_rows))
-    dumper = GradientDumper(run_dir, start_step=demo.steps - 1, dump_on="warning")
-    engine = GhostEngine(
-        model,
-        loss_of,
-        target,
-        optimizer=optimizer,
-        refresh_every=5,
-        run_dir=run_dir,
-        save_interval=50,
-    )
-    monitor = MemoryMonitor(log_every=20)
-    with watch(
-        model, optimizer, run_dir=run_dir, histograms=Schedule(step_interval=20), dump=dumper
-    ) as watched:
-        describe(run_dir, demo, watched, memory)
-        for step in range(demo.steps):
-            ids = order.take(step * demo.batch_size, demo.batch_size)
-            tokens, weights = weighted(samples, ids)
-            if step == demo.poisoned_step:
-                poisoned = ids[demo.poisoned_row]
-                weights[demo.poisoned_row] = demo.poison
-            watched.ids(ids)
-            with engine.observe(
-                sample_ids=ids, domains=[samples.domain(each) for each in ids], step=step
-            ):
-                loss = loss_of(model, (tokens, weights))
-                loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.param_groups[0]["lr"] = learning_rate(
-                step, highest=demo.rate, warmup=20, total=demo.steps, lowest=demo.rate / 10
-            )
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            watched.log(loss=loss)
-            monitor.sample(watched, step)
-            tell(step, loss.item())
-    engine.close()
-    dumper.close()
-    return poisoned
-
-
-def weighted(samples: Samples, ids: list[int]) -> Weighted:
-    """The named samples, each counting once."""
-    return torch.from_numpy(np.stack([samples.tokens(each) for each in ids])), torch.ones(len(ids))
-
-
-def describe(
-    run_dir: Path, demo: Demonstration, watched: Watch, memory: CheckpointingReport
-) -> None:
-    """Keep with the run what it read and what was measured before it, for the commands that look at
-    it later.
-    """
-    config = open_run(run_dir).config
-    config["settings"]["train"] = demo.settings()
-    write_config(run_dir, config)
-    for name, value in memory.scalars().items():
-        watched.log_scalar(name, value, 0)
+def perform_training(
+    planned: Demonstration, run_dir: Path, memory: CheckpointingReport
+) -> Performance:
+    """Train under all instruments; the memory that was measured goes to the record."""
+    if rundir.is_run(run_dir):
+        raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
+    processes = Processes("cpu")
+    try:
+        run = prepare(planned.settings(run_dir), run_dir, processes, planned.poisoned)
+        make_directory(run_dir, processes, anew=True)
+        with instruments(run) as tools:
+            ended_by = train(run, tools)
+            # Only now: `watch` forgets what a run directory holds from its first step on.
+            tools.tracker.log_scalars(memory.scalars(), step=0)
+    finally:
+        processes.close()
+    return Performance(planned.poisoned_sample(run.batches.order), ended_by)

@@ -14,10 +14,9 @@ from gradsight.core.files import write_text
 from gradsight.core.sharing import reshard
 from gradsight.errors import RunError
 from gradsight.store.run_problems import RunProblems
-from gradsight.train.batches import make_batch, spread_evenly
+from gradsight.train.batches import BatchStream, spread_evenly
 from gradsight.train.data import SPLITS
 from gradsight.train.processes import Processes
-from gradsight.train.samples import Samples
 
 
 class NextTokenLoss:
@@ -30,12 +29,16 @@ class NextTokenLoss:
             "enabled": train_dtype == "bfloat16",
         }
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self.by_row(model, batch).mean()
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """The mean over rows of inputs and targets; a third tensor says how much each row counts."""
+        losses = self.by_row(model, batch)
+        if len(batch) > 2:
+            losses = losses * batch[2]
+        return losses.mean()
 
-    def by_row(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def by_row(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean loss of each row."""
-        inputs, targets = batch
+        inputs, targets = batch[:2]
         with torch.autocast(**self._autocast):  # type: ignore[arg-type]
             logits = model(input_ids=inputs).logits
         return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(1)
@@ -45,33 +48,30 @@ class NextTokenLoss:
 def evaluate(
     model: nn.Module,
     loss: NextTokenLoss,
-    samples: Samples,
+    batches: BatchStream,
     wanted: int,
-    batch_size: int,
-    vocabulary: int,
     processes: Processes,
 ) -> dict[str, float | None]:
-    """The mean loss of up to `wanted` samples of each split, evenly spaced; None for a split
-    without samples.
-    """
+    """The mean loss of up to `wanted` samples of each split; None for a split without samples."""
     was_training = model.training
     model.eval()
-    found = {}
+    losses: dict[str, float | None] = {}
     for split in SPLITS:
-        part = samples.of(split)
-        rows = spread_evenly(len(part), wanted)
+        samples = batches.samples.of(split)
+        rows = spread_evenly(len(samples), wanted)
         total = torch.zeros((), device=processes.device)
-        at_once = batch_size * processes.world
+        at_once = batches.batch_size * processes.world
         for start in range(0, len(rows), at_once):
             mine = rows[start : start + at_once][processes.rank :: processes.world]
-            batch = make_batch(
-                part, mine or rows[:1], vocabulary, processes.device
-            )  # a sharded model needs every process
-            total += loss.by_row(model, batch.pair).sum() * bool(mine)
-        found[f"{split}_loss"] = float(processes.sum(total)) / len(rows) if rows else None
+            # A sharded model needs every process: one without rows of its own computes another's
+            # and does not count it.
+            batch = batches.make(samples, mine or rows[:1])
+            total += loss.by_row(model, batch.for_loss).sum() * bool(mine)
+        summed = float(processes.sum(total))
+        losses[f"{split}_loss"] = summed / len(rows) if rows else None
     model.train(was_training)
     reshard(model)
-    return found
+    return losses
 
 
 class TrainingLog:
@@ -84,16 +84,21 @@ class TrainingLog:
 
     def add(self, entry: dict[str, Any]) -> None:
         """One evaluation; it replaces an earlier one of the same step."""
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in entry.items()
-        }
-        self.entries = [known for known in self.entries if known["step"] != entry["step"]] + [plain]
+        plain = {name: _finite(value) for name, value in entry.items()}
+        earlier = [known for known in self.entries if known["step"] != entry["step"]]
+        self.entries = [*earlier, plain]
         try:
             write_text(self._file, json.dumps(self.entries, indent=1) + "\n")
         except OSError as error:
             text = f"{self._file} cannot be written: {error.strerror}. Training goes on"
             self._problems.report("training-log", text, entry["step"])
+
+
+def _finite(value: Any) -> Any:
+    """The value; None for NaN and Inf, which JSON does not know."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

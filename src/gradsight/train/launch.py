@@ -1,4 +1,9 @@
-"""One process per device, where nobody else has started them."""
+"""One process per device, where nobody else has started them.
+
+Not by `torch.distributed.run`: it answers a signal with a traceback and the exit code 1, and hides
+the code of a rank that failed behind the same 1. Users of the trainer are promised 130 and 143 for
+signals, and 64 or 2 with one message for what went wrong.
+"""
 
 import json
 import os
@@ -32,7 +37,7 @@ def processes_to_start(wanted: int | None, device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start(settings: Settings, flags: Sequence[str], count: int) -> int:
+def start_processes(settings: Settings, flags: Sequence[str], count: int) -> int:
     """Run `gradsight train` in `count` processes of this machine; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="gradsight-") as folder:
         config = Path(folder) / "settings.json"
@@ -46,17 +51,18 @@ def start(settings: Settings, flags: Sequence[str], count: int) -> int:
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun would set, and cores shared out fairly."""
-    own = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "MASTER_PORT": port,
+    """The environment variables that torchrun would set, and cores shared out fairly."""
+    threads = max(1, (os.cpu_count() or 1) // count)
+    return {
+        "OMP_NUM_THREADS": str(threads),  # before the user's own, which win
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
-    threads = str(max(1, (os.cpu_count() or 1) // count))
-    values = {name: str(value) for name, value in own.items()}
-    return {"OMP_NUM_THREADS": threads, **os.environ, **values, "MASTER_ADDR": "127.0.0.1"}
 
 
 def _free_port() -> int:
@@ -75,25 +81,23 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while all(child.poll() in (None, 0) for child in children) and any(
-            child.poll() is None for child in children
-        ):
+        codes = [child.poll() for child in children]
+        while None in codes and not any(codes):
             time.sleep(0.05)
-        code = next((child.returncode for child in children if child.returncode), 0)
+            codes = [child.poll() for child in children]
         _end(children)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    code = next((code for code in codes if code), 0)
     return code if code >= 0 else 128 - code
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
     """Wait for all; those that wait for one that has failed are ended."""
     until = time.monotonic() + _GRACE
-    failed = any(
-        child.returncode not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-        for child in children
-    )
+    fine = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+    failed = any(child.returncode not in fine for child in children)
     for child in children:
         if failed and child.poll() is None:
             child.terminate()

@@ -20,23 +20,27 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.measure.distribution import log_gradient_distribution
 from gradsight.memory.monitor import MemoryMonitor
 from gradsight.session.watch_session import Watch, watch
+from gradsight.store.run_files import write_config
 from gradsight.store.run_problems import RunProblems
-from gradsight.store.store import write_config
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
-from gradsight.train.batches import Batch, Batches
+from gradsight.train.batches import Batch, BatchStream
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.evaluate import NextTokenLoss, TrainingLog, evaluate
 from gradsight.train.processes import Processes
-from gradsight.train.progress import Telling
-from gradsight.train.schedule import learning_rate
+from gradsight.train.progress import Progress
 from gradsight.train.scoring import Scoring
-from gradsight.train.stopping import Stopping
+from gradsight.train.stop_request import StopRequest
 from gradsight.values.steps import Schedule
 
 OnBatch = Callable[[int, Batch], Batch]
 RECORDER: dict[str, bool | Literal["batch"]] = {"true": True, "false": False, "batch": "batch"}
 """What the flight recorder's setting means to `watch`."""
+
+
+def unchanged(step: int, batch: Batch) -> Batch:
+    """The micro-batch as it is."""
+    return batch
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ class Training:
     model: nn.Module
     optimizer: Optimizer
     loss: NextTokenLoss
-    batches: Batches
-    telling: Telling
-    on_batch: OnBatch | None = None
+    batches: BatchStream
+    progress: Progress
+    on_batch: OnBatch = unchanged
     """Sees, and may change, every micro-batch before it is used."""
     step: int = 0
     """Steps made so far, in all."""
@@ -78,9 +82,8 @@ class Training:
 
     def evaluate(self) -> dict[str, float | None]:
         """The losses of train, val and test."""
-        samples, vocabulary = self.batches.samples, self.batches.vocabulary
-        wanted, size = self.settings.eval_samples, self.settings.batch_size
-        return evaluate(self.model, self.loss, samples, wanted, size, vocabulary, self.processes)
+        wanted = self.settings.eval_samples
+        return evaluate(self.model, self.loss, self.batches, wanted, self.processes)
 
 
 def train(run: Training, tools: Instruments) -> int | None:
@@ -103,29 +106,27 @@ def train(run: Training, tools: Instruments) -> int | None:
             recorder=RECORDER[watching.recorder],
             start_step=run.step,
         ) as watched,
-        Stopping() as stopping,
-        run.telling,
+        StopRequest() as request,
+        run.progress,
     ):
         if run.processes.first:
             add_to_config(run)
         if run.step % settings.eval_interval == 0:
-            look(run, watched, log)
+            log_losses(run, watched, log)
         while run.step < settings.max_steps:
             started, step = time.perf_counter(), run.step
             lr = set_learning_rate(optimizer, settings, step)
             loss = torch.zeros((), device=run.processes.device)
             for micro in range(settings.gradient_accumulation_steps):
                 last = micro == settings.gradient_accumulation_steps - 1
-                batch = run.batches.get(run.position, micro)
-                batch = batch if run.on_batch is None else run.on_batch(step, batch)
+                batch = run.on_batch(step, run.batches.get(run.position, micro))
                 watched.ids(batch.sample_ids)
                 with reduced_at_last(model, last), tools.scoring.observe(batch, step):
-                    part = run.loss(model, batch.pair) / settings.gradient_accumulation_steps
+                    part = run.loss(model, batch.for_loss) / settings.gradient_accumulation_steps
                     part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
-            if (
-                epoch := epoch_to_log(run)
-            ) is not None:  # as step, so that epochs are what the plots count
+            epoch = epoch_to_log(run)
+            if epoch is not None:  # as step, so that epochs are what the plots count
                 log_gradient_distribution(model, tools.tracker, epoch, log_histogram=True)
             norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip or math.inf)
             optimizer.step()
@@ -134,29 +135,45 @@ def train(run: Training, tools: Instruments) -> int | None:
             watched.log(loss=loss, lr=lr)
             if run.processes.first:
                 run.memory = monitor.sample(watched, step) or run.memory
-            run.step, run.position = step + 1, run.position + run.batches.per_step
+            run.step = step + 1
+            run.position += run.batches.per_step
             run.seconds += time.perf_counter() - started
-            tell(run, loss, norm)
+            show_progress(run, loss, norm)
             if due(run.step, settings.eval_interval, settings.max_steps):
-                look(run, watched, log)
-            ending = run.processes.any(stopping.signal is not None)
+                log_losses(run, watched, log)
+            ending = run.processes.any(request.signal is not None)
             if ending or due(run.step, settings.checkpoint_interval, settings.max_steps):
-                save(run, tools.scoring)
+                save_progress(run, tools.scoring)
             if ending and run.step < settings.max_steps:
-                return stopping.signal or signal.SIGTERM
+                return request.signal or signal.SIGTERM
     return None
 
 
 def set_learning_rate(optimizer: Optimizer, settings: Settings, step: int) -> float:
     """Give the optimizer the learning rate of a step."""
-    lowest = settings.learning_rate * settings.optimizer.min_lr_ratio
-    total, warmup = settings.max_steps, settings.warmup_steps
     lr = learning_rate(
-        step, highest=settings.learning_rate, warmup=warmup, total=total, lowest=lowest
+        step,
+        highest=settings.learning_rate,
+        warmup=settings.warmup_steps,
+        total=settings.max_steps,
+        lowest=settings.learning_rate * settings.optimizer.min_lr_ratio,
     )
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr
+
+
+def learning_rate(step: int, *, highest: float, warmup: int, total: int, lowest: float) -> float:
+    """A line up over `warmup` steps, then half a cosine down to the last of `total` steps.
+
+    >>> rates = [learning_rate(n, highest=1.0, warmup=2, total=5, lowest=0.0) for n in range(5)]
+    >>> [round(rate, 2) for rate in rates]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    done = (step - warmup) / max(1, total - 1 - warmup)
+    return lowest + (highest - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def due(step: int, interval: int, last: int) -> bool:
@@ -165,46 +182,46 @@ def due(step: int, interval: int, last: int) -> bool:
 
 
 def epoch_to_log(run: Training) -> int | None:
-    """The epoch under which this step's gradients are logged: every so many epochs at their first
-    step, and at the very end.
+    """The epoch under which this step's gradients are logged, if they are.
+
+    Every so many epochs, at their first step; and at the very end.
     """
-    every, length = run.settings.log_grad_dist_every, run.batches.order.epoch_length
+    every = run.settings.log_grad_dist_every
+    if not every:
+        return None
+    length = run.batches.order.epoch_length
     end = run.position + run.batches.per_step
-    if every and run.step == run.settings.max_steps - 1:
+    if run.step == run.settings.max_steps - 1:
         return -(-end // length)
-    begins = -(-run.position // length)
-    return begins if every and begins % every == 0 and begins * length < end else None
+    next_epoch = -(-run.position // length)
+    begins_here = next_epoch * length < end
+    return next_epoch if begins_here and next_epoch % every == 0 else None
 
 
-def tell(run: Training, loss: Tensor, norm: Tensor) -> None:
+def show_progress(run: Training, loss: Tensor, norm: Tensor) -> None:
     """Show progress; the numbers are read from the device only when they are due."""
-    run.telling.advance()
+    run.progress.advance()
     if due(run.step, run.settings.log_interval, run.settings.max_steps):
-        run.telling.numbers(loss.item(), whole(norm).item(), run.memory)
+        run.progress.numbers(loss.item(), whole(norm).item(), run.memory)
 
 
-def look(run: Training, watched: Watch, log: TrainingLog) -> None:
+def log_losses(run: Training, watched: Watch, log: TrainingLog) -> None:
     """Evaluate, and keep the losses in training_log.json and in the record."""
     started = time.perf_counter()
     losses = run.evaluate()
+    known = {name: value for name, value in losses.items() if value is not None}
     if run.processes.first:
-        epoch = run.position / run.batches.order.epoch_length
-        log.add(
-            {"step": run.step, "epoch": round(epoch, 4), **losses, "seconds": round(run.seconds, 3)}
-        )
-        for name, value in losses.items():
-            if value is not None:
-                watched.log_scalar(f"eval/{name}", value, run.step)
-    shown = "  ".join(
-        f"{name.removesuffix('_loss')} {value:.3f}"
-        for name, value in losses.items()
-        if value is not None
-    )
-    run.telling.say(f"step {run.step}/{run.settings.max_steps}  losses: {shown}")
-    run.telling.pause(time.perf_counter() - started)
+        epoch = round(run.position / run.batches.order.epoch_length, 4)
+        seconds = round(run.seconds, 3)
+        log.add({"step": run.step, "epoch": epoch, **losses, "seconds": seconds})
+        for name, value in known.items():
+            watched.log_scalar(f"eval/{name}", value, run.step)
+    shown = "  ".join(f"{name.removesuffix('_loss')} {value:.3f}" for name, value in known.items())
+    run.progress.say(f"step {run.step}/{run.settings.max_steps}  losses: {shown}")
+    run.progress.pause(time.perf_counter() - started)
 
 
-def save(run: Training, scoring: Scoring) -> None:
+def save_progress(run: Training, scoring: Scoring) -> None:
     """Write the scores so far and a checkpoint, from which --resume goes on."""
     started = time.perf_counter()
     scoring.save(run.step)
@@ -219,7 +236,7 @@ def save(run: Training, scoring: Scoring) -> None:
     )
     if fault is not None:
         run.problems.report("checkpoint", fault, run.step)
-    run.telling.pause(time.perf_counter() - started)
+    run.progress.pause(time.perf_counter() - started)
 
 
 def add_to_config(run: Training) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from gradsight.memory.available import available_memory
-from gradsight.memory.largest_batch import largest_batch
-from gradsight.memory.predict import predict_peak_memory
+from gradsight.memory.monitor import available_memory
+from gradsight.memory.predict import largest_batch, predict_peak_memory
 from gradsight.memory.startup import HEADROOM, startup_report
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.evaluate import NextTokenLoss
@@ -19,14 +18,15 @@ from gradsight.train.models import ARCHITECTURES, architecture, model_from_setti
 from gradsight.values.sizes import format_size
 
 _SHORTEST = 16
+"""The shortest block that is worth proposing."""
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
 
 
 def startup_lines(settings: Settings, device: torch.device) -> list[str]:
-    """The startup report: device, parameters, expected peak, checkpointing, recommended batch size."""
-    policy = "full" if settings.gradient_checkpointing else None
+    """The startup report: device, parameters, expected peak, recommended batch size."""
+    policy = _policy(settings)
     report = startup_report(
-        _build_for(settings), settings.batch_size, policy=policy, device=device.type
+        build_for(settings), settings.batch_size, policy=policy, device=device.type
     )
     lines = str(report).splitlines()
     if settings.method == "GradDotProd":
@@ -37,27 +37,24 @@ def startup_lines(settings: Settings, device: torch.device) -> list[str]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out; the CPU's allocator says so in words only."""
-    named = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return named or (
-        isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
 
 
 def advice(settings: Settings, device: torch.device, config: Path) -> str:
-    """What would fit instead, as commands; they build on the run's config.json where the run got so
-    far.
-    """
+    """Commands that would fit instead; they build on the run's config.json where there is one yet."""
     room = int(HEADROOM * _room(device))
-    there = config.is_file()
-    base = (
-        f"gradsight train --config {shlex.quote(str(config))} --overwrite"
-        if there
-        else "gradsight train YOUR_OPTIONS"
-    )
+    base = "gradsight train YOUR_OPTIONS"
+    if config.is_file():
+        base = f"gradsight train --config {shlex.quote(str(config))} --overwrite"
     lines = [
-        f"out of memory on {device.type} with --batch_size {settings.batch_size} and --block_size {settings.block_size}."
+        f"out of memory on {device.type} with --batch_size {settings.batch_size} "
+        f"and --block_size {settings.block_size}.",
+        "What should fit:",
+        f"  {base} {_smaller_batch(settings, device, room)}",
     ]
-    lines += ["What should fit:", f"  {base} {_smaller_batch(settings, device, room)}"]
     if (length := _shorter_block(settings, device, room)) is not None:
         lines.append(f"  {base} --block_size {length}")
     if (name := _smaller_architecture(settings)) is not None:
@@ -70,7 +67,7 @@ def advice(settings: Settings, device: torch.device, config: Path) -> str:
     return "\n".join(lines)
 
 
-def _build_for(settings: Settings) -> Callable[[int], Callable[[], Any]]:
+def build_for(settings: Settings) -> Callable[[int], Callable[[], Any]]:
     """The training step at any batch size, for the predictor."""
     plain = to_dict(settings)
     length = settings.block_size or architecture(settings.architecture).block_size
@@ -86,20 +83,27 @@ def _build_for(settings: Settings) -> Callable[[int], Callable[[], Any]]:
     return build_for
 
 
+def _policy(settings: Settings) -> str | None:
+    """The checkpointing policy that the settings ask for."""
+    return "full" if settings.gradient_checkpointing else None
+
+
 def _room(device: torch.device) -> int:
     """The memory that this process could have in all."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    there = (available_memory() or held) + held
-    return there if limit == resource.RLIM_INFINITY else min(there, limit)
+    room = (available_memory() or held) + held
+    if limit == resource.RLIM_INFINITY:
+        return room
+    return min(room, limit)
 
 
 def _smaller_batch(settings: Settings, device: torch.device, room: int) -> str:
     """The largest batch that fits, with as many micro-batches as make the same step of it."""
-    policy = "full" if settings.gradient_checkpointing else None
-    fits = largest_batch(_build_for(settings), room, policy=policy, device=device.type)
+    policy = _policy(settings)
+    fits = largest_batch(build_for(settings), room, policy=policy, device=device.type)
     size = max(1, min(fits, settings.batch_size // 2))
     micro = -(-settings.batch_size * settings.gradient_accumulation_steps // size)
     return f"--batch_size {size} --gradient_accumulation_steps {micro}"
@@ -107,10 +111,10 @@ def _smaller_batch(settings: Settings, device: torch.device, room: int) -> str:
 
 def _shorter_block(settings: Settings, device: torch.device, room: int) -> int | None:
     """The longest half, quarter, ... of the block that fits."""
-    policy = "full" if settings.gradient_checkpointing else None
+    policy = _policy(settings)
     length = (settings.block_size or 0) // 2
     while length >= _SHORTEST:
-        build = _build_for(replace(settings, block_size=length))(settings.batch_size)
+        build = build_for(replace(settings, block_size=length))(settings.batch_size)
         if predict_peak_memory(build, policy=policy, device=device.type).peak_bytes <= room:
             return length
         length //= 2
@@ -118,7 +122,7 @@ def _shorter_block(settings: Settings, device: torch.device, room: int) -> int |
 
 
 def _smaller_architecture(settings: Settings) -> str | None:
-    """The next smaller one."""
+    """The architecture that is one size smaller, if there is one."""
     names = list(ARCHITECTURES)
-    place = names.index(settings.architecture)
-    return names[place - 1] if place else None
+    index = names.index(settings.architecture)
+    return names[index - 1] if index else None

@@ -5,25 +5,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 
-class Telling:
+class Progress:
     """Progress of a run; silent on all processes but the first."""
 
     def __init__(self, total: int, tokens_per_step: int, speaks: bool) -> None:
         self.console = Console(quiet=not speaks, highlight=False)
-        self._total, self._tokens = total, tokens_per_step
-        self._done = self._begun = 0
+        self._total = total
+        self._tokens_per_step = tokens_per_step
+        self._done = 0
+        self._resumed_at = 0
         self._since = time.perf_counter()
-        columns = (
+        self._bar = Bar(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(None),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
-        )
-        self._bar = Progress(
-            *columns,
             console=self.console,
             disable=not (speaks and self.console.is_terminal),
             transient=True,
@@ -32,10 +32,11 @@ class Telling:
 
     def start_at(self, step: int) -> None:
         """So many steps are made already."""
-        self._done = self._begun = step
+        self._done = step
+        self._resumed_at = step
         self._bar.update(self._task, completed=step)
 
-    def __enter__(self) -> "Telling":
+    def __enter__(self) -> "Progress":
         self._since = time.perf_counter()
         self._bar.start()
         return self
@@ -54,31 +55,22 @@ class Telling:
 
     def numbers(self, loss: float, norm: float, memory: Mapping[str, float]) -> None:
         """The numbers of the last step."""
-        each = (time.perf_counter() - self._since) / max(1, self._done - self._begun)
-        rate = self._tokens / each if each else 0.0
-        if self._bar.disable:
-            left = f"{_duration(each * (self._total - self._done))} left"
-            used = next(
-                (
-                    f"  {value:.2f} GB"
-                    for name, value in memory.items()
-                    if name.endswith(("rss_gb", "allocated_gb"))
-                ),
-                "",
-            )
-            self.say(
-                f"step {self._done}/{self._total}  loss {loss:.3f}  norm {norm:.2f}  {rate:,.0f} tokens/s{used}  {left}"
-            )
-        else:
-            self._bar.update(
-                self._task, numbers=f"loss {loss:.3f} norm {norm:.2f} {rate:,.0f} tok/s"
-            )
+        seconds = (time.perf_counter() - self._since) / max(1, self._done - self._resumed_at)
+        rate = self._tokens_per_step / seconds if seconds else 0.0
+        if not self._bar.disable:
+            text = f"loss {loss:.3f} norm {norm:.2f} {rate:,.0f} tok/s"
+            self._bar.update(self._task, numbers=text)
+            return
+        left = _duration(seconds * (self._total - self._done))
+        self.say(
+            f"step {self._done}/{self._total}  loss {loss:.3f}  norm {norm:.2f}  "
+            f"{rate:,.0f} tokens/s{_memory_in_use(memory)}  {left} left"
+        )
 
     def say(self, text: str) -> None:
         """One line; on a terminal it is broken between words."""
-        self.console.print(
-            text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal
-        )
+        wrap = self.console.is_terminal
+        self.console.print(text, markup=False, highlight=False, soft_wrap=not wrap)
 
     def show(self, line: str) -> None:
         """A line that is to be copied, or brings its own colours: printed as it is."""
@@ -96,7 +88,17 @@ class Telling:
             yield
 
 
+def _memory_in_use(memory: Mapping[str, float]) -> str:
+    """The memory of the last look at it, as a part of a line; nothing where there was none yet."""
+    for name, value in memory.items():
+        if name.endswith(("rss_gb", "allocated_gb")):
+            return f"  {value:.2f} GB"
+    return ""
+
+
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

@@ -1,8 +1,33 @@
-"""A judged fact. No torch."""
+"""A judged fact of training, and a fault of our own that training survived. No torch."""
 
 from dataclasses import dataclass
 
 from gradsight.values.diagnoses import Diagnosis
+
+ONE_LOOK = "one look"
+TREND = "trend"
+WIRING = "wiring"
+PRECISION = "precision and scale"
+RANKS_AND_DATA = "ranks and data"
+FIRST_STEP = "first step"
+OTHER = "other"
+_FAMILIES = {
+    "GS1": ONE_LOOK,
+    "GS2": TREND,
+    "GS3": WIRING,
+    "GS4": PRECISION,
+    "GS5": RANKS_AND_DATA,
+    "GS6": FIRST_STEP,
+}
+
+
+def family_of(code: str) -> str:
+    """The family of a code by its hundreds; a user's own codes are of the family "other".
+
+    >>> family_of("GS103"), family_of("GS503"), family_of("GS999")
+    ('one look', 'ranks and data', 'other')
+    """
+    return _FAMILIES.get(code[:3], OTHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +45,33 @@ class Finding:
     recommendation: str
     fix: str
     diagnosis: Diagnosis | None = None
-    """The guilty operation and the guilty samples, where the step was diagnosed when it happened.
-    """
+    """The guilty operation and samples, where the step was diagnosed when it happened."""
     incident: str | None = None
     """The folder that the flight recorder wrote for it, as a path inside the run directory."""
+    family: str = ""
+    """What the check looks at: "one look", "trend", "wiring", and so on."""
+
+    def __post_init__(self) -> None:
+        # Records written before there were families lack it, and so do findings made by hand.
+        if not self.family:
+            object.__setattr__(self, "family", family_of(self.code))
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentRule:
+    """What the flight recorder does about the findings of a check."""
+
+    kept: str = "when critical"
+    """Which of them get an incident: "when critical", "always" or "never"."""
+    known_early: bool = False
+    """Whether such a step can be known before the optimizer uses its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A fault of Gradsight's own that training survived: said once, counted, reported."""
+
+    key: str
+    message: str
+    first_step: int
+    count: int

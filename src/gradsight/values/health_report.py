@@ -1,13 +1,13 @@
 """The Gradient Health Report: what one look or a whole run comes to, and how it reads. No torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradsight.values.findings import Finding
-from gradsight.values.plain import plain
-from gradsight.values.wording import describe
+from gradsight.values.findings import PRECISION, RANKS_AND_DATA, TREND, WIRING, Finding
+from gradsight.values.plain import counted, listed, plain, quoted
+from gradsight.values.wording import diagnosis_lines
 
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
@@ -42,7 +42,8 @@ class HealthReport:
     """How many steps were judged."""
 
     def __str__(self) -> str:
-        return f"Step {self.step}: grad_norm={self.total_norm:.4f}, nan={self.nan_count}, zero={self.zero_count}"
+        norm = f"grad_norm={self.total_norm:.4f}"
+        return f"Step {self.step}: {norm}, nan={self.nan_count}, zero={self.zero_count}"
 
     @property
     def exit_code(self) -> int:
@@ -51,28 +52,53 @@ class HealthReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: what is not finite is the text "nan", "inf" or "-inf"."""
-        found: dict[str, Any] = plain(self)
-        return found
+        values: dict[str, Any] = plain(self)
+        return values
 
     def to_markdown(self) -> str:
         """The report under its headings: Summary, Issues Detected, Recommendations, Code to Add."""
         return "\n\n".join("\n".join(part) for part in markdown_sections(self)) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """How many parameters have a gradient, and how many of those are broken or zero."""
+
+    nan: int
+    inf: int
+    zero: int
+    parameters: int
+
+
+def worst(severities: Iterable[str]) -> str:
+    """The worst of some severities; "healthy" where there are none.
+
+    >>> worst(["warning", "critical", "warning"]), worst([])
+    ('critical', 'healthy')
+    """
+    return max(severities, key=SEVERITIES.index, default="healthy")
+
+
 def make_report(
     step: int,
     total_norm: float,
-    counts: tuple[int, int, int, int],
+    counts: ParameterCounts,
     findings: Sequence[Finding],
     abstained: Sequence[Abstention] = (),
     steps: int = 1,
 ) -> HealthReport:
-    """A report whose status is that of its worst finding; `counts` are NaN, Inf, zero, and
-    parameters with a gradient.
-    """
-    worst = max((SEVERITIES.index(finding.severity) for finding in findings), default=0)
+    """A report whose status is that of its worst finding."""
     return HealthReport(
-        step, SEVERITIES[worst], total_norm, *counts, tuple(findings), tuple(abstained), steps
+        step=step,
+        status=worst(finding.severity for finding in findings),
+        total_norm=total_norm,
+        nan_count=counts.nan,
+        inf_count=counts.inf,
+        zero_count=counts.zero,
+        num_params=counts.parameters,
+        findings=tuple(findings),
+        abstained=tuple(abstained),
+        steps=steps,
     )
 
 
@@ -88,50 +114,52 @@ def headline(report: HealthReport) -> str:
     if report.steps == 0:
         return "⚠️ nothing was seen: no optimizer step with a gradient"
     sign = SIGNS[report.status]
-    over = f"{report.steps} steps" if report.steps > 1 else f"step {report.step}"
+    over = f"step {report.step}"
+    if report.steps > 1:
+        over = f"{report.steps} steps"
     if not report.findings:
         return f"{sign} healthy: no finding in {over}"
-    count = len(report.findings)
-    return f"{sign} {report.status}: {count} finding{'s' if count > 1 else ''} in {over}"
+    return f"{sign} {report.status}: {counted(len(report.findings), 'finding')} in {over}"
 
 
 def _summary(report: HealthReport) -> list[str]:
-    norm, zero_share = report.total_norm, report.zero_count / max(1, report.num_params)
+    lines = ["### Summary", "", "| Metric | Value | Status |", "|--------|-------|--------|"]
+    for metric, value, status in _summary_rows(report):
+        lines.append(f"| {metric} | {value} | {SIGNS[status]} |")
+    measured = f"At step {report.step}, over {report.num_params} parameters with a gradient."
+    return [*lines, "", measured]
+
+
+def _summary_rows(report: HealthReport) -> list[tuple[str, str, str]]:
+    """Metric, value and status, by row."""
+    norm = report.total_norm
+    zero_share = report.zero_count / max(1, report.num_params)
     rows = [
         ("Total grad norm", f"{norm:.4g}", _norm_status(norm)),
-        ("NaN parameters", str(report.nan_count), "critical" if report.nan_count else "healthy"),
-        ("Inf parameters", str(report.inf_count), "critical" if report.inf_count else "healthy"),
-        ("Zero-grad parameters", f"{zero_share:.0%}", "warning" if zero_share > 0.5 else "healthy"),
+        ("NaN parameters", str(report.nan_count), _status("critical", report.nan_count > 0)),
+        ("Inf parameters", str(report.inf_count), _status("critical", report.inf_count > 0)),
+        ("Zero-grad parameters", f"{zero_share:.0%}", _status("warning", zero_share > 0.5)),
     ]
     if report.steps > 1:
-        trends = [finding for finding in report.findings if finding.code.startswith("GS2")]
-        worst = max(
-            (finding.severity for finding in trends), key=SEVERITIES.index, default="healthy"
-        )
-        rows.append(("Trend", ", ".join(finding.name for finding in trends) or "stable", worst))
-    others = [finding for finding in report.findings if finding.code[2] in "345"]
+        trends = [finding for finding in report.findings if finding.family == TREND]
+        names = ", ".join(finding.name for finding in trends)
+        rows.append(("Trend", names or "stable", worst(each.severity for each in trends)))
+    families = (WIRING, PRECISION, RANKS_AND_DATA)
+    others = [finding for finding in report.findings if finding.family in families]
     if others:
-        worst = max((finding.severity for finding in others), key=SEVERITIES.index)
-        rows.append(
-            (
-                "Wiring, precision, data",
-                f"{len(others)} finding{'s' if len(others) > 1 else ''}",
-                worst,
-            )
-        )
-    lines = ["### Summary", "", "| Metric | Value | Status |", "|--------|-------|--------|"]
-    lines += [f"| {metric} | {value} | {SIGNS[status]} |" for metric, value, status in rows]
-    return [
-        *lines,
-        "",
-        f"At step {report.step}, over {report.num_params} parameters with a gradient.",
-    ]
+        status = worst(finding.severity for finding in others)
+        rows.append(("Wiring, precision, data", counted(len(others), "finding"), status))
+    return rows
+
+
+def _status(bad: str, is_bad: bool) -> str:
+    return bad if is_bad else "healthy"
 
 
 def _norm_status(norm: float) -> str:
     if not math.isfinite(norm) or norm > 1000 or norm == 0:
         return "critical"
-    return "warning" if norm > 100 or norm < 0.001 else "healthy"
+    return _status("warning", norm > 100 or norm < 0.001)
 
 
 def _issues(report: HealthReport) -> list[str]:
@@ -139,33 +167,27 @@ def _issues(report: HealthReport) -> list[str]:
         return ["### Issues Detected", "", "None."]
     lines = ["### Issues Detected", ""]
     for number, finding in enumerate(report.findings, 1):
-        lines.append(
-            f"{number}. {SIGNS[finding.severity]} **{finding.code} {finding.name}** ({finding.severity}, since step"
-        )
-        lines[-1] += f" {finding.first_step}): {finding.message}"
+        title = f"{SIGNS[finding.severity]} **{finding.code} {finding.name}**"
+        since = f"({finding.severity}, since step {finding.first_step})"
+        lines.append(f"{number}. {title} {since}: {finding.message}")
         lines.append(f"   - Evidence: {finding.evidence}")
         if finding.parameters:
-            lines.append(f"   - Affected layers: {shortened(finding.parameters)}")
+            lines.append(f"   - Affected layers: {listed(quoted(finding.parameters), _NAMED)}")
         lines += _cause(finding)
     return lines
 
 
 def _cause(finding: Finding) -> list[str]:
-    """What a finding's diagnosis found, and where its incident is kept; empty where there is
-    neither.
-    """
-    told = describe(finding.diagnosis, width=10_000) if finding.diagnosis is not None else []
-    lines = [
-        f"   - Cause: {line}" if number == 0 else f"     - {line}"
-        for number, line in enumerate(told)
-    ]
-    return [*lines, f"   - Kept in `{finding.incident}`"] if finding.incident is not None else lines
-
-
-def shortened(names: Sequence[str], most: int = _NAMED) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"`{name}`" for name in names[:most]) + more
+    """The lines of a finding's diagnosis, and the place of its incident; empty without either."""
+    lines = []
+    if finding.diagnosis is not None:
+        # Markdown is wrapped by whoever shows it, so that no line is broken here.
+        first, *rest = diagnosis_lines(finding.diagnosis, width=10_000)
+        lines.append(f"   - Cause: {first}")
+        lines += [f"     - {line}" for line in rest]
+    if finding.incident is not None:
+        lines.append(f"   - Kept in `{finding.incident}`")
+    return lines
 
 
 def _recommendations(report: HealthReport) -> list[str]:

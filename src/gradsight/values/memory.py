@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+USUAL_LEAST = 0.2
+USUAL_MOST = 0.4
+"""The share of the plain peak that checkpointing usually saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
@@ -10,14 +14,14 @@ class MemoryUse:
 
     peak_bytes: int
     by_kind: Mapping[str, int]
-    """Bytes at the peak: parameters, gradients, optimizer, activations, temporaries, inputs. Their
-    sum is peak_bytes.
+    """Bytes at the peak: parameters, gradients, optimizer, activations, temporaries, inputs.
+
+    Their sum is peak_bytes.
     """
     device: str = "cpu"
     predicted: bool = False
     flops: int = 0
-    """Floating-point operations of matrix products, convolutions and attention while the work ran.
-    """
+    """Floating-point operations of matrix products, convolutions and attention in the work."""
     operator_bytes: int | None = None
     """What operators used inside themselves on top of peak_bytes; None where nobody looked.
 
@@ -33,7 +37,9 @@ class MemoryUse:
         >>> MemoryUse(400, {"activations": 100, "parameters": 300}).activation_share
         0.25
         """
-        return self.by_kind.get("activations", 0) / self.peak_bytes if self.peak_bytes else 0.0
+        if self.peak_bytes == 0:
+            return 0.0
+        return self.by_kind.get("activations", 0) / self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +50,7 @@ class CheckpointingReport:
     baseline: MemoryUse
     optimized: MemoryUse
     gradients_identical: bool
-    """Whether loss, gradients, buffers and every random state are bit for bit those of the plain
-    step.
-    """
+    """Whether loss, gradients, buffers and random states are bit for bit the plain step's."""
     first_difference: str | None = None
     """The first tensor that is not, and the module whose recomputation went another way."""
     cause: str | None = None
@@ -63,7 +67,9 @@ class CheckpointingReport:
     @property
     def reduction(self) -> float:
         """Share of the plain peak that checkpointing saved; negative where it cost memory."""
-        return 1 - self.optimized_bytes / self.baseline_bytes if self.baseline_bytes else 0.0
+        if self.baseline_bytes == 0:
+            return 0.0
+        return 1 - self.optimized_bytes / self.baseline_bytes
 
     @property
     def ceiling(self) -> float:
@@ -73,7 +79,9 @@ class CheckpointingReport:
     @property
     def extra_flops(self) -> float:
         """Recomputation as a share of the plain step's floating-point operations."""
-        return self.optimized.flops / self.baseline.flops - 1 if self.baseline.flops else 0.0
+        if self.baseline.flops == 0:
+            return 0.0
+        return self.optimized.flops / self.baseline.flops - 1
 
     @property
     def passed(self) -> bool:
@@ -83,15 +91,22 @@ class CheckpointingReport:
     @property
     def remark(self) -> str:
         """How the reduction compares with the usual 20 to 40 percent, and why it is not there."""
-        share, low, high = self.reduction, 0.2, 0.4
-        if low <= share <= high:
+        share = self.reduction
+        if USUAL_LEAST <= share <= USUAL_MOST:
             return f"Memory reduction ({share:.1%}) is within expected range (20-40%)"
         if share <= 0:
-            return f"Memory was not reduced ({share:.1%}): activations are {self.ceiling:.1%} of the baseline's peak"
-        side, only = ("below", "only ") if share < low else ("above", "")
+            return (
+                f"Memory was not reduced ({share:.1%}): "
+                f"activations are {self.ceiling:.1%} of the baseline's peak"
+            )
+        if share < USUAL_LEAST:
+            return (
+                f"Memory reduction ({share:.1%}) is below the usual range (20-40%): "
+                f"activations are only {self.ceiling:.1%} of the baseline's peak"
+            )
         return (
-            f"Memory reduction ({share:.1%}) is {side} the usual range (20-40%): "
-            f"activations are {only}{self.ceiling:.1%} of the baseline's peak"
+            f"Memory reduction ({share:.1%}) is above the usual range (20-40%): "
+            f"activations are {self.ceiling:.1%} of the baseline's peak"
         )
 
     def scalars(self) -> dict[str, float]:
@@ -109,14 +124,10 @@ class CheckpointingReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingPlan:
-    """A choice of what every block recomputes, made for a memory budget; apply_checkpointing takes
-    it as its policy.
-    """
+    """What every block recomputes to fit a budget; apply_checkpointing takes it as its policy."""
 
     policy: str
-    """The choice as text, for example "full:0-5,selective:6-10"; apply_checkpointing takes that
-    too.
-    """
+    """The choice as text, such as "full:0-5,selective:6-10"; apply_checkpointing takes that too."""
     blocks: tuple[str, ...]
     """The blocks that the numbers in the policy count, by module name."""
     predicted_bytes: int

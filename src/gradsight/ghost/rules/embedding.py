@@ -13,9 +13,7 @@ from gradsight.ghost.use import DECLINED, Use, rule
 
 @rule(F.embedding)
 def embedding(use: Use) -> Any:
-    """y = W[index]: score_i = the sum over i's positions of <D[index], B>, positions at padding_idx
-    left out.
-    """
+    """y = W[index]: score_i = the sum over i's positions of <D[index], B>, without padding_idx."""
     index, weight = use.argument(0, "input"), use.argument(1, "weight")
     if use.argument(3, "max_norm") is not None or use.argument(5, "scale_grad_by_freq", False):
         return DECLINED
@@ -32,6 +30,7 @@ def embedding(use: Use) -> Any:
         for slot, direction in source.tangents():
             along = F.embedding(saved[0], direction)
             if padding is not None:
+                # The row of padding_idx gets no gradient, though the direction has a part there.
                 along.masked_fill_((saved[0] == padding).unsqueeze(-1), 0.0)
             pairs.append((slot, row_dots(along, grad, layout, batch)))
         return pairs

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.derivative import autocast_dtype
+from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.directions import Tangents
 from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.routes import balance_of, choose
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.scratch import Room, Scratch
 from gradsight.ghost.tangent_sources import TangentSource
 from gradsight.ghost.use import DECLINED, Use, rule
@@ -41,9 +41,7 @@ def addmm(use: Use) -> Any:
 def split_product(
     use: Use, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> Any:
-    """The product with its weight and bias gradients split by sample, on the route that the cost
-    rule picks.
-    """
+    """The product, its weight and bias gradients split by sample on the route of the cost rule."""
     if use.source(x) is not None:
         return DECLINED
     layout = use.layout(x.shape[:-1])
@@ -55,36 +53,38 @@ def split_product(
         return gram(use, x, layout, factors, sources[1])
     if route == "project" or not weight.requires_grad:
         return project(use, x, layout, sources, transposed)
-    split = Split(layout, sources, transposed, autocast_dtype(x.device.type), use.scratch)
+    split = ProductSplit(layout, sources, transposed, autocast_dtype(x.device.type), use.scratch)
     return SplitProduct.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
 
 
 def pick_route(use: Use, x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
-    """The route of the cost rule, or the one that was asked for; materialise is out where the
-    gradient must be exact.
-    """
+    """The route of the cost rule, or the one that was asked for, and the factors for Gram's."""
     factors = use.factors(weight)
-    positions = (
-        None if factors is None else max(sum(a.shape[0] for a, _ in uses) for uses in factors)
-    )
+    positions = None
+    if factors is not None:
+        positions = max(sum(a.shape[0] for a, _ in uses) for uses in factors)
     length = x.numel() // max(1, x.shape[-1]) // use.batch
     directions = max(1, use.probe.shape[0])
     balance = balance_of(x.device.type, autocast_dtype(x.device.type) or x.dtype)
     route = choose(length, weight.shape[0], weight.shape[1], directions, positions, balance)
     if use.route is not None and (use.route != "gram" or factors is not None):
         route = use.route
-    return ("project" if use.exact_grad and route == "materialise" else route), factors
+    if use.exact_grad and route == "materialise":
+        # A sum of per-sample products is never bit-equal to the fused one (1e-7 apart in fp32).
+        route = "project"
+    return route, factors
 
 
 def gram(
     use: Use,
     x: Tensor,
-    layout: Layout,
+    layout: SampleLayout,
     factors: list[list[Factor]],
     bias_source: TangentSource | None,
 ) -> Tensor:
-    """The plain operation; score_i = the sum over i's positions of (A A_v^T) * (B B_v^T), and the
-    bias's part.
+    """The plain operation; score_i = the sum over i's positions of (A A_v^T) * (B B_v^T).
+
+    The bias's part is added.
     """
     batch = use.batch
 
@@ -103,12 +103,13 @@ def gram(
 def project(
     use: Use,
     x: Tensor,
-    layout: Layout,
+    layout: SampleLayout,
     sources: tuple[TangentSource | None, TangentSource | None],
     transposed: bool,
 ) -> Tensor:
-    """The plain operation; score_i = <A_i D^T, B_i> + <db_i, Db>, leaving its own gradients bit for
-    bit alone.
+    """The plain operation; score_i = <A_i D^T, B_i> + <db_i, Db>.
+
+    Its own gradients are left alone, bit for bit.
     """
     weight_source, bias_source = sources
     batch = use.batch
@@ -132,10 +133,10 @@ def bias_sums(rows: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Split:
+class ProductSplit:
     """How a product is split by sample."""
 
-    layout: Layout
+    layout: SampleLayout
     sources: tuple[TangentSource | None, TangentSource | None]
     """Of the weight and of the bias."""
     transposed: bool
@@ -146,19 +147,23 @@ class Split:
 
 
 class SplitProduct(torch.autograd.Function):
-    """x W^T + b whose weight gradient is made sample by sample, each dotted with the directions on
-    the way.
+    """x W^T + b, its weight gradient made sample by sample and dotted with the directions.
 
-    Between two large products the interpreter finds its caches cold: every operation here counts
-    many times over.
+    The samples' products replace the one product of plain training, so they cost nothing extra.
     """
+
+    # Between two large products the interpreter finds its caches cold: every small operation here
+    # counts many times over. So questions are asked before calls that would change nothing, and no
+    # helper is called that could be written out.
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, split: Split
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor, split: ProductSplit
     ) -> Tensor:
         """The plain product."""
-        ctx.split, ctx.probe, dtype = split, probe, split.dtype
+        ctx.split = split
+        ctx.probe = probe
+        dtype = split.dtype
         if dtype is None:
             ctx.save_for_backward(x, weight)
             return _product(x, weight, bias, split.transposed)
@@ -191,6 +196,8 @@ class SplitProduct(torch.autograd.Function):
             dw, dots = sum_and_dots_of_products(left, right, split.scratch, weight.shape, tangents)
             pairs += dots
         scores = score_table(pairs, probe) if need_scores else None
+        # The input's gradient comes last: what the interpreter does before it is done while its
+        # caches are still warm.
         if need_x:
             dx = F.linear(grad, weight) if split.transposed else grad.matmul(weight)
         return dx, dw, db, scores, None
@@ -205,24 +212,26 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 def sum_and_dots_of_products(
     left: Tensor, right: Tensor, scratch: Scratch, shape: torch.Size, tangents: Tangents
 ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-    """`sum_and_dots` of the matrices left_i^T right_i: small ones are made several at once, in scratch memory either way."""
+    """`sum_and_dots` of the matrices left_i^T right_i, small ones made several at once."""
     batch = left.shape[0]
     room = scratch.take(left, batch, left.shape[2], right.shape[2])
-    size, left = room.rows.shape[0], left.transpose(1, 2)
+    size = room.rows.shape[0]
+    left = left.transpose(1, 2)
     if size == 1:
+        # A product of a megabyte or more is made, dotted and added alone: torch runs these calls
+        # on all cores, where the matrix-vector products of a batch run on one.
         return sum_and_dots(_one_by_one(left.unbind(), right.unbind(), room), shape, tangents)
     total: Tensor | None = None
     dots: list[list[Tensor]] = [[] for _ in tangents]
     for a, b in zip(torch.split(left, size), torch.split(right, size), strict=True):
         torch.bmm(a, b, out=room.matrices[: a.shape[0]])
         rows = in_wide(room.rows[: a.shape[0]])
-        for found, (_, scores) in zip(dots, vector_dots(rows, tangents), strict=True):
-            found.append(scores)
+        for parts, (_, scores) in zip(dots, vector_dots(rows, tangents), strict=True):
+            parts.append(scores)
         total = rows.sum(0) if total is None else total.add_(rows.sum(0))
     assert total is not None
-    return total.view(shape), [
-        (slot, torch.cat(found)) for (slot, _), found in zip(tangents, dots, strict=True)
-    ]
+    pairs = [(slot, torch.cat(parts)) for (slot, _), parts in zip(tangents, dots, strict=True)]
+    return total.view(shape), pairs
 
 
 def _one_by_one(left: Sequence[Tensor], right: Sequence[Tensor], room: Room) -> Iterator[Tensor]:
@@ -247,15 +256,12 @@ def sum_and_dots(
     for vector in vectors:
         one = in_wide(vector)
         if total is None:
-            total, directions = (
-                one,
-                [same_type(direction.reshape(-1), one) for _, direction in tangents],
-            )
+            total = one
+            directions = [same_type(direction.reshape(-1), one) for _, direction in tangents]
         else:
             total += one
         dots.extend(map(one.dot, directions))
     assert total is not None
     number = len(tangents)
-    return total.view(shape), [
-        (slot, torch.stack(dots[i::number])) for i, (slot, _) in enumerate(tangents)
-    ]
+    pairs = [(slot, torch.stack(dots[i::number])) for i, (slot, _) in enumerate(tangents)]
+    return total.view(shape), pairs

@@ -1,30 +1,50 @@
 """LayerNorm, RMSNorm and GroupNorm: a normalised input times a weight, plus a bias."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.dots import in_wide, same_type, score_table, vector_dots
 from gradsight.ghost.fallback import once_differentiable
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.tangent_sources import TangentSource
 from gradsight.ghost.use import DECLINED, Use, rule
 
-Normalise = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """y = n(x) w + b: the parameters of a norm and the function n."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    normalise: Callable[[Tensor], Tensor]
+    features: int | None
+    """The number of last dimensions that the weight spans; None: one entry per channel, which is
+    dimension 1.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class NormSplit:
+    """How a LayerNorm is split by sample."""
+
+    layout: SampleLayout
+    sources: tuple[TangentSource | None, TangentSource | None]
+    """Of the weight and of the bias."""
+    eps: float
 
 
 @rule(F.layer_norm)
 def layer_norm(use: Use) -> Any:
     """y = n(x) w + b over the last dimensions: dw_i = sum of B_i n(x_i), db_i = sum of B_i."""
     x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
-    weight, bias, eps = (
-        use.argument(2, "weight"),
-        use.argument(3, "bias"),
-        use.argument(4, "eps", 1e-5),
-    )
+    weight, bias = use.argument(2, "weight"), use.argument(3, "bias")
+    eps = use.argument(4, "eps", 1e-5)
     if use.source(x) is not None:
         return DECLINED
     layout = use.layout(x.shape[: x.dim() - len(shape)])
@@ -35,14 +55,15 @@ def layer_norm(use: Use) -> Any:
         fused
         and x.dtype == weight.dtype
         and weight.requires_grad
-        and not torch.is_autocast_enabled(x.device.type)
+        and autocast_dtype(x.device.type) is None
     ):
-        sources = use.source(weight), use.source(bias)
-        split: Any = SplitLayerNorm.apply(x, weight, bias, use.probe, layout, sources, eps)  # type: ignore[no-untyped-call]
-        return split
-    return _scaled(
-        use, x, layout, weight, bias, lambda t: F.layer_norm(t, shape, None, None, eps), len(shape)
-    )
+        split = NormSplit(layout, (use.source(weight), use.source(bias)), eps)
+        return SplitLayerNorm.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
+
+    def normalise(t: Tensor) -> Tensor:
+        return F.layer_norm(t, shape, None, None, eps)
+
+    return _scaled(use, x, layout, Scaling(weight, bias, normalise, len(shape)))
 
 
 @rule(F.rms_norm)
@@ -55,69 +76,50 @@ def rms_norm(use: Use) -> Any:
     layout = use.layout(x.shape[: x.dim() - len(shape)])
     if layout is None:
         return DECLINED
-    return _scaled(
-        use, x, layout, weight, None, lambda t: F.rms_norm(t, shape, None, eps), len(shape)
-    )
+
+    def normalise(t: Tensor) -> Tensor:
+        return F.rms_norm(t, shape, None, eps)
+
+    return _scaled(use, x, layout, Scaling(weight, None, normalise, len(shape)))
 
 
 @rule(F.group_norm)
 def group_norm(use: Use) -> Any:
-    """y = n(x) w + b with one weight per channel (dimension 1) and statistics per sample and group."""
+    """y = n(x) w + b with one weight per channel, and statistics per sample and group."""
     x, groups = use.argument(0, "input"), use.argument(1, "num_groups")
-    weight, bias, eps = (
-        use.argument(2, "weight"),
-        use.argument(3, "bias"),
-        use.argument(4, "eps", 1e-5),
-    )
+    weight, bias = use.argument(2, "weight"), use.argument(3, "bias")
+    eps = use.argument(4, "eps", 1e-5)
     layout = use.layout(x.shape[:1])
     if use.source(x) is not None or layout is None:
         return DECLINED
-    return _scaled(
-        use, x, layout, weight, bias, lambda t: F.group_norm(t, groups, None, None, eps), None
-    )
+
+    def normalise(t: Tensor) -> Tensor:
+        return F.group_norm(t, groups, None, None, eps)
+
+    return _scaled(use, x, layout, Scaling(weight, bias, normalise, None))
 
 
 @rule(F.batch_norm)
 def fixed_batch_norm(use: Use) -> Any:
     """BatchNorm in evaluation mode: y = n(x) w + b with statistics that are not the batch's."""
-    x, mean, var = (
-        use.argument(0, "input"),
-        use.argument(1, "running_mean"),
-        use.argument(2, "running_var"),
-    )
-    weight, bias, eps = (
-        use.argument(3, "weight"),
-        use.argument(4, "bias"),
-        use.argument(7, "eps", 1e-5),
-    )
+    x = use.argument(0, "input")
+    mean, var = use.argument(1, "running_mean"), use.argument(2, "running_var")
+    weight, bias = use.argument(3, "weight"), use.argument(4, "bias")
+    eps = use.argument(7, "eps", 1e-5)
     layout = use.layout(x.shape[:1])
     if use.argument(5, "training", False) or use.source(x) is not None or layout is None:
         return DECLINED
-    return _scaled(
-        use,
-        x,
-        layout,
-        weight,
-        bias,
-        lambda t: F.batch_norm(t, mean, var, None, None, False, 0.0, eps),
-        None,
-    )
+
+    def normalise(t: Tensor) -> Tensor:
+        return F.batch_norm(t, mean, var, None, None, False, 0.0, eps)
+
+    return _scaled(use, x, layout, Scaling(weight, bias, normalise, None))
 
 
-def _scaled(
-    use: Use,
-    x: Tensor,
-    layout: Layout,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalise: Normalise,
-    features: int | None,
-) -> Tensor:
-    """The plain operation, scored by <sum of B_i n(x_i), Dw> + <sum of B_i, Db>.
-
-    `features` counts the last dimensions that the weight spans; None: the weight has one entry per channel, dimension 1.
-    """
-    scale, shift, batch = use.source(weight), use.source(bias), use.batch
+def _scaled(use: Use, x: Tensor, layout: SampleLayout, norm: Scaling) -> Tensor:
+    """The plain operation, scored by <sum of B_i n(x_i), Dw> + <sum of B_i, Db>."""
+    scale, shift = use.source(norm.weight), use.source(norm.bias)
+    batch, features = use.batch, norm.features
 
     def per_sample(values: Tensor) -> Tensor:
         rows = layout.rows(values, batch)
@@ -126,11 +128,11 @@ def _scaled(
         return rows.reshape(batch, -1, values.shape[-features:].numel()).sum(1)
 
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        grad, pairs = in_wide(grad), []
+        grad = in_wide(grad)
+        pairs = []
         if scale is not None:
-            pairs += vector_dots(
-                per_sample(grad * normalise(same_type(saved[0], grad))), scale.tangents()
-            )
+            normalised = norm.normalise(same_type(saved[0], grad))
+            pairs += vector_dots(per_sample(grad * normalised), scale.tangents())
         if shift is not None:
             pairs += vector_dots(per_sample(grad), shift.tangents())
         return pairs
@@ -143,19 +145,13 @@ class SplitLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        probe: Tensor,
-        layout: Layout,
-        sources: tuple[TangentSource | None, TangentSource | None],
-        eps: float,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, probe: Tensor, split: NormSplit
     ) -> Tensor:
         """The plain operation."""
-        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, split.eps)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.rest = layout, sources, probe
+        ctx.split = split
+        ctx.probe = probe
         return y
 
     @staticmethod
@@ -163,8 +159,8 @@ class SplitLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Input, weight and bias gradient, and the scores as the probe's."""
         x, mean, rstd, weight, bias = ctx.saved_tensors
-        layout, sources, probe = ctx.rest
-        need_x, *need, need_scores, _, _, _ = ctx.needs_input_grad
+        split, probe = ctx.split, ctx.probe
+        need_x, need_weight, need_bias, need_scores, _ = ctx.needs_input_grad
         dx = None
         if need_x:
             # torch's kernel reads the statistics as if they lay side by side in memory, whatever
@@ -180,15 +176,20 @@ class SplitLayerNorm(torch.autograd.Function):
             )
             dx = torch.ops.aten.native_layer_norm_backward(*parts, [True, False, False])[0]
         grad, x, mean, rstd = (
-            in_wide(layout.matrices(t, probe.shape[1])) for t in (grad, x, mean, rstd)
+            in_wide(split.layout.matrices(t, probe.shape[1])) for t in (grad, x, mean, rstd)
         )
-        sums = [
-            torch.bmm(rstd.transpose(1, 2), (x - mean).mul_(grad)).squeeze(1) if need[0] else None,
-            grad.sum(1) if need[1] else None,
-        ]
-        pairs = []
-        for source, each in zip(sources, sums, strict=True):
-            if source is not None and each is not None and need_scores:
-                pairs += vector_dots(each, source.tangents())
-        dw, db = (None if s is None else s.sum(0) for s in sums)
-        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None, None, None
+        weight_source, bias_source = split.sources
+        pairs: list[tuple[int, Tensor]] = []
+        dw = db = None
+        if need_weight:
+            sums = torch.bmm(rstd.transpose(1, 2), (x - mean).mul_(grad)).squeeze(1)
+            dw = sums.sum(0)
+            if weight_source and need_scores:
+                pairs += vector_dots(sums, weight_source.tangents())
+        if need_bias:
+            sums = grad.sum(1)
+            db = sums.sum(0)
+            if bias_source and need_scores:
+                pairs += vector_dots(sums, bias_source.tangents())
+        scores = score_table(pairs, probe) if need_scores else None
+        return dx, dw, db, scores, None

@@ -1,9 +1,11 @@
-"""Feeds the sinks off the training thread. A sink that fails is switched off; training and the
-other sinks go on.
+"""Hands numbers to the sinks off the training thread.
+
+A sink that fails is switched off; training and the other sinks go on.
 """
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gradsight.core.problems import Problems
@@ -16,27 +18,35 @@ _LONGEST = 20_000
 _PATIENCE = 60.0
 """Seconds a sink gets to take what is left when the run ends."""
 
-Entry = tuple[str, Any, int]
-"""Name (empty: the value is a mapping of names), value or histogram, step."""
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Scalars of a step, or one histogram."""
+
+    step: int
+    scalars: Mapping[str, float]
+    histogram: Histogram | None = None
+    name: str = ""
+    """The histogram's."""
 
 
-class Feed:
-    """A queue in front of the sinks."""
+class SinkQueue:
+    """Numbers on their way to the sinks."""
 
     def __init__(self, sinks: list[Any], problems: Problems) -> None:
         self._sinks = sinks
         self._problems = problems
-        self._queue: list[Entry] = []
+        self._queue: list[_Entry] = []
         self._lock = threading.RLock()  # a signal may close a watch while this is held
         self._worker = Worker("gradsight-sinks", self._drain, _PERIOD)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Numbers of one step."""
-        self._put(("", values, step))
+        self._put(_Entry(step, values))
 
     def histogram(self, name: str, histogram: Histogram, step: int) -> None:
         """A histogram."""
-        self._put((name, histogram, step))
+        self._put(_Entry(step, {}, histogram, name))
 
     def close(self) -> None:
         """Hand over what is left and close the sinks."""
@@ -50,7 +60,8 @@ class Feed:
             if hasattr(sink, "close"):
                 self._try(sink, sink.close)
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: _Entry) -> None:
+        # Training never waits for a sink, whatever network is behind it.
         with self._lock:
             if len(self._queue) < _LONGEST:
                 self._queue.append(entry)
@@ -61,13 +72,17 @@ class Feed:
 
     def _drain(self) -> None:
         with self._lock:
-            batch, self._queue = self._queue, []
-        for name, value, step in batch:
-            for sink in list(self._sinks):
-                if not name:
-                    self._try(sink, log_scalars, sink, value, step)
-                elif hasattr(sink, "log_histogram"):
-                    self._try(sink, sink.log_histogram, name, value, step)
+            batch = self._queue
+            self._queue = []
+        for entry in batch:
+            for sink in list(self._sinks):  # a copy: one that fails is removed on the way
+                self._hand_over(sink, entry)
+
+    def _hand_over(self, sink: Any, entry: _Entry) -> None:
+        if entry.histogram is None:
+            self._try(sink, log_scalars, sink, entry.scalars, entry.step)
+        elif hasattr(sink, "log_histogram"):
+            self._try(sink, sink.log_histogram, entry.name, entry.histogram, entry.step)
 
     def _try(self, sink: Any, action: Any, *args: Any) -> None:
         try:

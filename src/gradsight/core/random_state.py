@@ -1,0 +1,124 @@
+# mypy: allow-untyped-calls
+"""The states of random generators: torch's, numpy's, Python's, and those that modules hold."""
+
+import pickle
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+RandomSource = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""What a module may hold as an attribute and draw from."""
+
+
+def device_state(device: torch.device) -> Tensor:
+    """The state of torch's generator for a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+def set_device_state(device: torch.device, state: Tensor) -> None:
+    """Put torch's generator for a device into a state."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def torch_states(*, current_device_only: bool = False) -> dict[str, Tensor]:
+    """The states of torch's generators, by device: "cpu", "cuda:0"."""
+    states = {"cpu": torch.get_rng_state()}
+    # Asking for CUDA's states initialises CUDA, which costs memory and forbids forking.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        numbers = range(torch.cuda.device_count())
+        if current_device_only:
+            numbers = range(torch.cuda.current_device(), torch.cuda.current_device() + 1)
+        for number in numbers:
+            states[f"cuda:{number}"] = torch.cuda.get_rng_state(number)
+    return states
+
+
+def set_torch_states(states: Mapping[str, Tensor]) -> None:
+    """Put torch's generators into these states; those of devices that are not here are left out."""
+    for device, state in states.items():
+        if device == "cpu" or torch.cuda.is_available():
+            set_device_state(torch.device(device), state)
+
+
+def random_sources(model: nn.Module) -> dict[str, RandomSource]:
+    """The generators that modules hold as attributes, by dotted name."""
+    return {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+        if _is_source(value.__class__)
+    }
+
+
+@lru_cache(maxsize=4096)
+def _is_source(kind: type) -> bool:
+    # By type and remembered: the ghost engine asks for every attribute of every module at each step.
+    return issubclass(kind, RandomSource)
+
+
+def source_state(source: RandomSource) -> Any:
+    """The state of one generator, whatever its kind."""
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    if isinstance(source, random.Random):
+        return source.getstate()
+    return source.get_state()
+
+
+def set_source_state(source: RandomSource, state: Any) -> None:
+    """Put one generator into a state that `source_state` gave."""
+    if isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif isinstance(source, random.Random):
+        source.setstate(state)
+    else:
+        source.set_state(state)
+
+
+def as_bytes(state: Any) -> bytes:
+    """A generator's state as bytes, to be compared.
+
+    >>> as_bytes(torch.get_rng_state()) == as_bytes(torch.get_rng_state())
+    True
+    """
+    if isinstance(state, Tensor):
+        return state.numpy().tobytes()
+    return pickle.dumps(state)
+
+
+@contextmanager
+def drawing_again(states: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """The same random numbers as from these states; afterwards torch's generators are as found."""
+    if states is None:
+        yield
+        return
+    before = {device: device_state(torch.device(device)) for device in {"cpu", *states}}
+    try:
+        set_torch_states(states)
+        yield
+    finally:
+        set_torch_states(before)
+
+
+@contextmanager
+def randomness_kept(model: nn.Module | None = None) -> Iterator[None]:
+    """Leave every generator as it was: torch's, numpy's, Python's, and those the model holds."""
+    sources = [] if model is None else list(random_sources(model).values())
+    with ExitStack() as stack:
+        stack.callback(set_torch_states, torch_states())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(random.setstate, random.getstate())
+        for source in sources:
+            stack.callback(set_source_state, source, source_state(source))
+        yield

@@ -1,0 +1,48 @@
+"""Text on a terminal: colour, and lines of a width. No torch."""
+
+import os
+import re
+from typing import TextIO
+
+from rich.cells import cell_len, set_cell_size
+
+BOLD = "1"
+GREEN = "32"
+RED = "31"
+YELLOW = "33"
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def tinted(text: str, code: str, colour: bool) -> str:
+    """Text in the colour of a terminal's code, such as "1;31" for bold red; plain without colour.
+
+    >>> tinted("fine", GREEN, True), tinted("fine", GREEN, False)
+    ('\\x1b[32mfine\\x1b[0m', 'fine')
+    """
+    if not colour or not text:
+        return text
+    return f"\033[{code}m{text}\033[0m"
+
+
+def one_line(text: str) -> str:
+    """Text on one line; a sample's text is a stranger's, so what could move the cursor is a dot."""
+    line = re.sub(r"\s*\n\s*", "⏎", text.strip(" \t")).replace("\t", " ")
+    return "".join(sign if sign.isprintable() else "·" for sign in line)
+
+
+def shortened(text: str, width: int) -> str:
+    """Text on one line of exactly this width, whose end is cut off or filled up.
+
+    >>> shortened("if x:\\n\\treturn \\x1b[31mred", 30).rstrip()
+    'if x:⏎return ·[31mred'
+    >>> shortened("abcdefgh", 5)
+    'abcd…'
+    """
+    line = one_line(text)
+    if cell_len(line) <= width:
+        return set_cell_size(line, width)
+    return set_cell_size(line, width - 1) + "…"
