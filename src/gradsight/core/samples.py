@@ -29,7 +29,7 @@ class NotSeparable(GradsightError):
     """Samples cannot be taken apart in this model, or are not independent in it."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class ModelCall:
     """One call of the model: its arguments, and where the samples are in them."""
 
