@@ -10,10 +10,9 @@ import pytest
 from gradsight.show.markdown import report
 from gradsight.show.summary import summarize
 from gradsight.values.diagnoses import Incident
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
-from gradsight.values.problems import Problem
 from gradsight.values.steps import ParameterStat, Step
 
 WARNING = Finding("GS201", "spike", "warning", (), 1, "seen", "a spike", "look", "")

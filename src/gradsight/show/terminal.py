@@ -5,7 +5,7 @@ import textwrap
 from gradsight.show.text import BOLD, GREEN, RED, YELLOW, tinted
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SIGNS, HealthReport, headline
-from gradsight.values.texts import listed
+from gradsight.values.plain import listed
 from gradsight.values.wording import describe
 
 _WIDTH = 79

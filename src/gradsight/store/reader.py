@@ -20,10 +20,9 @@ from gradsight.store.scores import all_scores, read_scores, score_files
 from gradsight.store.store import recover
 from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.diagnoses import Incident
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
-from gradsight.values.problems import Problem
 from gradsight.values.scores import SampleScore
 from gradsight.values.steps import ParameterStat, Scalar, Step
 
@@ -152,6 +151,7 @@ class Run:
 
     def scores(self) -> Iterator[SampleScore]:
         """Every training sample's score, as the ghost engine saved them."""
+        # File by file: all scores of a long run would not fit into memory as records.
         for file in score_files(self.path):
             for row in read_scores(file).to_pylist():
                 yield SampleScore(**row)
@@ -234,6 +234,7 @@ def _finish_killed_run(path: Path) -> None:
     if not _has_bytes(tail) or not os.access(tail, os.W_OK) or not os.access(path, os.W_OK):
         return
     descriptor = os.open(tail, os.O_RDWR)
+    # Whoever writes the run holds this lock, so that getting it proves that nobody does.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         connection = sqlite3.connect(path / rundir.RECORD, timeout=10)

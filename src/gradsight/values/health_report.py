@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsight.values.findings import PRECISION, RANKS_AND_DATA, TREND, WIRING, Finding
-from gradsight.values.plain import plain
-from gradsight.values.texts import counted, listed, quoted
+from gradsight.values.plain import counted, listed, plain, quoted
 from gradsight.values.wording import describe
 
 SEVERITIES = ("healthy", "warning", "critical")
