@@ -130,7 +130,9 @@ def means(groups: npt.NDArray[Any], values: Floats, count: int) -> Floats:
     return quotients
 
 
-def influence(table: "pyarrow.Table", target: str | None = None, *, raw: bool = False) -> Influence:
+def influence_of(
+    table: "pyarrow.Table", target: str | None = None, *, raw: bool = False
+) -> Influence:
     """The influence of a table of scores on one target.
 
     By default scores are normalised by step, and the unsettled beginning does not count.

@@ -13,7 +13,7 @@ from gradsight.values.health_report import markdown_sections
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import listed, quoted
 from gradsight.values.steps import Step
-from gradsight.values.wording import describe
+from gradsight.values.wording import diagnosis_lines
 
 _MOST_ROWS = 40
 _MOST_STEPS = 8
@@ -28,7 +28,7 @@ def no_text(sample_id: str) -> str | None:
     return None
 
 
-def report(summary: Summary, text_of: TextOf = no_text) -> str:
+def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     """The whole report as markdown; text_of gives the samples' text, where it is known."""
     sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
     settings = summary.config.get("settings", {}).get("watch", {})
@@ -196,7 +196,7 @@ def _incidents(summary: Summary) -> list[str]:
         lines.append(f"- step {incident.step}, {incident.code}: {what} (`{place}`{again})")
         if incident.diagnosis is not None and place not in said:
             # Markdown is wrapped by whoever shows it.
-            lines += [f"  - {line}" for line in describe(incident.diagnosis, width=10_000)]
+            lines += [f"  - {line}" for line in diagnosis_lines(incident.diagnosis, width=10_000)]
     return lines
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
-from gradsight.show.influence import Influence, influence
+from gradsight.show.influence import Influence, influence_of
 from gradsight.values.diagnoses import Incident
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import (
@@ -155,7 +155,7 @@ def _samples(run: ReadableRun) -> tuple[Influence | None, list[Problem]]:
     table, troubles = scores
     samples = None
     try:
-        samples = influence(table)
+        samples = influence_of(table)
     except GradsightError as error:
         troubles = [*troubles, f"the samples' scores cannot be shown: {error}"]
     return samples, [Problem("scores", text, 0, 1) for text in troubles]

@@ -15,7 +15,7 @@ from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
-from gradsight.store.run_files import read_config
+from gradsight.store.run_files import read_run_config
 from gradsight.store.scores import all_scores, read_scores, score_files
 from gradsight.store.store import recover
 from gradsight.store.tables import PackedStats, records_table, stats_table
@@ -71,7 +71,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What config.json says; empty where there is none."""
-        return read_config(self.path)
+        return read_run_config(self.path)
 
     def steps(self) -> Iterator[Step]:
         """Every optimizer step."""

@@ -44,7 +44,7 @@ _STEPPED = ("steps", "stats", "histograms", "scalars", "records")
 _OWN_COLUMNS = ("loss", "lr")
 
 
-def prepare(connection: sqlite3.Connection, path: Path) -> None:
+def create_tables(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables in an empty file; refuse one that is not ours or too new."""
     # With the default pages of 4 KiB a long run took half as much again on the disk.
     connection.execute("PRAGMA page_size = 16384")

@@ -291,7 +291,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         # The thread writes, and whoever closes or flushes: one at a time, under a lock of ours.
         connection = sqlite3.connect(file, check_same_thread=False, timeout=10)
-        schema.prepare(connection, file)
+        schema.create_tables(connection, file)
     except sqlite3.DatabaseError as error:
         raise RunError(
             f"{file} cannot be opened: {error}. Move it away to start this run anew"

@@ -14,7 +14,7 @@ _SAMPLES = 3
 _NOTES = 3
 
 
-def describe(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
+def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     """The operation, its inputs, the samples, what could not be found out, and what it took."""
     several = diagnosis.micro_batches > 1
     lines: list[str] = []
