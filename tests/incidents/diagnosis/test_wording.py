@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gradsight.incidents.diagnosis.diagnose import diagnose
+from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
 from gradsight.values.wording import describe
 from incidents.diagnosis.capture import step
@@ -80,7 +80,9 @@ def test_real_diagnoses_fit() -> None:
     torch.manual_seed(0)
     model = Body(nn.Sequential(Length()))
     passes, loss = step(model, [rows((11, 0.0))], squared)
-    lines = describe(diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss))
+    lines = describe(
+        diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
+    )
     assert lines[0].startswith("sqrt in faults.py:")
     assert lines[-2] == "sample 11: gradient not finite, alone too"
     assert max(map(len, lines)) <= 80
