@@ -7,6 +7,7 @@ coefficient; if not, there is no such number.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -132,21 +133,20 @@ SAMPLED = 64
 """Entries of each gradient that a `ClipMeter` looks at."""
 
 
+@dataclass(frozen=True, slots=True)
 class ClipReading:
     """The clip coefficient of one step, on its way from the device."""
 
-    __slots__ = ("_look", "_probe", "_scale")
-
-    def __init__(self, look: NormsLook, probe: ClipProbe, scale: Tensor | None) -> None:
-        self._look = look
-        self._probe = probe
-        self._scale = scale
+    look: NormsLook
+    probe: ClipProbe
+    scale: Tensor | None
+    """The loss scale that the look still saw."""
 
     def coefficient(self) -> float | None:
         """What the optimizer used / the gradient; None where there is no such number."""
-        self._look.read()
-        scale = 1.0 if self._scale is None else float(self._scale)
-        return self._probe.coefficient(self._look, scale)
+        self.look.read()
+        scale = 1.0 if self.scale is None else float(self.scale)
+        return self.probe.coefficient(self.look, scale)
 
 
 class ClipMeter:
