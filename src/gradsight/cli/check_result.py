@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from gradsight.core import rundir
 from gradsight.errors import RunError
-from gradsight.show.markdown import report
+from gradsight.show.markdown import report_text
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
@@ -109,10 +109,10 @@ class Outcome:
     def write(self, folder: Path) -> None:
         """report.md in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / rundir.CHECK).write_text(json.dumps(self.to_dict(), indent=1))
+        write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
         for name, summary in self.runs.items():
             place = folder if name == next(iter(self.runs)) else folder / name
-            write_report(place / rundir.REPORT, report(summary) + script_section(self.notes()))
+            write_report(place / rundir.REPORT, report_text(summary) + script_section(self.notes()))
         if not self.runs:
             write_report(
                 folder / rundir.REPORT,

@@ -1,10 +1,9 @@
-"""gradsight memory: what a training step takes, what checkpointing saves, and whether the gradients
-stay the same.
-"""
+"""gradsight memory: a training step's peak, what checkpointing saves, and if gradients stay."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ from gradsight.errors import UsageError
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train.models import architecture, training_step
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
-from gradsight.values.sizes import gigabytes
+from gradsight.values.sizes import format_size, gigabytes, parse_size
 
 app = App(
     name="memory",
@@ -47,7 +46,7 @@ Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "none"]
 
 @Parameter(name="*", name_transform=lambda name: name)
 @dataclass(frozen=True)
-class Step:
+class StepOptions:
     """The training step in question."""
 
     architecture: str | None = None
@@ -65,7 +64,9 @@ class Step:
 
     @property
     def optimizer_name(self) -> str | None:
-        return None if self.optimizer == "none" else self.optimizer
+        if self.optimizer == "none":
+            return None
+        return self.optimizer
 
     def build(self, place: str | None, architecture: str | None = None) -> Callable[[], Any]:
         """The build function of a file, or of a built-in model."""
@@ -77,7 +78,8 @@ class Step:
         if place is not None:
             if self.batch_size or self.block_size:
                 raise UsageError(
-                    "--batch_size and --block_size are for --architecture; file.py:build makes its own batch"
+                    "--batch_size and --block_size are for --architecture; file.py:build makes its "
+                    "own batch"
                 )
             return load_build(place)
         assert name is not None
@@ -86,16 +88,26 @@ class Step:
         )
 
     def title(self, place: str | None) -> str:
-        """What the step is called in the output."""
+        """The step's name in the output."""
         if place is not None:
             return place
         assert self.architecture is not None
-        shape = architecture(self.architecture)
-        batch, length = self.batch_size or shape.batch_size, self.block_size or shape.block_size
+        batch, length = self.batch_shape(self.architecture)
         return f"{self.architecture}, batch {batch} x {length} tokens"
 
+    def batch_shape(self, name: str) -> tuple[int, int]:
+        """Samples and tokens in a batch of a built-in model."""
+        shape = architecture(name)
+        return self.batch_size or shape.batch_size, self.block_size or shape.block_size
 
-DEFAULT = Step()
+    def sized(self, name: str, batch_size: int) -> Callable[[], Any]:
+        """The build function of a built-in model with another batch size."""
+        return training_step(
+            name, batch_size=batch_size, block_size=self.block_size, dropout=self.dropout
+        )
+
+
+DEFAULT = StepOptions()
 Place = Annotated[
     str | None,
     Parameter(
@@ -110,11 +122,10 @@ def verify(
     /,
     *,
     policy: Policy = "full",
-    step: Step = DEFAULT,
+    step: StepOptions = DEFAULT,
     run_dir: Path | None = None,
 ) -> int:
-    """Run a step plain and checkpointed: both peaks, and whether the gradients are bit for bit the
-    same.
+    """Run a step plain and checkpointed: both peaks, and whether gradients stay bit for bit.
 
     Exits 0 where memory went down and nothing else changed, else 2.
 
@@ -133,12 +144,15 @@ def verify(
     if run_dir is not None:
         with MetricsTracker(run_dir) as tracker:
             tracker.log_scalars(report.scalars(), step=0)
-    return 0 if report.passed else FAILED
+    if not report.passed:
+        return FAILED
+    return 0
 
 
 def show_report(console: Console, report: CheckpointingReport) -> None:
-    """The block of results."""
+    """Print both peaks, what was saved, and the verdict."""
     saved = report.baseline_bytes - report.optimized_bytes
+    same = SAME if report.gradients_identical else "[red]NOT the same[/]"
     console.print()
     console.print("RESULTS", style="bold")
     console.print(Rule(characters="=", style="dim"))
@@ -149,7 +163,7 @@ def show_report(console: Console, report: CheckpointingReport) -> None:
         ("Memory reduction:", f"{gigabytes(saved)} ({report.reduction:.1%})"),
         ("Ceiling:", f"{report.ceiling:.1%} of the baseline's peak are activations"),
         ("Extra operations:", f"{report.extra_flops:.1%} of the plain step's"),
-        ("Gradients and state:", SAME if report.gradients_identical else "[red]NOT the same[/]"),
+        ("Gradients and state:", same),
     ):
         console.print(f"  {name:<24} {value}", highlight=False)
     console.print()
@@ -185,30 +199,49 @@ def predict(
     memory: Annotated[
         str | None, Parameter(help="Also find the largest batch that fits, for example 24GB.")
     ] = None,
-    step: Step = DEFAULT,
+    step: StepOptions = DEFAULT,
 ) -> int:
-    """Predict the peak of a step with and without checkpointing: nothing is computed, no GPU is
-    needed.
+    """Predict a step's peak with and without checkpointing: nothing is computed, no GPU is needed.
 
     Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that
     fits.
     """
-    from gradsight.values.sizes import parse_size
-
     limit = None if memory is None else parse_size(memory)
     if limit is not None and build is not None:
         raise UsageError(
-            "--memory looks for a batch size, and file.py:build makes its own batch: use --architecture"
+            "--memory looks for a batch size, and file.py:build makes its own batch: "
+            "use --architecture"
         )
-    names = [step.architecture] if build is not None or step.architecture else list(SHOWN)
+    names: list[str | None] = [step.architecture]
+    if build is None and not step.architecture:
+        names = list(SHOWN)
+    options = PredictionOptions(policy, device, limit, step)
     console = Console()
-    rows = [predicted_row(console, build, name, policy, device, limit, step) for name in names]
-    show_predictions(console, rows, limit, f"{device}, optimizer {step.optimizer}, policy {policy}")
+    rows = []
+    for name in names:
+        made = step.build(build, name)
+        with working(console, f"Predicting {build or name}"):
+            rows.append(predicted_row(options, made, name, title=build or str(name)))
+    show_predictions(console, rows, options)
     return 0
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictionOptions:
+    """What is predicted of every model of a table."""
+
+    policy: str
+    device: Device
+    limit: int | None
+    """Bytes for which the largest batch is looked for; None: it is not."""
+    step: StepOptions
+
+    def __str__(self) -> str:
+        return f"{self.device}, optimizer {self.step.optimizer}, policy {self.policy}"
+
+
+@dataclass(frozen=True)
+class PredictedRow:
     """One line of the table of predictions."""
 
     model: str
@@ -216,116 +249,135 @@ class Row:
     batch: str
     plain: MemoryUse
     checkpointed: MemoryUse
-    largest: tuple[int, int] | None
+    largest: tuple[int, int] | None = None
+    """The largest batch that fits, plain and checkpointed, where that was asked for."""
 
 
 def predicted_row(
-    console: Console,
-    place: str | None,
-    name: str | None,
-    policy: str,
-    device: Device,
-    limit: int | None,
-    step: Step,
-) -> Row:
-    """Predict one model, plain and checkpointed."""
-    from gradsight.memory.predict import count_parameters, largest_batch, predict_peak_memory
+    options: PredictionOptions, build: Callable[[], Any], name: str | None, *, title: str
+) -> PredictedRow:
+    """Predict one model, plain and checkpointed; `name` is that of a built-in one."""
+    from gradsight.memory.predict import count_parameters, predict_peak_memory
 
-    made, optimizer = step.build(place, name), step.optimizer_name
-    with working(console, f"Predicting {place or name}"):
-        plain = predict_peak_memory(made, optimizer=optimizer, device=device)
-        checkpointed = predict_peak_memory(made, policy=policy, optimizer=optimizer, device=device)
-        largest = None
-        if limit is not None and name is not None:
-
-            def sized(size: int) -> Callable[[], Any]:
-                return training_step(
-                    name, batch_size=size, block_size=step.block_size, dropout=step.dropout
-                )
-
-            sizes = [
-                largest_batch(sized, limit, policy=p, optimizer=optimizer, device=device)
-                for p in (None, policy)
-            ]
-            largest = sizes[0], sizes[1]
-    batch = "" if name is None else _batch_text(name, step)
-    return Row(place or str(name), count_parameters(made), batch, plain, checkpointed, largest)
+    optimizer = options.step.optimizer_name
+    plain = predict_peak_memory(build, optimizer=optimizer, device=options.device)
+    checkpointed = predict_peak_memory(
+        build, policy=options.policy, optimizer=optimizer, device=options.device
+    )
+    parameters = count_parameters(build)
+    if name is None:
+        return PredictedRow(title, parameters, "", plain, checkpointed)
+    samples, tokens = options.step.batch_shape(name)
+    return PredictedRow(
+        title,
+        parameters,
+        f"{samples}x{tokens}",
+        plain,
+        checkpointed,
+        largest_batches(options, name),
+    )
 
 
-def _batch_text(name: str, step: Step) -> str:
-    shape = architecture(name)
-    return f"{step.batch_size or shape.batch_size}x{step.block_size or shape.block_size}"
+def largest_batches(options: PredictionOptions, name: str) -> tuple[int, int] | None:
+    """The largest batches of a built-in model that fit, plain and checkpointed."""
+    from gradsight.memory.predict import largest_batch
+
+    if options.limit is None:
+        return None
+    plain, checkpointed = [
+        largest_batch(
+            partial(options.step.sized, name),
+            options.limit,
+            policy=policy,
+            optimizer=options.step.optimizer_name,
+            device=options.device,
+        )
+        for policy in (None, options.policy)
+    ]
+    return plain, checkpointed
 
 
-def show_predictions(console: Console, rows: list[Row], limit: int | None, what: str) -> None:
-    """The table of predictions, and what it does not know."""
-    from gradsight.values.sizes import format_size
-
+def show_predictions(
+    console: Console, rows: list[PredictedRow], options: PredictionOptions
+) -> None:
+    """Print the table of predictions, and what it does not know."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("model", overflow="fold")
     for name in ("params", "batch", "plain", "checkpointed", "saved", "ceiling"):
         table.add_column(name, justify="right")
-    if limit is not None:
+    if options.limit is not None:
         table.add_column("largest batch", justify="right")
     for row in rows:
-        saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
-        peaks = [format_size(use.peak_bytes) for use in (row.plain, row.checkpointed)]
-        shares = f"{saved:.1%}", f"{row.plain.activation_share:.1%}"
-        largest = [f"{row.largest[0]} → {row.largest[1]}"] if row.largest else []
-        table.add_row(row.model, _count(row.parameters), row.batch, *peaks, *shares, *largest)
+        table.add_row(*_cells(row))
     console.print()
     console.print(table)
-    fits = (
-        ""
-        if limit is None
-        else f" Largest batch: that fits {format_size(limit)}, plain and checkpointed."
-    )
-    text = f"Predicted for {what}. Ceiling: activations' share of the plain peak.{fits}"
+    text = f"Predicted for {options}. Ceiling: activations' share of the plain peak."
+    if options.limit is not None:
+        fits = format_size(options.limit)
+        text += f" Largest batch: that fits {fits}, plain and checkpointed."
     console.print(f"\n[dim]{text}[/]", highlight=False)
     for note in dict.fromkeys(note for row in rows for note in row.plain.notes):
         console.print(f"[dim]- {escape(note)}[/]", highlight=False)
 
 
+def _cells(row: PredictedRow) -> list[str]:
+    """The row's texts, column by column."""
+    saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
+    cells = [
+        row.model,
+        _count(row.parameters),
+        row.batch,
+        format_size(row.plain.peak_bytes),
+        format_size(row.checkpointed.peak_bytes),
+        f"{saved:.1%}",
+        f"{row.plain.activation_share:.1%}",
+    ]
+    if row.largest is not None:
+        cells.append(f"{row.largest[0]} → {row.largest[1]}")
+    return cells
+
+
 def _count(number: int) -> str:
-    return f"{number / 1e6:.1f}M" if number < 1e9 else f"{number / 1e9:.2f}B"
+    """A number of parameters, in millions or billions."""
+    if number < 1e9:
+        return f"{number / 1e6:.1f}M"
+    return f"{number / 1e9:.2f}B"
 
 
 @app.command
 def plan(
-    build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: Step = DEFAULT
+    build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: StepOptions = DEFAULT
 ) -> int:
     """Choose what every block recomputes so that the step fits the budget at the least extra work.
 
     Exits 2 with the smallest reachable peak where nothing fits.
     """
-    from gradsight.values.sizes import parse_size
-
-    parse_size(budget)
+    parse_size(budget)  # a wrong size is refused before the model is built
     made = step.build(build)
     from gradsight.memory.plan import plan_checkpointing
 
     console = Console()
     with working(console, f"Planning {step.title(build)} for {budget}"):
-        found = plan_checkpointing(made, budget, optimizer=step.optimizer_name, device=device)
-    show_plan(console, found)
+        chosen = plan_checkpointing(made, budget, optimizer=step.optimizer_name, device=device)
+    show_plan(console, chosen)
     return 0
 
 
-def show_plan(console: Console, found: CheckpointingPlan) -> None:
-    """The plan, and the two lines of code that apply it."""
+def show_plan(console: Console, chosen: CheckpointingPlan) -> None:
+    """Print the plan, and the two lines of code that apply it."""
     console.print()
     for name, value in (
-        ("Budget:", gigabytes(found.budget_bytes)),
-        ("Without checkpointing:", gigabytes(found.baseline_bytes)),
-        ("With this plan:", f"{gigabytes(found.predicted_bytes)} predicted for {found.device}"),
-        ("Extra operations:", f"{found.extra_flops:.1%} of the plain step's"),
-        ("Blocks:", f"{len(found.blocks)}, {found.blocks[0]} to {found.blocks[-1]}"),
-        ("Plan:", found.policy),
+        ("Budget:", gigabytes(chosen.budget_bytes)),
+        ("Without checkpointing:", gigabytes(chosen.baseline_bytes)),
+        ("With this plan:", f"{gigabytes(chosen.predicted_bytes)} predicted for {chosen.device}"),
+        ("Extra operations:", f"{chosen.extra_flops:.1%} of the plain step's"),
+        ("Blocks:", f"{len(chosen.blocks)}, {chosen.blocks[0]} to {chosen.blocks[-1]}"),
+        ("Plan:", chosen.policy),
     ):
         console.print(f"  {name:<24} {escape(value)}", highlight=False)
     console.print("\n  Apply it with:\n", highlight=False)
     console.print("    from gradsight import apply_checkpointing", style="cyan", highlight=False)
-    line = f'    apply_checkpointing(model, "{found.policy}")'
+    line = f'    apply_checkpointing(model, "{chosen.policy}")'
     console.print(line, style="cyan", highlight=False, soft_wrap=True, markup=False)
 
 

@@ -28,7 +28,9 @@ _TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step; None where there is none."""
     found = [
-        path for path in (run_dir / rundir.CHECKPOINTS).glob("step_*") if (path / _FACTS).is_file()
+        path
+        for path in (run_dir / rundir.CHECKPOINTS).glob(rundir.CHECKPOINT_FOLDERS)
+        if (path / _FACTS).is_file()
     ]
     return max(found, key=_step, default=None)
 
@@ -51,7 +53,7 @@ def save(
         for rank, one in enumerate(processes.gather(state) or ()):
             tensors[f"rng/{rank}/{kind}"] = one
     if processes.first:
-        folder = run_dir / rundir.CHECKPOINTS / f"step_{facts['step']:06d}"
+        folder = run_dir / rundir.CHECKPOINTS / rundir.checkpoint_folder(facts["step"])
         try:
             _write(folder, tensors, facts)
         except (
@@ -60,7 +62,7 @@ def save(
         ) as error:  # a full disk must not end what the checkpoint was to protect
             fault = f"the checkpoint {folder} cannot be written: {error}. "
             fault += "Training goes on; the one before stays"
-        for old in sorted(folder.parent.glob("step_*"), key=_step)[:-keep]:
+        for old in sorted(folder.parent.glob(rundir.CHECKPOINT_FOLDERS), key=_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     processes.wait()
     return fault

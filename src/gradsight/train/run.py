@@ -20,7 +20,7 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.show.markdown import report
+from gradsight.show.markdown import report_text
 from gradsight.show.summary import summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
@@ -297,7 +297,7 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
-        write_report(run.run_dir / rundir.REPORT, report(summary, SampleTexts(run.run_dir)))
+        write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
         for name, value in run.memory.items():
             if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb")):
                 run.progress.say(f"{name}: {value:.3f}")

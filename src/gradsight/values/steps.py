@@ -10,7 +10,8 @@ from gradsight.errors import UsageError
 class Schedule:
     """When something is due: from start_step to end_step (inclusive), every step_interval steps.
 
-    >>> [step for step in range(12) if Schedule(start_step=2, end_step=9, step_interval=3).due(step)]
+    >>> schedule = Schedule(start_step=2, end_step=9, step_interval=3)
+    >>> [step for step in range(12) if schedule.due(step)]
     [2, 5, 8]
     """
 
@@ -33,12 +34,28 @@ class Schedule:
         return (step - self.start_step) % self.step_interval == 0
 
 
-def block_of(name: str) -> str:
-    """The block a parameter belongs to: its name up to the first number in it, or else without its
-    last part.
+@dataclass(frozen=True, slots=True)
+class CloserLooks:
+    """When the judge wants details: early and often at first, then every 50 steps.
 
-    >>> block_of("transformer.h.0.attn.c_attn.weight"), block_of("transformer.wte.weight"), block_of("weight")
-    ('transformer.h.0', 'transformer.wte', 'weight')
+    Most faults of a set-up show at once.
+    """
+
+    first_step: int
+
+    def due(self, step: int) -> bool:
+        """Whether this step is looked at closely."""
+        made = step - self.first_step
+        return made % 50 == 0 or made in (1, 2, 4, 8, 16, 24, 32)
+
+
+def block_of(name: str) -> str:
+    """The block of a parameter: its name up to the first number, or else without its last part.
+
+    >>> block_of("transformer.h.0.attn.c_attn.weight"), block_of("transformer.wte.weight")
+    ('transformer.h.0', 'transformer.wte')
+    >>> block_of("weight")
+    'weight'
     """
     parts = name.split(".")
     for position, part in enumerate(parts):
@@ -59,12 +76,21 @@ class Parameter:
     """Further names of the same tensor (tied weights)."""
 
 
+TRUE_GRADIENT = "true"
+"""Accumulated over micro-batches, reduced over ranks, unscaled, before clipping."""
+LATE_GRADIENT = "at the optimizer"
+"""Seen only when the optimizer stepped, so possibly clipped already."""
+LOCAL_GRADIENT = "not reduced over ranks"
+NO_GRADIENT = "none seen"
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One optimizer step.
 
-    `gradient` says what the numbers of this step are measured on: "true" is the gradient accumulated over micro-batches,
-    reduced over ranks, unscaled, before clipping; anything else names what is different.
+    `gradient` says what the numbers of this step are measured on: "true" is the gradient
+    accumulated over micro-batches, reduced over ranks, unscaled, before clipping; anything else
+    names what is different.
     """
 
     step: int
@@ -75,14 +101,12 @@ class Step:
     total_norm: float | None = None
     """L2 norm over all parameters; None where no gradient was seen or statistics were not due."""
     clip_coef: float | None = None
-    """What the optimizer used, divided by the gradient; 1 without clipping, None where that is not
-    one number.
-    """
+    """What the optimizer used, divided by the gradient; None where that is not one number."""
     scale: float | None = None
     """The loss scale of automatic mixed precision; None without a GradScaler."""
     skipped: bool = False
     """Whether the GradScaler left this step out."""
-    gradient: str = "true"
+    gradient: str = TRUE_GRADIENT
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Whatever else was logged for this step."""
 
