@@ -46,6 +46,7 @@ class Session:
         self._known: list[dict[str, Any]] = []
         self._made: dict[int, int] = {}
         moments.listen(self)
+        # Counted by the global hook: the optimizer may be stepped before anything is watched.
         register_optimizer_step_post_hook(self._stepped)
         os.register_at_fork(after_in_child=self._let_go)
 

@@ -91,6 +91,7 @@ class Baseline:
     def _refresh(self, rows: Floats) -> None:
         self._bounds = {}
         self.median = np.median(rows, axis=0)
+        # The median distance, not a standard deviation: one spike must not widen what is usual.
         deviation = np.median(np.abs(rows - self.median), axis=0)
         self.spread = np.maximum(NORMAL * deviation, LEAST_SPREAD)
 
@@ -104,6 +105,7 @@ def logarithms(l2: Floats, total: float, ordinary: bool = False) -> Floats:
     >>> logarithms(np.array([1.0, 0.0]), 1.0).tolist()
     [0.0, -100.0, 0.0]
     """
+    # The total is a column like the others, so that one comparison serves all of them.
     result = np.empty(len(l2) + 1)
     result[:-1], result[-1] = l2, total
     if ordinary:

@@ -74,6 +74,7 @@ class Judge:
             self._run("look", patient)
         if window.steps_seen % _STRETCH == 0 or not patient:
             self._run("stretch", patient)
+        # Entered after the checks have looked: a step is compared with its past, not with itself.
         if measured.norms is not None:
             finite = measured.finite and isfinite(measured.norms.total)
             window.baseline.enter(window.logarithms, finite)
@@ -134,6 +135,7 @@ class Judge:
         """The checks whose signals have been seen; asked for at every step, so remembered until
         there is a new signal.
         """
+        # Signals only ever come, so their number tells whether there is a new one.
         seen, able = self._ready.get(when, (-1, []))
         signals = self.window.signals
         if seen != len(signals):

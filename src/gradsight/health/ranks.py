@@ -64,6 +64,7 @@ class RankComparer:
         try:
             if self._norms.failure is not None:
                 raise self._norms.failure
+            # Gathered without waiting: ranks may be steps apart, and training must not feel it.
             self._leaving.append((step, self._rows, self._norms.take()))
             self._look_at(step + 1)
             self._send()

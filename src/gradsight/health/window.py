@@ -189,6 +189,7 @@ class Window:
             return
         if not comparison.always.all():
             self.rank_looks.append(comparison)
+        # Over the same parameters at every step: other rows would make a jump of their own.
         whole = np.linalg.norm(norms[:, comparison.always], axis=1)
         self.rank_steps.append(comparison.step)
         self.rank_logarithms.append(np.log(np.maximum(whole, NOTHING)))
@@ -214,6 +215,7 @@ class Window:
             self.received[rows] = True
             self.alive[rows] |= norms.l2 != 0
             self.all_alive = bool(self.alive.all())
+        # The total is compared first: it differs on nearly every step, and costs nothing.
         same_total = 0 < norms.total == self.previous_total
         same = same_total and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0

@@ -168,12 +168,14 @@ class KeptCalls:
     def _after(self, output: Any) -> None:
         call = self.calls[-1]
         found = tensors_in(output)
+        # An evaluation inside the step: nothing can come back to it.
         if not any(tensor.requires_grad for tensor in found):
             self._held -= self.calls.pop().bytes
             return
         call.gradients = [None] * len(found)
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
+                # A weak reference: the hook lives as long as the graph, the call only for its step.
                 keeper = self._keeper(weakref.ref(call), place)
                 tensor.register_hook(keeper)  # type: ignore[no-untyped-call]
 

@@ -33,6 +33,7 @@ class Ring:
 
     def add(self, measured: MeasuredStep) -> None:
         """One step. Its arrays are kept, not copied; its details are not."""
+        # Histograms of the last steps would take more than all norms together.
         measured = replace(measured, details=None, rank_comparisons=())
         self._steps.append(measured)
         self.bytes += _size(measured)

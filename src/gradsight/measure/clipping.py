@@ -46,6 +46,8 @@ class ClipProbe:
         self._after: list[tuple[Place, HostCopy]] = []
         self._alike = _ALIKE
         self._unchanged = False
+        # Two small pieces instead of all gradients: reading everything again would double the cost
+        # of a look, and clipping scales all of it by one number anyway.
         for place in _places(look, allowed):
             piece = self._piece(look, place, gradient_of)
             if (

@@ -45,6 +45,7 @@ class LocalNorms:
         """A backward pass brings this gradient to a parameter."""
         with torch.no_grad():
             wide = torch.float32 if gradient.device.type == "mps" else torch.float64
+            # Squares add up over micro-batches; norms do not.
             square = torch.linalg.vector_norm(flat(gradient.detach()), dtype=wide).square()
             known = self._squares.get(row)
             self._squares[row] = square if known is None else known + square

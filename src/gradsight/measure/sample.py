@@ -39,6 +39,7 @@ class Sample:
     __slots__ = ("entries", "full_sizes", "sizes")
 
     def __init__(self, tensors: Sequence[Tensor], offset: int = 0) -> None:
+        # A share per tensor, not per entry: small layers would not be seen beside an embedding.
         wanted = min(LARGEST, max(1, BUDGET // max(1, len(tensors))))
         parts = []
         self.full_sizes = []

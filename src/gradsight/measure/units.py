@@ -26,6 +26,7 @@ class UnitLife:
         """Look at these gradients; several looks in one step are one."""
         with torch.no_grad():
             for row, gradient in zip(rows, gradients, strict=True):
+                # Remembered as flags on the device: a count would have to be waited for.
                 if row in self._rows and gradient.dim() >= 2 and gradient.layout is torch.strided:
                     self._remember(row, step, (gradient.detach() != 0).flatten(1).any(dim=1))
 

@@ -35,6 +35,7 @@ class UpdateReading:
     def finish(self) -> None:
         """To be called when the optimizer has stepped; the samples from before are given back."""
         for rows, before in self._before:
+            # The same offset: the same entries, so that their difference is the update.
             after = Sample([self._tensors[row] for row in rows], self._offset)
             with torch.no_grad():
                 moments = _moments(torch.split(after.entries - before.entries, before.sizes))
