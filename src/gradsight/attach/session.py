@@ -1,5 +1,6 @@
-"""One watched process below `gradsight check`: opens a watch when backward first runs for a new
-optimizer.
+"""One watched process below `gradsight check`.
+
+Opens a watch when backward first runs for a new optimizer.
 """
 
 import json
@@ -58,8 +59,9 @@ class Session:
         )
 
     def _let_go(self) -> None:
-        """In a forked child: what the parent trains is the parent's; what is new here gets a
-        directory of its own.
+        """In a forked child: what the parent trains is the parent's.
+
+        What is new here gets a directory of its own.
         """
         self._forked = True
         self._watches = []
@@ -94,8 +96,9 @@ class Session:
     # Opening.
 
     def _open(self, optimizers: list[Optimizer]) -> None:
-        """One watch for all optimizers that share a model; several models of one optimizer are
-        watched together.
+        """One watch for all optimizers that share a model.
+
+        Several models of one optimizer are watched together.
         """
         groups = _sharing_models(optimizers)
         for group in groups:

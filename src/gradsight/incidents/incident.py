@@ -1,5 +1,6 @@
-"""Composes an incident: statistics, diagnosis and, where wanted, the batch and the parameters, in
-one bundle.
+"""Composes an incident.
+
+Statistics, diagnosis and, where wanted, the batch and the parameters, in one bundle.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""Keeps what a model was called with during the step under way: references, so that a bad step can
-be run again.
+"""Keeps what a model was called with during the step under way.
+
+References, so that a bad step can be run again.
 
 Only the module given is hooked, and only calls that record gradients are kept. Nothing is copied
 but the state of the random numbers (5 kB) and the few vectors of spectral norms, nothing waits for
@@ -180,8 +181,9 @@ class KeptCalls:
                 tensor.register_hook(keeper)  # type: ignore[no-untyped-call]
 
     def used(self) -> list[KeptCall]:
-        """The calls whose outputs a gradient came back to: those that the step is made of. Before
-        backward, all of them.
+        """The calls whose outputs a gradient came back to: those that the step is made of.
+
+        Before backward, all of them.
         """
         return [call for call in self.calls if call.nodes] or self.calls
 

@@ -1,5 +1,6 @@
-"""The last steps' statistics in memory, bounded in bytes: what an incident shows of the way that
-led to it. No torch.
+"""The last steps' statistics in memory, bounded in bytes.
+
+What an incident shows of the way that led to it. No torch.
 """
 
 import math

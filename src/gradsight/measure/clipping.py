@@ -127,8 +127,9 @@ class ClipReading:
 
 
 def _places(look: NormReading, allowed: Collection[int] | None) -> list[Place]:
-    """The piece with the largest entry, and a piece that is not zero of another row; anything where
-    nothing is known yet.
+    """The piece with the largest entry, and a piece that is not zero of another row.
+
+    Anything where nothing is known yet.
     """
     if not look.pieces:
         return (

@@ -32,8 +32,9 @@ class NormReading:
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self._size = len(gradients)
         self.pieces: list[tuple[list[int], Floats]] = []
-        """Once read, per device: the rows of its pieces, and an array [n, 3] of sum of squares,
-        smallest and largest.
+        """Once read, per device.
+
+        The rows of its pieces, and an array [n, 3] of sum of squares, smallest and largest.
         """
         self.peaks: list[Floats] = []
         """The same pieces' largest magnitudes."""
@@ -117,8 +118,9 @@ def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _merge(
     values: Floats, largest: Floats, rows: list[int], squares: Floats, peaks: Floats
 ) -> None:
-    """Combine pieces into rows: squares add up, magnitudes take the largest, and a NaN in any piece
-    stays a NaN.
+    """Combine pieces into rows.
+
+    Squares add up, magnitudes take the largest, and a NaN in any piece stays a NaN.
     """
     starts = [
         position for position, row in enumerate(rows) if position == 0 or rows[position - 1] != row
@@ -129,8 +131,9 @@ def _merge(
 
 
 def recount(gradients: Sequence[Tensor], norms: Norms) -> Norms:
-    """Put right what one pass could not say: exact norms of what overflowed or vanished, counts of
-    NaN and Inf.
+    """Put right what one pass could not say.
+
+    Exact norms of what overflowed or vanished, counts of NaN and Inf.
 
     To be called while the gradients are still those of the look.
     """
@@ -159,8 +162,9 @@ def recount(gradients: Sequence[Tensor], norms: Norms) -> Norms:
 
 
 def combine(l2: Floats) -> Floats:
-    """The norm over the first axis of norms, without squaring what would overflow. A NaN among them
-    stays a NaN.
+    """The norm over the first axis of norms, without squaring what would overflow.
+
+    A NaN among them stays a NaN.
 
     >>> combine(np.array([3e200, 4e200])) / 1e200
     np.float64(5.0)

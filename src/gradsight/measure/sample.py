@@ -32,8 +32,9 @@ def stride_for(size: int, wanted: int, shape: Sequence[int]) -> int:
 
 
 class Sample:
-    """The sampled entries of some tensors of one device: one float32 buffer, `sizes[i]` entries of
-    tensor i in turn.
+    """The sampled entries of some tensors of one device.
+
+    One float32 buffer, `sizes[i]` entries of tensor i in turn.
     """
 
     __slots__ = ("entries", "full_sizes", "sizes")
@@ -54,8 +55,9 @@ class Sample:
 
 
 def _to_float32(entries: Tensor) -> Tensor:
-    """Entries in float32; doubles beyond its range keep their class: finite stays finite, nonzero
-    stays nonzero.
+    """Entries in float32.
+
+    Doubles beyond its range keep their class: finite stays finite, nonzero stays nonzero.
     """
     if entries.dtype is not torch.float64:
         return entries.float()

@@ -1,5 +1,6 @@
-"""Which units of a layer are alive: rows of a weight whose gradient was not all zero at one of the
-last looks.
+"""Which units of a layer are alive.
+
+Rows of a weight whose gradient was not all zero at one of the last looks.
 """
 
 from collections import deque
@@ -12,8 +13,9 @@ _LOOKS = 4
 
 
 class UnitLife:
-    """Remembers the last looks at the rows of some weights. A unit is dead if all of them found its
-    row zero.
+    """Remembers the last looks at the rows of some weights.
+
+    A unit is dead if all of them found its row zero.
     """
 
     def __init__(self, rows: Collection[int]) -> None:
