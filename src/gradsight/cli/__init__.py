@@ -70,7 +70,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _app(listing: bool) -> App:
-    """The commands; their lines stand only in the list of all, or they would hide their own help."""
+    """The commands; their lines stand in the list of all only, or they would hide their help."""
     app = App(
         name="gradsight", help=_HELP, result_action="return_value", name_transform=lambda name: name
     )

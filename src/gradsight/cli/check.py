@@ -40,7 +40,9 @@ def check(
 ) -> int:
     """Run an unmodified training script and judge its gradients.
 
-    Options come before SCRIPT; what follows it is the script's. SCRIPT may also be a launcher with its own arguments: gradsight check torchrun --nproc_per_node
+    Options come before SCRIPT; what follows it is the script's.
+
+    SCRIPT may also be a launcher with its own arguments: gradsight check torchrun --nproc_per_node
     2 train.py
 
     When to check. Before there are problems: a new architecture, a new loss, a switch to mixed

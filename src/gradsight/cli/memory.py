@@ -1,6 +1,4 @@
-"""gradsight memory: what a training step takes, what checkpointing saves, and whether the gradients
-stay the same.
-"""
+"""gradsight memory: what a step takes, and what checkpointing saves and leaves as it is."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,13 +45,12 @@ Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "none"]
 
 @Parameter(name="*", name_transform=lambda name: name)
 @dataclass(frozen=True)
-class Step:
+class StepOptions:
     """The training step in question."""
 
     architecture: str | None = None
     """A built-in model: char, GPT2-Small, GPT2-Medium or GPT2-Large, from Hugging Face's
-    configuration.
-    """
+    configuration."""
     batch_size: int | None = None
     """Samples in a batch of a built-in model."""
     block_size: int | None = None
@@ -77,7 +74,8 @@ class Step:
         if place is not None:
             if self.batch_size or self.block_size:
                 raise UsageError(
-                    "--batch_size and --block_size are for --architecture; file.py:build makes its own batch"
+                    "--batch_size and --block_size are for --architecture; "
+                    "file.py:build makes its own batch"
                 )
             return load_build(place)
         assert name is not None
@@ -90,12 +88,16 @@ class Step:
         if place is not None:
             return place
         assert self.architecture is not None
-        shape = architecture(self.architecture)
-        batch, length = self.batch_size or shape.batch_size, self.block_size or shape.block_size
-        return f"{self.architecture}, batch {batch} x {length} tokens"
+        size, length = self.sizes(self.architecture)
+        return f"{self.architecture}, batch {size} x {length} tokens"
+
+    def sizes(self, name: str) -> tuple[int, int]:
+        """Samples in a batch and tokens in a sample of a built-in model."""
+        shape = architecture(name)
+        return self.batch_size or shape.batch_size, self.block_size or shape.block_size
 
 
-DEFAULT = Step()
+DEFAULT = StepOptions()
 Place = Annotated[
     str | None,
     Parameter(
@@ -104,19 +106,19 @@ Place = Annotated[
 ]
 
 
-@app.command
-def verify(
+@app.command(name="verify")
+def verify_step(
     build: Place = None,
     /,
     *,
     policy: Policy = "full",
-    step: Step = DEFAULT,
+    step: StepOptions = DEFAULT,
     run_dir: Path | None = None,
 ) -> int:
-    """Run a step plain and checkpointed: both peaks, and whether the gradients are bit for bit the
-    same.
+    """Run a step plain and checkpointed: both peaks, and whether the gradients are the same.
 
-    Exits 0 where memory went down and nothing else changed, else 2.
+    Bit for bit, with the loss, the buffers and the random numbers. Exits 0 where memory went down
+    and nothing else changed, else 2.
 
     Parameters
     ----------
@@ -162,7 +164,9 @@ def show_verdict(console: Console, report: CheckpointingReport) -> None:
         indented(console, f"[green]✓ SUCCESS:[/] {report.remark}")
         console.print("\n[bold green]VERIFICATION PASSED ✓[/]")
         return
-    reason = report.remark if report.gradients_identical else f"{report.first_difference}"
+    reason = report.remark
+    if not report.gradients_identical:
+        reason = str(report.first_difference)
     indented(console, f"[red]✗ FAILED:[/] {escape(reason)}")
     if report.cause:
         console.print()
@@ -175,8 +179,8 @@ def indented(console: Console, text: str) -> None:
     console.print(Padding(Text.from_markup(text), (0, 0, 0, 2), expand=False))
 
 
-@app.command
-def predict(
+@app.command(name="predict")
+def predict_step(
     build: Place = None,
     /,
     *,
@@ -185,30 +189,36 @@ def predict(
     memory: Annotated[
         str | None, Parameter(help="Also find the largest batch that fits, for example 24GB.")
     ] = None,
-    step: Step = DEFAULT,
+    step: StepOptions = DEFAULT,
 ) -> int:
-    """Predict the peak of a step with and without checkpointing: nothing is computed, no GPU is
-    needed.
+    """Predict the peak of a step with and without checkpointing, without a GPU.
 
-    Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that
-    fits.
+    Nothing is computed. Without a model, the table of the built-in ones. With --memory 24GB also
+    the largest batch that fits.
     """
     from gradsight.values.sizes import parse_size
 
     limit = None if memory is None else parse_size(memory)
     if limit is not None and build is not None:
         raise UsageError(
-            "--memory looks for a batch size, and file.py:build makes its own batch: use --architecture"
+            "--memory looks for a batch size, and file.py:build makes its own batch: "
+            "use --architecture"
         )
-    names = [step.architecture] if build is not None or step.architecture else list(SHOWN)
+    names: list[str | None] = [step.architecture]
+    if build is None and step.architecture is None:
+        names = list(SHOWN)
     console = Console()
-    rows = [predicted_row(console, build, name, policy, device, limit, step) for name in names]
+    prediction = Prediction(step, policy, device, limit)
+    rows = []
+    for name in names:
+        with working(console, f"Predicting {build or name}"):
+            rows.append(prediction.row(build, name))
     show_predictions(console, rows, limit, f"{device}, optimizer {step.optimizer}, policy {policy}")
     return 0
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, slots=True)
+class PredictedRow:
     """One line of the table of predictions."""
 
     model: str
@@ -219,45 +229,68 @@ class Row:
     largest: tuple[int, int] | None
 
 
-def predicted_row(
-    console: Console,
-    place: str | None,
-    name: str | None,
-    policy: str,
-    device: Device,
-    limit: int | None,
-    step: Step,
-) -> Row:
-    """Predict one model, plain and checkpointed."""
-    from gradsight.memory.predict import count_parameters, largest_batch, predict_peak_memory
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What is asked of each model."""
 
-    made, optimizer = step.build(place, name), step.optimizer_name
-    with working(console, f"Predicting {place or name}"):
-        plain = predict_peak_memory(made, optimizer=optimizer, device=device)
-        checkpointed = predict_peak_memory(made, policy=policy, optimizer=optimizer, device=device)
+    step: StepOptions
+    policy: str
+    device: Device
+    limit: int | None
+    """The memory for which the largest batch is wanted."""
+
+    def row(self, place: str | None, name: str | None) -> PredictedRow:
+        """Predict one model, of a file or a built-in one, plain and checkpointed."""
+        from gradsight.memory.predict import count_parameters, predict_peak_memory
+
+        build = self.step.build(place, name)
+        optimizer = self.step.optimizer_name
+        batch = ""
         largest = None
-        if limit is not None and name is not None:
+        if name is not None:
+            size, length = self.step.sizes(name)
+            batch = f"{size}x{length}"
+            largest = self._largest_batches(name)
+        return PredictedRow(
+            model=place or str(name),
+            parameters=count_parameters(build),
+            batch=batch,
+            plain=predict_peak_memory(build, optimizer=optimizer, device=self.device),
+            checkpointed=predict_peak_memory(
+                build, policy=self.policy, optimizer=optimizer, device=self.device
+            ),
+            largest=largest,
+        )
 
-            def sized(size: int) -> Callable[[], Any]:
-                return training_step(
-                    name, batch_size=size, block_size=step.block_size, dropout=step.dropout
-                )
+    def _largest_batches(self, name: str) -> tuple[int, int] | None:
+        """The largest batch that fits, plain and checkpointed; None where nobody asked."""
+        if self.limit is None:
+            return None
+        from gradsight.memory.predict import largest_batch
 
-            sizes = [
-                largest_batch(sized, limit, policy=p, optimizer=optimizer, device=device)
-                for p in (None, policy)
-            ]
-            largest = sizes[0], sizes[1]
-    batch = "" if name is None else _batch_text(name, step)
-    return Row(place or str(name), count_parameters(made), batch, plain, checkpointed, largest)
+        step = self.step
+
+        def sized(size: int) -> Callable[[], Any]:
+            return training_step(
+                name, batch_size=size, block_size=step.block_size, dropout=step.dropout
+            )
+
+        plain, checkpointed = (
+            largest_batch(
+                sized,
+                self.limit,
+                policy=policy,
+                optimizer=step.optimizer_name,
+                device=self.device,
+            )
+            for policy in (None, self.policy)
+        )
+        return plain, checkpointed
 
 
-def _batch_text(name: str, step: Step) -> str:
-    shape = architecture(name)
-    return f"{step.batch_size or shape.batch_size}x{step.block_size or shape.block_size}"
-
-
-def show_predictions(console: Console, rows: list[Row], limit: int | None, what: str) -> None:
+def show_predictions(
+    console: Console, rows: list[PredictedRow], limit: int | None, what: str
+) -> None:
     """The table of predictions, and what it does not know."""
     from gradsight.values.sizes import format_size
 
@@ -269,30 +302,37 @@ def show_predictions(console: Console, rows: list[Row], limit: int | None, what:
         table.add_column("largest batch", justify="right")
     for row in rows:
         saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
-        peaks = [format_size(use.peak_bytes) for use in (row.plain, row.checkpointed)]
-        shares = f"{saved:.1%}", f"{row.plain.activation_share:.1%}"
-        largest = [f"{row.largest[0]} → {row.largest[1]}"] if row.largest else []
-        table.add_row(row.model, _count(row.parameters), row.batch, *peaks, *shares, *largest)
+        cells = [
+            row.model,
+            _count(row.parameters),
+            row.batch,
+            format_size(row.plain.peak_bytes),
+            format_size(row.checkpointed.peak_bytes),
+            f"{saved:.1%}",
+            f"{row.plain.activation_share:.1%}",
+        ]
+        if row.largest:
+            cells.append(f"{row.largest[0]} → {row.largest[1]}")
+        table.add_row(*cells)
     console.print()
     console.print(table)
-    fits = (
-        ""
-        if limit is None
-        else f" Largest batch: that fits {format_size(limit)}, plain and checkpointed."
-    )
-    text = f"Predicted for {what}. Ceiling: activations' share of the plain peak.{fits}"
+    text = f"Predicted for {what}. Ceiling: activations' share of the plain peak."
+    if limit is not None:
+        text += f" Largest batch: that fits {format_size(limit)}, plain and checkpointed."
     console.print(f"\n[dim]{text}[/]", highlight=False)
     for note in dict.fromkeys(note for row in rows for note in row.plain.notes):
         console.print(f"[dim]- {escape(note)}[/]", highlight=False)
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e6:.1f}M" if number < 1e9 else f"{number / 1e9:.2f}B"
+    if number < 1e9:
+        return f"{number / 1e6:.1f}M"
+    return f"{number / 1e9:.2f}B"
 
 
-@app.command
-def plan(
-    build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: Step = DEFAULT
+@app.command(name="plan")
+def plan_step(
+    build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: StepOptions = DEFAULT
 ) -> int:
     """Choose what every block recomputes so that the step fits the budget at the least extra work.
 
@@ -306,26 +346,26 @@ def plan(
 
     console = Console()
     with working(console, f"Planning {step.title(build)} for {budget}"):
-        found = plan_checkpointing(made, budget, optimizer=step.optimizer_name, device=device)
-    show_plan(console, found)
+        chosen = plan_checkpointing(made, budget, optimizer=step.optimizer_name, device=device)
+    show_plan(console, chosen)
     return 0
 
 
-def show_plan(console: Console, found: CheckpointingPlan) -> None:
+def show_plan(console: Console, chosen: CheckpointingPlan) -> None:
     """The plan, and the two lines of code that apply it."""
     console.print()
     for name, value in (
-        ("Budget:", gigabytes(found.budget_bytes)),
-        ("Without checkpointing:", gigabytes(found.baseline_bytes)),
-        ("With this plan:", f"{gigabytes(found.predicted_bytes)} predicted for {found.device}"),
-        ("Extra operations:", f"{found.extra_flops:.1%} of the plain step's"),
-        ("Blocks:", f"{len(found.blocks)}, {found.blocks[0]} to {found.blocks[-1]}"),
-        ("Plan:", found.policy),
+        ("Budget:", gigabytes(chosen.budget_bytes)),
+        ("Without checkpointing:", gigabytes(chosen.baseline_bytes)),
+        ("With this plan:", f"{gigabytes(chosen.predicted_bytes)} predicted for {chosen.device}"),
+        ("Extra operations:", f"{chosen.extra_flops:.1%} of the plain step's"),
+        ("Blocks:", f"{len(chosen.blocks)}, {chosen.blocks[0]} to {chosen.blocks[-1]}"),
+        ("Plan:", chosen.policy),
     ):
         console.print(f"  {name:<24} {escape(value)}", highlight=False)
     console.print("\n  Apply it with:\n", highlight=False)
     console.print("    from gradsight import apply_checkpointing", style="cyan", highlight=False)
-    line = f'    apply_checkpointing(model, "{found.policy}")'
+    line = f'    apply_checkpointing(model, "{chosen.policy}")'
     console.print(line, style="cyan", highlight=False, soft_wrap=True, markup=False)
 
 
