@@ -8,7 +8,8 @@ step costs where nobody else uses the machine, and the median of each, for what 
 one. The A/A ratio (plain training against itself) says how far to trust the rest. Memory is the
 exact peak of live tensor bytes above what was there before the step.
 
-    python benchmarks/ghost.py [--rounds 12] [--threads 2] [--width 384] [--clock cpu] [--only scores] [--quick]
+    python benchmarks/ghost.py [--rounds 12] [--threads 2] [--width 384] [--clock cpu]
+                               [--only scores] [--quick]
 """
 
 import sys
@@ -327,7 +328,8 @@ def peers(rounds: int, size: dict[str, int]) -> None:
         tokens(size["rows"] + size["validation"], size["length"], size["vocabulary"]), size["rows"]
     )
     print(
-        "\nper-sample gradients instead of scores, the same training rows (head not tied, for Opacus)"
+        "\nper-sample gradients instead of scores, the same training rows "
+        "(head not tied, for Opacus)"
     )
     own = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"], tied=False)
     by_hooks = by_opacus(own, token_loss, batch)
@@ -344,7 +346,8 @@ def peers(rounds: int, size: dict[str, int]) -> None:
         model.zero_grad()
         memory = peak(makers[name]) / 1e6
         print(
-            f"  {name:36s} {seconds * 1e3:9.1f} ms  {seconds / best['plain']:6.3f}x  {memory:9.1f} MB"
+            f"  {name:36s} {seconds * 1e3:9.1f} ms  {seconds / best['plain']:6.3f}x"
+            f"  {memory:9.1f} MB"
         )
 
 
@@ -386,7 +389,8 @@ def routes(rounds: int, quick: bool) -> None:
             "" if small else " (gram not kept: the target is too large, that arm falls to the rule)"
         )
         print(
-            f"  T={length:3d}  {times}  | the rule: {best['None'] / best['plain']:.2f}x, {pick}; fastest: {fastest}{note}"
+            f"  T={length:3d}  {times}  | the rule: {best['None'] / best['plain']:.2f}x, {pick}; "
+            f"fastest: {fastest}{note}"
         )
 
 

@@ -42,7 +42,7 @@ from small_gpt import GPT, GPTConfig, next_token_loss
 from torch import Tensor, nn
 
 from gradsight import GhostEngine
-from gradsight.show.influence import Influence, influence
+from gradsight.show.influence import Influence, influence_of
 from gradsight.store.scores import all_scores
 from gradsight.train.data import Tokens, standard_library
 
@@ -139,7 +139,7 @@ def train(setting: Setting) -> Outcome:
             return Outcome(curve, time.perf_counter() - started)
         engine.close()
         table, _ = all_scores(Path(folder))
-        found = {name: influence(table, name) for name in given.targets}
+        found = {name: influence_of(table, name) for name in given.targets}
         return Outcome(
             curve, time.perf_counter() - started, found, engine.honesty()["all"].correlation
         )

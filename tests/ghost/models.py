@@ -102,7 +102,8 @@ def mixtral() -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=40, hidden_size=16, intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, experts_implementation="eager",
     )  # fmt: skip
     return causal(MixtralForCausalLM(quiet(config)), masked=False)
@@ -153,7 +154,8 @@ def bert() -> Case:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        vocab_size=40, hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=8, num_labels=3,
     )  # fmt: skip
     return encoder(BertForSequenceClassification(quiet(config)))
@@ -163,7 +165,8 @@ def albert() -> Case:
     from transformers import AlbertConfig, AlbertForSequenceClassification
 
     config = AlbertConfig(
-        vocab_size=40, embedding_size=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24,
+        vocab_size=40, embedding_size=8, hidden_size=16,
+        num_hidden_layers=3, num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=8, num_labels=3,
     )  # fmt: skip
     return encoder(AlbertForSequenceClassification(quiet(config)))
@@ -432,7 +435,8 @@ def checkpointed() -> Case:
 MODELS: dict[str, Callable[[], Case]] = {
     build.__name__: build
     for build in (
-        gpt2, llama, qwen2, mixtral, t5, bert, albert, vit, lora, convnet, convolutions, lstm, lstm_time_first, transformer,
+        gpt2, llama, qwen2, mixtral, t5, bert, albert, vit, lora, convnet,
+        convolutions, lstm, lstm_time_first, transformer,
         transformer_time_first, mlp, oddities, experts, experts_in_place, loss_only, checkpointed,
     )
 }  # fmt: skip

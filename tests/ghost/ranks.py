@@ -1,4 +1,4 @@
-"""Run on two gloo ranks by test_ranks.py: scores under DDP and FSDP2 against one process's truth."""
+"""Run on two gloo ranks by test_ranks.py: scores under DDP and FSDP2 against one process's."""
 
 import copy
 import sys

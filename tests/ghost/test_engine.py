@@ -350,7 +350,8 @@ def test_the_self_check_falls_back_where_a_rule_is_wrong() -> None:
     engine = GhostEngine(model, loss_fn, val)
     with pytest.warns(
         GhostNotice,
-        match=r"no fast rule for linear: the scores of blocks\.0\.down\.bias, .* are exact, but take",
+        match=r"no fast rule for linear: the scores of blocks\.0\.down\.bias, .* are exact, "
+        r"but take",
     ):
         step(engine, batch)
     assert (

@@ -41,7 +41,8 @@ def test_arguments() -> None:
     refused("the validation data of target 'a' is empty", model, loss_fn, targets={"a": ()})
     meta = tuple(t.to("meta") for t in val)
     refused(
-        r"target 'validation' is on meta, the model on cpu\. Move it there first: batch\.to\('cpu'\)",
+        r"target 'validation' is on meta, the model on cpu\. "
+        r"Move it there first: batch\.to\('cpu'\)",
         model,
         loss_fn,
         meta,
@@ -177,7 +178,8 @@ def test_a_loss_that_is_no_scalar() -> None:
     with (
         pytest.raises(
             GradsightError,
-            match=r"must return a scalar mean loss, on target 'validation' it returned a tensor of shape",
+            match=r"must return a scalar mean loss, on target 'validation' it returned "
+            r"a tensor of shape",
         ),
         engine.observe(),
     ):
@@ -242,11 +244,14 @@ class CustomFunction(nn.Module):
 @pytest.mark.parametrize(
     ("text", "build"),
     [
-        ("1 is a BatchNorm2d in training mode: its statistics mix the samples", lambda: nn.Sequential(
+        ("1 is a BatchNorm2d in training mode: its statistics mix the samples",
+         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))),
         ("batch_norm is called with training=True", OwnBatchNorm),
-        ("sample 0 alone gives another output than in the batch: samples are not independent", Standardised),
-        (r"the self-check refuses this model: the scores of 1 of 3 parameters .* most of all weight \(", CustomFunction),
+        ("sample 0 alone gives another output than in the batch: samples are not independent",
+         Standardised),
+        (r"the self-check refuses this model: the scores of 1 of 3 parameters .* "
+         r"most of all weight \(", CustomFunction),
     ],
 )  # fmt: skip
 def test_models_without_gradients_of_single_samples(text: str, build: type[nn.Module]) -> None:
@@ -343,7 +348,8 @@ def test_a_use_that_only_training_has() -> None:
     with (
         pytest.raises(
             GradsightError,
-            match=r"where the samples are at first\.bias, first\.weight cannot be told from this block",
+            match=r"where the samples are at first\.bias, first\.weight cannot be told "
+            r"from this block",
         ),
         engine.observe(),
     ):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.rules import RULES
-from gradsight.ghost.sample_axis import Layout, LayoutMemory, candidates
+from gradsight.ghost.sample_axis import LayoutMemory, SampleLayout, candidates
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
 
 B = 3
@@ -65,27 +65,54 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor, int]] = {
     "matmul from the left": (lambda x, w: w @ x, [rand(4, 7)], rand(B, 7, 5), 0),
     "einsum": (lambda x, w: torch.einsum("btd,de->bte", x, w), [rand(5, 4)], rand(B, 7, 5), 0),
     "bmm": (lambda x, w: torch.bmm(x, w.expand(B, -1, -1)), [rand(5, 4)], rand(B, 7, 5), 0),
-    "embedding": (lambda x, w: F.embedding(x, w), [rand(9, 4)], torch.arange(B * 3).view(B, 3) % 9, 0),
-    "embedding with padding": (
-        lambda x, w: F.embedding(x, w, padding_idx=-2), [rand(5, 4)], torch.arange(B * 3).view(B, 3) % 5, 0
+    "embedding": (
+        lambda x, w: F.embedding(x, w), [rand(9, 4)], torch.arange(B * 3).view(B, 3) % 9, 0,
     ),
-    "embedding_bag": (lambda x, w: F.embedding_bag(x, w), [rand(9, 4)], torch.arange(B * 3).view(B, 3) % 9, 0),
-    "layer_norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [rand(5), rand(5)], rand(B, 7, 5), 0),
-    "layer_norm over two": (lambda x, w, b: F.layer_norm(x, (7, 5), w, b), [rand(7, 5), rand(7, 5)], rand(B, 7, 5), 0),
-    "layer_norm, time first": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [rand(5), rand(5)], rand(7, B, 5), 1),
+    "embedding with padding": (
+        lambda x, w: F.embedding(x, w, padding_idx=-2),
+        [rand(5, 4)], torch.arange(B * 3).view(B, 3) % 5, 0,
+    ),
+    "embedding_bag": (
+        lambda x, w: F.embedding_bag(x, w), [rand(9, 4)], torch.arange(B * 3).view(B, 3) % 9, 0,
+    ),
+    "layer_norm": (
+        lambda x, w, b: F.layer_norm(x, (5,), w, b), [rand(5), rand(5)], rand(B, 7, 5), 0,
+    ),
+    "layer_norm over two": (
+        lambda x, w, b: F.layer_norm(x, (7, 5), w, b), [rand(7, 5), rand(7, 5)], rand(B, 7, 5), 0,
+    ),
+    "layer_norm, time first": (
+        lambda x, w, b: F.layer_norm(x, (5,), w, b), [rand(5), rand(5)], rand(7, B, 5), 1,
+    ),
     "layer_norm without bias": (lambda x, w: F.layer_norm(x, (5,), w), [rand(5)], rand(B, 7, 5), 0),
     "rms_norm": (lambda x, w: F.rms_norm(x, (5,), w), [rand(5)], rand(B, 7, 5), 0),
-    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [rand(4), rand(4)], rand(B, 4, 5, 5), 0),
-    "group_norm of vectors": (lambda x, w, b: F.group_norm(x, 2, w, b), [rand(4), rand(4)], rand(B, 4), 0),
-    "batch_norm, fixed": (
-        lambda x, w, b: F.batch_norm(x, torch.ones(4).double(), 2 * torch.ones(4).double(), w, b), [rand(4), rand(4)],
-        rand(B, 4, 5), 0,
+    "group_norm": (
+        lambda x, w, b: F.group_norm(x, 2, w, b), [rand(4), rand(4)], rand(B, 4, 5, 5), 0,
     ),
-    "conv1d": (lambda x, w, b: F.conv1d(x, w, b, 2, 1, 2), [rand(4, 2, 3), rand(4)], rand(B, 2, 70), 0),
-    "conv2d, groups": (lambda x, w: F.conv2d(x, w, None, (1, 2), (1, 0), 1, 2), [rand(4, 2, 3, 2)], rand(B, 4, 9, 9), 0),
-    "conv2d, same": (lambda x, w, b: F.conv2d(x, w, b, padding="same"), [rand(4, 3, 3, 3), rand(4)], rand(B, 3, 9, 9), 0),
-    "conv3d": (lambda x, w, b: F.conv3d(x, w, b), [rand(2, 2, 2, 2, 2), rand(2)], rand(B, 2, 5, 5, 5), 0),
-    "conv2d, frames flattened": (lambda x, w, b: F.conv2d(x, w, b), [rand(2, 2, 3, 3), rand(2)], rand(2 * B, 2, 9, 9), 0),
+    "group_norm of vectors": (
+        lambda x, w, b: F.group_norm(x, 2, w, b), [rand(4), rand(4)], rand(B, 4), 0,
+    ),
+    "batch_norm, fixed": (
+        lambda x, w, b: F.batch_norm(x, torch.ones(4).double(), 2 * torch.ones(4).double(), w, b),
+        [rand(4), rand(4)], rand(B, 4, 5), 0,
+    ),
+    "conv1d": (
+        lambda x, w, b: F.conv1d(x, w, b, 2, 1, 2), [rand(4, 2, 3), rand(4)], rand(B, 2, 70), 0,
+    ),
+    "conv2d, groups": (
+        lambda x, w: F.conv2d(x, w, None, (1, 2), (1, 0), 1, 2),
+        [rand(4, 2, 3, 2)], rand(B, 4, 9, 9), 0,
+    ),
+    "conv2d, same": (
+        lambda x, w, b: F.conv2d(x, w, b, padding="same"),
+        [rand(4, 3, 3, 3), rand(4)], rand(B, 3, 9, 9), 0,
+    ),
+    "conv3d": (
+        lambda x, w, b: F.conv3d(x, w, b), [rand(2, 2, 2, 2, 2), rand(2)], rand(B, 2, 5, 5, 5), 0,
+    ),
+    "conv2d, frames flattened": (
+        lambda x, w, b: F.conv2d(x, w, b), [rand(2, 2, 3, 3), rand(2)], rand(2 * B, 2, 9, 9), 0,
+    ),
     "add": (lambda x, p: x + p, [rand(5)], rand(B, 7, 5), 0),
     "add from the left": (lambda x, p: p + x, [rand(7, 1)], rand(B, 7, 5), 0),
     "add to one row": (lambda x, p: x + p, [rand(1, 7, 5)], rand(B, 7, 5), 0),
@@ -149,7 +176,7 @@ def test_fast_rules_do_not_go_the_universal_way() -> None:
 
 
 def test_descending_into_multihead_attention() -> None:
-    """Its projections take the linear rule, whether query, key and value are one tensor or three."""
+    """Its projections take the linear rule: query, key and value as one tensor, or as three."""
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(6, 2, bias=True).double()
     parameters = [p.detach() for p in attention.parameters()]
@@ -171,9 +198,16 @@ def test_descending_into_multihead_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(0), Layout(1), Layout(0, "major"), Layout(0, "minor"), Layout(1, "minor")]
+    "layout",
+    [
+        SampleLayout(0),
+        SampleLayout(1),
+        SampleLayout(0, "major"),
+        SampleLayout(0, "minor"),
+        SampleLayout(1, "minor"),
+    ],
 )
-def test_matrices_hold_the_rows_of_each_sample(layout: Layout) -> None:
+def test_matrices_hold_the_rows_of_each_sample(layout: SampleLayout) -> None:
     shape = [6, 6, 2]
     if layout.kind == "plain":
         shape[layout.dim] = B
@@ -190,10 +224,14 @@ def test_matrices_hold_the_rows_of_each_sample(layout: Layout) -> None:
 def test_layouts_are_remembered_where_shapes_mislead() -> None:
     memory = LayoutMemory()
     key = ("linear", "w")
-    assert memory.find(key, torch.Size([7, 4]), 4) == Layout(1)
+    assert memory.find(key, torch.Size([7, 4]), 4) == SampleLayout(1)
     assert memory.unproven == {key}
     memory.prove()
-    assert memory.find(key, torch.Size([4, 4]), 4) == Layout(1)
+    assert memory.find(key, torch.Size([4, 4]), 4) == SampleLayout(1)
     assert not memory.unproven
-    assert candidates(torch.Size([8, 3]), 4) == [Layout(0, "major"), Layout(0, "minor"), None]
+    assert candidates(torch.Size([8, 3]), 4) == [
+        SampleLayout(0, "major"),
+        SampleLayout(0, "minor"),
+        None,
+    ]
     assert candidates(torch.Size([5, 3]), 4) == [None]

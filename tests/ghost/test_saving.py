@@ -1,4 +1,4 @@
-"""Scores on disk: complete files, every column, and training that goes on when the disk does not."""
+"""Scores on disk: complete files, every column, and training that survives a bad disk."""
 
 import json
 from pathlib import Path

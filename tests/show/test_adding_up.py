@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 
 from gradsight.errors import RunError, UsageError
-from gradsight.show.influence import UNSETTLED, Influence, influence
+from gradsight.show.influence import UNSETTLED, Influence, influence_of
 from gradsight.store.scores import all_scores
 from show.scored import Row, ordinary, row, write
 
@@ -48,7 +48,7 @@ def plain(rows: list[Row], target: str, raw: bool) -> dict[str, tuple[float, int
 @pytest.mark.parametrize("target", ["a", "b"])
 def test_the_columns_agree_with_plain_loops(target: str, raw: bool) -> None:
     rows = random_rows(seed=3)
-    found = influence(pyarrow.Table.from_pylist(rows), target, raw=raw)
+    found = influence_of(pyarrow.Table.from_pylist(rows), target, raw=raw)
     twin = plain(rows, target, raw)
     ours = {
         sample: (score, seen)
@@ -68,7 +68,7 @@ def test_the_columns_agree_with_plain_loops(target: str, raw: bool) -> None:
 
 def test_domains_agree_with_plain_loops() -> None:
     rows = [each for each in random_rows(seed=4) if math.isfinite(each["score"])]
-    found = influence(pyarrow.Table.from_pylist(rows), "a", raw=True)
+    found = influence_of(pyarrow.Table.from_pylist(rows), "a", raw=True)
     assert {each.name for each in found.domains} == {"x", "y"}, (
         "samples without a domain belong to none"
     )
@@ -92,7 +92,7 @@ def test_domains_agree_with_plain_loops() -> None:
 def test_every_step_counts_alike_when_normalised(tmp_path: Path) -> None:
     """Raw sums are those of the first steps; normalised, the last ones weigh as much."""
     table = open_run_table(ordinary(tmp_path))
-    raw, normal = influence(table, raw=True), influence(table)
+    raw, normal = influence_of(table, raw=True), influence_of(table)
     assert raw.domains[0].over_time[0] > 10 * raw.domains[0].over_time[-1] > 0
     assert normal.domains[0].over_time[0] == pytest.approx(normal.domains[0].over_time[-1])
     assert (raw.first_step, normal.first_step) == (0, 2)
@@ -111,7 +111,7 @@ def test_the_histogram_holds_every_sample_and_parts_at_zero() -> None:
             row(0, number, float(score))
             for number, score in enumerate(generator.standard_t(2, 500) * scale)
         ]
-        counts, edges = influence(
+        counts, edges = influence_of(
             pyarrow.Table.from_pylist(with_text_ids(rows)), raw=True
         ).histogram()
         assert counts.sum() == 500
@@ -127,7 +127,7 @@ def with_text_ids(rows: list[Row]) -> list[Row]:
 
 @pytest.mark.parametrize("score", [0.0, 1.0, -1.0])
 def test_one_score_is_enough(score: float) -> None:
-    found = influence(pyarrow.Table.from_pylist(with_text_ids([row(7, 1, score)])))
+    found = influence_of(pyarrow.Table.from_pylist(with_text_ids([row(7, 1, score)])))
     assert isinstance(found, Influence)
     assert found.scores.tolist() == [score]
     assert found.histogram()[0].sum() == 1
@@ -147,7 +147,7 @@ def test_a_step_that_was_written_twice_counts_once(tmp_path: Path) -> None:
 def test_numbers_and_names_as_ids_go_together(tmp_path: Path) -> None:
     write(tmp_path, 10, [row(0, 1, 1.0)])
     write(tmp_path, 20, [row(10, "1", 3.0), row(10, "b", 1.0)])
-    found = influence(open_run_table(tmp_path), raw=True)
+    found = influence_of(open_run_table(tmp_path), raw=True)
     assert dict(zip(found.sample_ids.tolist(), found.scores.tolist(), strict=True)) == {
         "b": 1.0,
         "1": 2.0,
@@ -159,11 +159,11 @@ def test_an_unknown_target_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"there is no target 'male' in this run; it has all, mail"
     ):
-        influence(table, "male")
-    assert influence(table, "mail").targets == ("all", "mail")
+        influence_of(table, "male")
+    assert influence_of(table, "mail").targets == ("all", "mail")
 
 
 def test_scores_that_are_all_nan_are_refused() -> None:
     rows = with_text_ids([row(0, 1, math.nan), row(0, 2, math.inf)])
     with pytest.raises(RunError, match="none of the 2 scores for this target is finite"):
-        influence(pyarrow.Table.from_pylist(rows))
+        influence_of(pyarrow.Table.from_pylist(rows))

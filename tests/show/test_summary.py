@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from gradsight.show.markdown import report
+from gradsight.show.markdown import report_text
 from gradsight.show.summary import summarize
 from gradsight.values.diagnoses import Incident
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
-from gradsight.values.problems import Problem
 from gradsight.values.steps import ParameterStat, Step
 
 WARNING = Finding("GS201", "spike", "warning", (), 1, "seen", "a spike", "look", "")
@@ -99,4 +98,4 @@ def test_a_norm_whose_square_no_number_holds() -> None:
     """A gradient of float64 can be that large; the report must still be written."""
     summary = summarize(Recorded(steps(), [ParameterStat(0, "a.weight", 1e200, 1e200)]))
     assert summary.blocks["a"].norms == [math.inf]
-    assert "| `a` | Inf |" in report(summary)
+    assert "| `a` | Inf |" in report_text(summary)

@@ -12,7 +12,7 @@ from gradsight.core.problems import Problems
 from gradsight.errors import GradsightWarning
 from gradsight.store.run_problems import RunProblems
 from gradsight.store.store import open_store
-from gradsight.values.problems import Problem
+from gradsight.values.findings import Problem
 
 
 def test_said_once_and_counted() -> None:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradsight.attach.models import distinct, models_of, name_of, roots, together
 from gradsight.core import moments as interception
 from gradsight.core import rundir
+from gradsight.core.files import write_text
 from gradsight.core.group import rank
 from gradsight.core.source import users_place
 from gradsight.errors import RunError, UsageError
@@ -169,7 +170,8 @@ class Session:
             ]
             try:
                 self._run_dir.mkdir(parents=True, exist_ok=True)
-                (self._run_dir / rundir.SCRIPT).write_text(json.dumps(plain, indent=1, default=str))
+                text = json.dumps(plain, indent=1, default=str)
+                write_text(self._run_dir / rundir.SCRIPT, text)
             except OSError as error:
                 print(
                     f"gradsight: {self._run_dir} cannot be written: {error.strerror}",

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from gradsight.core import rundir
 from gradsight.errors import RunError
-from gradsight.show.markdown import report
+from gradsight.show.markdown import report_text
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
@@ -110,11 +110,11 @@ class CheckResult:
     def write(self, folder: Path) -> None:
         """report.md in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / rundir.CHECK).write_text(json.dumps(self.to_dict(), indent=1))
+        write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
         notes = script_section(self.notes())
         for number, (name, summary) in enumerate(self.runs.items()):
             place = folder / name if number else folder
-            write_report(place / rundir.REPORT, report(summary) + notes)
+            write_report(place / rundir.REPORT, report_text(summary) + notes)
         if not self.runs:
             nothing = "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
             write_report(folder / rundir.REPORT, nothing + notes)

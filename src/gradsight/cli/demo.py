@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradsight.cli.demo_summary import demo_summary
 from gradsight.core import rundir
-from gradsight.show.markdown import report
+from gradsight.show.markdown import report_text
 from gradsight.show.summary import summarize
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
@@ -66,7 +66,7 @@ def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     texts = SampleTexts(run_dir)
     run = open_run(run_dir)
     summary = summarize(run)
-    write_report(run_dir / rundir.REPORT, report(summary, texts))
+    write_report(run_dir / rundir.REPORT, report_text(summary, texts))
     found, lines = demo_summary(run, summary, texts, planned, poisoned, wants_colour(sys.stdout))
     print("\n".join(lines))
     print(f"\nThe report: {run_dir / rundir.REPORT}")

@@ -8,8 +8,7 @@ from typing import Any, Literal
 from gradsight.core import rundir
 from gradsight.errors import RunError, UsageError
 from gradsight.show.export import keep_lines, weight_lines
-from gradsight.show.influence import Influence
-from gradsight.show.influence import influence as add_up
+from gradsight.show.influence import Influence, influence_of
 from gradsight.show.samples import TextOf, influence_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.run_files import write_report
@@ -62,7 +61,7 @@ def influence(
     if not len(table):
         reasons = f": {unreadable[0]}" if unreadable else ""
         raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")
-    sums = add_up(table, target, raw=raw)
+    sums = influence_of(table, target, raw=raw)
     texts = SampleTexts(run_dir)
     written = None
     if export is not None:

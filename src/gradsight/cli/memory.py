@@ -1,8 +1,9 @@
-"""gradsight memory: what a step takes, and what checkpointing saves and leaves as it is."""
+"""gradsight memory: a training step's peak, what checkpointing saves, and if gradients stay."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from gradsight.errors import UsageError
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train.models import architecture, training_step
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
-from gradsight.values.sizes import gigabytes
+from gradsight.values.sizes import format_size, gigabytes, parse_size
 
 app = App(
     name="memory",
@@ -50,7 +51,8 @@ class StepOptions:
 
     architecture: str | None = None
     """A built-in model: char, GPT2-Small, GPT2-Medium or GPT2-Large, from Hugging Face's
-    configuration."""
+    configuration.
+    """
     batch_size: int | None = None
     """Samples in a batch of a built-in model."""
     block_size: int | None = None
@@ -62,7 +64,9 @@ class StepOptions:
 
     @property
     def optimizer_name(self) -> str | None:
-        return None if self.optimizer == "none" else self.optimizer
+        if self.optimizer == "none":
+            return None
+        return self.optimizer
 
     def build(self, place: str | None, architecture: str | None = None) -> Callable[[], Any]:
         """The build function of a file, or of a built-in model."""
@@ -74,8 +78,8 @@ class StepOptions:
         if place is not None:
             if self.batch_size or self.block_size:
                 raise UsageError(
-                    "--batch_size and --block_size are for --architecture; "
-                    "file.py:build makes its own batch"
+                    "--batch_size and --block_size are for --architecture; file.py:build makes its "
+                    "own batch"
                 )
             return load_build(place)
         assert name is not None
@@ -84,17 +88,23 @@ class StepOptions:
         )
 
     def title(self, place: str | None) -> str:
-        """What the step is called in the output."""
+        """The step's name in the output."""
         if place is not None:
             return place
         assert self.architecture is not None
-        size, length = self.sizes(self.architecture)
-        return f"{self.architecture}, batch {size} x {length} tokens"
+        batch, length = self.batch_shape(self.architecture)
+        return f"{self.architecture}, batch {batch} x {length} tokens"
 
-    def sizes(self, name: str) -> tuple[int, int]:
-        """Samples in a batch and tokens in a sample of a built-in model."""
+    def batch_shape(self, name: str) -> tuple[int, int]:
+        """Samples and tokens in a batch of a built-in model."""
         shape = architecture(name)
         return self.batch_size or shape.batch_size, self.block_size or shape.block_size
+
+    def sized(self, name: str, batch_size: int) -> Callable[[], Any]:
+        """The build function of a built-in model with another batch size."""
+        return training_step(
+            name, batch_size=batch_size, block_size=self.block_size, dropout=self.dropout
+        )
 
 
 DEFAULT = StepOptions()
@@ -115,10 +125,9 @@ def verify_step(
     step: StepOptions = DEFAULT,
     run_dir: Path | None = None,
 ) -> int:
-    """Run a step plain and checkpointed: both peaks, and whether the gradients are the same.
+    """Run a step plain and checkpointed: both peaks, and whether gradients stay bit for bit.
 
-    Bit for bit, with the loss, the buffers and the random numbers. Exits 0 where memory went down
-    and nothing else changed, else 2.
+    Exits 0 where memory went down and nothing else changed, else 2.
 
     Parameters
     ----------
@@ -135,12 +144,15 @@ def verify_step(
     if run_dir is not None:
         with MetricsTracker(run_dir) as tracker:
             tracker.log_scalars(report.scalars(), step=0)
-    return 0 if report.passed else FAILED
+    if not report.passed:
+        return FAILED
+    return 0
 
 
 def show_report(console: Console, report: CheckpointingReport) -> None:
-    """The block of results."""
+    """Print both peaks, what was saved, and the verdict."""
     saved = report.baseline_bytes - report.optimized_bytes
+    same = SAME if report.gradients_identical else "[red]NOT the same[/]"
     console.print()
     console.print("RESULTS", style="bold")
     console.print(Rule(characters="=", style="dim"))
@@ -151,7 +163,7 @@ def show_report(console: Console, report: CheckpointingReport) -> None:
         ("Memory reduction:", f"{gigabytes(saved)} ({report.reduction:.1%})"),
         ("Ceiling:", f"{report.ceiling:.1%} of the baseline's peak are activations"),
         ("Extra operations:", f"{report.extra_flops:.1%} of the plain step's"),
-        ("Gradients and state:", SAME if report.gradients_identical else "[red]NOT the same[/]"),
+        ("Gradients and state:", same),
     ):
         console.print(f"  {name:<24} {value}", highlight=False)
     console.print()
@@ -164,9 +176,7 @@ def show_verdict(console: Console, report: CheckpointingReport) -> None:
         indented(console, f"[green]✓ SUCCESS:[/] {report.remark}")
         console.print("\n[bold green]VERIFICATION PASSED ✓[/]")
         return
-    reason = report.remark
-    if not report.gradients_identical:
-        reason = str(report.first_difference)
+    reason = report.remark if report.gradients_identical else f"{report.first_difference}"
     indented(console, f"[red]✗ FAILED:[/] {escape(reason)}")
     if report.cause:
         console.print()
@@ -191,13 +201,11 @@ def predict_step(
     ] = None,
     step: StepOptions = DEFAULT,
 ) -> int:
-    """Predict the peak of a step with and without checkpointing, without a GPU.
+    """Predict a step's peak with and without checkpointing: nothing is computed, no GPU is needed.
 
-    Nothing is computed. Without a model, the table of the built-in ones. With --memory 24GB also
-    the largest batch that fits.
+    Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that
+    fits.
     """
-    from gradsight.values.sizes import parse_size
-
     limit = None if memory is None else parse_size(memory)
     if limit is not None and build is not None:
         raise UsageError(
@@ -205,19 +213,34 @@ def predict_step(
             "use --architecture"
         )
     names: list[str | None] = [step.architecture]
-    if build is None and step.architecture is None:
+    if build is None and not step.architecture:
         names = list(SHOWN)
+    options = PredictionOptions(policy, device, limit, step)
     console = Console()
-    prediction = Prediction(step, policy, device, limit)
     rows = []
     for name in names:
+        made = step.build(build, name)
         with working(console, f"Predicting {build or name}"):
-            rows.append(prediction.row(build, name))
-    show_predictions(console, rows, limit, f"{device}, optimizer {step.optimizer}, policy {policy}")
+            rows.append(predicted_row(options, made, name, title=build or str(name)))
+    show_predictions(console, rows, options)
     return 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class PredictionOptions:
+    """What is predicted of every model of a table."""
+
+    policy: str
+    device: Device
+    limit: int | None
+    """Bytes for which the largest batch is looked for; None: it is not."""
+    step: StepOptions
+
+    def __str__(self) -> str:
+        return f"{self.device}, optimizer {self.step.optimizer}, policy {self.policy}"
+
+
+@dataclass(frozen=True)
 class PredictedRow:
     """One line of the table of predictions."""
 
@@ -226,105 +249,96 @@ class PredictedRow:
     batch: str
     plain: MemoryUse
     checkpointed: MemoryUse
-    largest: tuple[int, int] | None
+    largest: tuple[int, int] | None = None
+    """The largest batch that fits, plain and checkpointed, where that was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What is asked of each model."""
+def predicted_row(
+    options: PredictionOptions, build: Callable[[], Any], name: str | None, *, title: str
+) -> PredictedRow:
+    """Predict one model, plain and checkpointed; `name` is that of a built-in one."""
+    from gradsight.memory.predict import count_parameters, predict_peak_memory
 
-    step: StepOptions
-    policy: str
-    device: Device
-    limit: int | None
-    """The memory for which the largest batch is wanted."""
+    optimizer = options.step.optimizer_name
+    plain = predict_peak_memory(build, optimizer=optimizer, device=options.device)
+    checkpointed = predict_peak_memory(
+        build, policy=options.policy, optimizer=optimizer, device=options.device
+    )
+    parameters = count_parameters(build)
+    if name is None:
+        return PredictedRow(title, parameters, "", plain, checkpointed)
+    samples, tokens = options.step.batch_shape(name)
+    return PredictedRow(
+        title,
+        parameters,
+        f"{samples}x{tokens}",
+        plain,
+        checkpointed,
+        largest_batches(options, name),
+    )
 
-    def row(self, place: str | None, name: str | None) -> PredictedRow:
-        """Predict one model, of a file or a built-in one, plain and checkpointed."""
-        from gradsight.memory.predict import count_parameters, predict_peak_memory
 
-        build = self.step.build(place, name)
-        optimizer = self.step.optimizer_name
-        batch = ""
-        largest = None
-        if name is not None:
-            size, length = self.step.sizes(name)
-            batch = f"{size}x{length}"
-            largest = self._largest_batches(name)
-        return PredictedRow(
-            model=place or str(name),
-            parameters=count_parameters(build),
-            batch=batch,
-            plain=predict_peak_memory(build, optimizer=optimizer, device=self.device),
-            checkpointed=predict_peak_memory(
-                build, policy=self.policy, optimizer=optimizer, device=self.device
-            ),
-            largest=largest,
+def largest_batches(options: PredictionOptions, name: str) -> tuple[int, int] | None:
+    """The largest batches of a built-in model that fit, plain and checkpointed."""
+    from gradsight.memory.predict import largest_batch
+
+    if options.limit is None:
+        return None
+    plain, checkpointed = [
+        largest_batch(
+            partial(options.step.sized, name),
+            options.limit,
+            policy=policy,
+            optimizer=options.step.optimizer_name,
+            device=options.device,
         )
-
-    def _largest_batches(self, name: str) -> tuple[int, int] | None:
-        """The largest batch that fits, plain and checkpointed; None where nobody asked."""
-        if self.limit is None:
-            return None
-        from gradsight.memory.predict import largest_batch
-
-        step = self.step
-
-        def sized(size: int) -> Callable[[], Any]:
-            return training_step(
-                name, batch_size=size, block_size=step.block_size, dropout=step.dropout
-            )
-
-        plain, checkpointed = (
-            largest_batch(
-                sized,
-                self.limit,
-                policy=policy,
-                optimizer=step.optimizer_name,
-                device=self.device,
-            )
-            for policy in (None, self.policy)
-        )
-        return plain, checkpointed
+        for policy in (None, options.policy)
+    ]
+    return plain, checkpointed
 
 
 def show_predictions(
-    console: Console, rows: list[PredictedRow], limit: int | None, what: str
+    console: Console, rows: list[PredictedRow], options: PredictionOptions
 ) -> None:
-    """The table of predictions, and what it does not know."""
-    from gradsight.values.sizes import format_size
-
+    """Print the table of predictions, and what it does not know."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("model", overflow="fold")
     for name in ("params", "batch", "plain", "checkpointed", "saved", "ceiling"):
         table.add_column(name, justify="right")
-    if limit is not None:
+    if options.limit is not None:
         table.add_column("largest batch", justify="right")
     for row in rows:
-        saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
-        cells = [
-            row.model,
-            _count(row.parameters),
-            row.batch,
-            format_size(row.plain.peak_bytes),
-            format_size(row.checkpointed.peak_bytes),
-            f"{saved:.1%}",
-            f"{row.plain.activation_share:.1%}",
-        ]
-        if row.largest:
-            cells.append(f"{row.largest[0]} → {row.largest[1]}")
-        table.add_row(*cells)
+        table.add_row(*_cells(row))
     console.print()
     console.print(table)
-    text = f"Predicted for {what}. Ceiling: activations' share of the plain peak."
-    if limit is not None:
-        text += f" Largest batch: that fits {format_size(limit)}, plain and checkpointed."
+    text = f"Predicted for {options}. Ceiling: activations' share of the plain peak."
+    if options.limit is not None:
+        fits = format_size(options.limit)
+        text += f" Largest batch: that fits {fits}, plain and checkpointed."
     console.print(f"\n[dim]{text}[/]", highlight=False)
     for note in dict.fromkeys(note for row in rows for note in row.plain.notes):
         console.print(f"[dim]- {escape(note)}[/]", highlight=False)
 
 
+def _cells(row: PredictedRow) -> list[str]:
+    """The row's texts, column by column."""
+    saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
+    cells = [
+        row.model,
+        _count(row.parameters),
+        row.batch,
+        format_size(row.plain.peak_bytes),
+        format_size(row.checkpointed.peak_bytes),
+        f"{saved:.1%}",
+        f"{row.plain.activation_share:.1%}",
+    ]
+    if row.largest is not None:
+        cells.append(f"{row.largest[0]} → {row.largest[1]}")
+    return cells
+
+
 def _count(number: int) -> str:
+    """A number of parameters, in millions or billions."""
     if number < 1e9:
         return f"{number / 1e6:.1f}M"
     return f"{number / 1e9:.2f}B"
@@ -338,9 +352,7 @@ def plan_step(
 
     Exits 2 with the smallest reachable peak where nothing fits.
     """
-    from gradsight.values.sizes import parse_size
-
-    parse_size(budget)
+    parse_size(budget)  # a wrong size is refused before the model is built
     made = step.build(build)
     from gradsight.memory.plan import plan_checkpointing
 
@@ -352,7 +364,7 @@ def plan_step(
 
 
 def show_plan(console: Console, chosen: CheckpointingPlan) -> None:
-    """The plan, and the two lines of code that apply it."""
+    """Print the plan, and the two lines of code that apply it."""
     console.print()
     for name, value in (
         ("Budget:", gigabytes(chosen.budget_bytes)),

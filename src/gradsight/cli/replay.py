@@ -14,7 +14,7 @@ from gradsight.store.incident_format import read_document
 from gradsight.store.incidents import merged
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.plain import plain
-from gradsight.values.wording import describe
+from gradsight.values.wording import diagnosis_lines
 
 REPRODUCED = 2
 
@@ -140,7 +140,7 @@ def _train_settings(path: Path) -> dict[str, Any] | None:
 def _block(title: str, diagnosis: Diagnosis | None) -> list[str]:
     if diagnosis is None:
         return [title, "  nothing was diagnosed"]
-    return [title, *(f"  {line}" for line in describe(diagnosis, 77))]
+    return [title, *(f"  {line}" for line in diagnosis_lines(diagnosis, 77))]
 
 
 def _verdict(reproduced: bool, agrees: bool | None) -> str:

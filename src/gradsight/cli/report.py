@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gradsight.cli.check_result import read_result, script_section
 from gradsight.core import rundir
-from gradsight.show.markdown import report as render
+from gradsight.show.markdown import report_text
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
@@ -39,7 +39,7 @@ def report(run_dir: Path, /) -> int:
 def _report_one(run_dir: Path, summary: Summary, notes: str) -> int:
     """Write one run's report, print its verdict and findings, give its exit code."""
     file = run_dir / rundir.REPORT
-    write_report(file, render(summary, SampleTexts(run_dir)) + notes)
+    write_report(file, report_text(summary, SampleTexts(run_dir)) + notes)
     if summary.health.findings:
         print("\n".join(health_lines(summary.health, wants_colour(sys.stdout))))
     else:

@@ -1,8 +1,8 @@
 """Files and folders that are there whole or not at all, and durable when a call returns. No torch.
 
-A file or folder is written under a temporary name beside its target, forced to the disk, and renamed;
-then its name is forced to the disk too. Whoever is killed in between leaves a `.partial`, which nobody
-reads.
+A file or folder is written under a temporary name beside its target, forced to the disk, and
+renamed; then its name is forced to the disk too. Whoever is killed in between leaves a `.partial`,
+which nobody reads.
 """
 
 import ctypes
@@ -82,6 +82,7 @@ def finish_folder(partial: Path, path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, and make their names durable."""
+    # A new name is durable when the folder that holds it is.
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -91,7 +92,8 @@ def make_folder(path: Path) -> None:
 def write_file(path: Path, parts: Iterable[bytes | memoryview], sync: bool = True) -> None:
     """Write the parts one after the other, and wait for the disk unless `sync` is False.
 
-    For files in a folder that is itself whole or not there: `whole_file` is for those that stand alone.
+    For files of a folder that is itself whole or not there; `whole_file` is for those that stand
+    alone.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -131,6 +133,7 @@ def write_all(handle: int, data: memoryview, position: int) -> int:
 
 def start_flushing(handle: int, position: int, count: int) -> None:
     """Have the disk begin with bytes that fsync will wait for; elsewhere fsync does it all."""
+    # It makes nothing durable by itself; its answer does not matter, fsync's does.
     if _sync_file_range is not None:
         _sync_file_range(handle, ctypes.c_int64(position), ctypes.c_int64(count), _START_WRITING)
 
@@ -158,7 +161,7 @@ def remove_tree(path: Path) -> None:
 
 def remove_if_empty(path: Path) -> None:
     """Remove a folder with nothing in it; one that is in use stays."""
-    with suppress(OSError):
+    with suppress(OSError):  # the system refuses to remove a folder that is not empty
         path.rmdir()
 
 

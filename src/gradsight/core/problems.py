@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 
 from gradsight.errors import GradsightWarning
-from gradsight.values.problems import Problem
+from gradsight.values.findings import Problem
 
 
 class Problems:

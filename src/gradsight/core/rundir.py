@@ -24,6 +24,7 @@ SCORES = "grad_dotprods"
 SCORE_FILES = "iter_*.parquet"
 TRAINING_LOG = "training_log.json"
 CHECKPOINTS = "checkpoints"
+CHECKPOINT_FOLDERS = "step_*"
 CHECK = "check.json"
 SCRIPT = "script.json"
 TENSORBOARD = "tensorboard"
@@ -32,6 +33,11 @@ TENSORBOARD = "tensorboard"
 def score_file(iteration: int) -> str:
     """The name of the score file that ends before this step."""
     return f"iter_{iteration:06d}.parquet"
+
+
+def checkpoint_folder(step: int) -> str:
+    """The name of the checkpoint after so many steps."""
+    return f"step_{step:06d}"
 
 
 def is_run(path: Path) -> bool:

@@ -19,7 +19,7 @@ from gradsight.dump.plan import Fault
 from gradsight.dump.staging import Pool
 from gradsight.dump.writer import Writer
 from gradsight.errors import UsageError
-from gradsight.values.problems import Problem
+from gradsight.values.findings import Problem
 from gradsight.values.steps import Schedule
 
 SEVERITIES = ("warning", "critical")

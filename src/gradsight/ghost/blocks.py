@@ -147,7 +147,9 @@ class BlockScorer:
         self._scratch = Scratch()
 
     def _directions(self) -> Directions:
-        parameters = tuple(self.parameters.trainable) if self._options.per_parameter else None
+        parameters = None
+        if self._options.per_parameter:
+            parameters = tuple(self.parameters.trainable)
         return Directions(
             self.targets.directions,
             self.targets.names,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from gradsight.core.samples import LOSSES
 from gradsight.errors import GradsightError, UsageError
-from gradsight.ghost.derivative import name_of
+from gradsight.ghost.derivative import function_name
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.targets import Targets
-from gradsight.ghost.use import DECLINED
+from gradsight.ghost.use import DECLINED, argument_of
 
 ADVICE = "Use mode='two_pass', which has no such limit."
 
@@ -88,13 +88,14 @@ class Concatenation:
 
     def _split_loss(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
         """The training rows' loss; the loss of each target's rows is kept."""
-        named = {i: kwargs.pop(n) for i, n in enumerate(("input", "target")) if n in kwargs}
-        data = [named[i] if i in named else args[i] for i in (0, 1)]
-        rest = args[2 - len(named) :]
-        if kwargs.get("reduction", "mean") == "none" or any(t.shape[0] % self.total for t in data):
+        predictions = kwargs.pop("input") if "input" in kwargs else args.pop(0)
+        labels = kwargs.pop("target") if "target" in kwargs else args.pop(0)
+        data = [predictions, labels]
+        reduced = kwargs.get("reduction", "mean") != "none"
+        if not reduced or any(t.shape[0] % self.total for t in data):
             raise GradsightError(
-                f"mode='concat' cannot split {name_of(func)} by rows: it needs reduction 'mean' or "
-                f"'sum' and {self.total} samples in rows, got shapes "
+                f"mode='concat' cannot split {function_name(func)} by rows: it needs reduction "
+                f"'mean' or 'sum' and {self.total} samples in rows, got shapes "
                 f"{[tuple(t.shape) for t in data]}. {ADVICE}"
             )
         if self.losses:
@@ -108,7 +109,7 @@ class Concatenation:
             # A loss over positions has several entries per sample, side by side.
             entries = [t.shape[0] // self.total for t in data]
             pieces = [t.narrow(0, start * n, rows * n) for t, n in zip(data, entries, strict=True)]
-            losses.append(func(*pieces, *rest, **kwargs))
+            losses.append(func(*pieces, *args, **kwargs))
             start += rows
         self.losses = dict(zip(self._pairs, losses[1:], strict=True))
         return losses[0]
@@ -156,13 +157,13 @@ def refuse_dropout(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """An error if this call is an active dropout."""
-    name = name_of(func)
+    name = function_name(func)
     if name == "scaled_dot_product_attention":
-        rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        rate = argument_of(args, kwargs, 4, "dropout_p", 0.0)
         active = True
     elif "dropout" in name:
-        rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        active = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        rate = argument_of(args, kwargs, 1, "p", 0.5)
+        active = argument_of(args, kwargs, 2, "training", kwargs.get("train", True))
     else:
         return
     if active and rate:

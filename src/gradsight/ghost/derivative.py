@@ -56,7 +56,7 @@ class OperatorCall:
     @property
     def name(self) -> str:
         """A readable name; getters are named after their attribute."""
-        return name_of(self.func)
+        return function_name(self.func)
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """The flattened outputs of the call with these inputs."""
@@ -66,10 +66,10 @@ class OperatorCall:
         return outputs
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
     """A readable name of a torch function.
 
-    >>> name_of(torch.Tensor.T.__get__), name_of(torch.add)
+    >>> function_name(torch.Tensor.T.__get__), function_name(torch.add)
     ('T.__get__', 'add')
     """
     name = getattr(func, "__name__", str(func))
@@ -80,7 +80,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 def generator_state(func: Callable[..., Any], device: torch.device) -> Mapping[str, Tensor] | None:
     """The random state before a call that may draw from it; None for all other calls."""
-    if name_of(func) not in RANDOM:
+    if function_name(func) not in RANDOM:
         return None
     return {str(device): device_state(device)}
 
@@ -137,26 +137,28 @@ def _forward_mode(
     call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     _load_forward_mode()
-    inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    inputs = _detached(flat)
     with torch.no_grad(), differentiable_kernels(), forward_ad.dual_level():
         for i, tangent in tangents.items():
             value = inputs[i].contiguous()
             along = tangent.to(inputs[i].dtype).contiguous()
             inputs[i] = forward_ad.make_dual(value, along)  # type: ignore[no-untyped-call]
-        found = [_tangent(y) if _is_float(y) else None for y in call.run(inputs)]
-        return [None if t is None else t.clone() for t in found]
+        return [_tangent(y) for y in call.run(inputs)]
 
 
-def _tangent(y: Tensor) -> Tensor | None:
+def _tangent(y: Any) -> Tensor | None:
+    """A copy of an output's tangent; None where it is zero."""
+    if not _is_float(y):
+        return None
     tangent: Tensor | None = forward_ad.unpack_dual(y).tangent  # type: ignore[no-untyped-call]
-    return tangent
+    return None if tangent is None else tangent.clone()
 
 
 def _double_backward(
     call: OperatorCall, flat: Sequence[Any], tangents: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     """J v as the derivative of u -> J^T u along v, for operations without a forward formula."""
-    inputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
+    inputs = _detached(flat)
     for i in tangents:
         inputs[i] = inputs[i].clone().requires_grad_()
     leaves = [inputs[i] for i in tangents]
@@ -177,6 +179,10 @@ def _double_backward(
             )
             found.append(along)
     return found
+
+
+def _detached(flat: Sequence[Any]) -> list[Any]:
+    return [x.detach() if isinstance(x, Tensor) else x for x in flat]
 
 
 def _is_float(x: Any) -> bool:

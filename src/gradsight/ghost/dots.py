@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsight.ghost.directions import Tangents
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 
 WIDE = frozenset({torch.float32, torch.float64})
 """The types that need no widening."""
@@ -28,7 +28,7 @@ def same_type(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
-def row_dots(a: Tensor, b: Tensor, layout: Layout, batch: int) -> Tensor:
+def row_dots(a: Tensor, b: Tensor, layout: SampleLayout, batch: int) -> Tensor:
     """The sum over everything but the samples of a * b, in fp32 or wider: [B].
 
     `a` is broadcast to b's shape.

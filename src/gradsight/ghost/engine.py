@@ -21,7 +21,7 @@ from gradsight.ghost.score_log import PendingScores, SaveOptions, ScoreLog
 from gradsight.ghost.scores import Scores, VerifyReport
 from gradsight.ghost.targets import LossFn, Targets, check_targets
 from gradsight.ghost.tracer import RuleOptions
-from gradsight.ghost.verify import compare
+from gradsight.ghost.verify import compare_with_twin
 from gradsight.store.scores import ScoreFile
 
 __all__ = ["GhostEngine", "GhostNotice"]
@@ -114,12 +114,11 @@ class GhostEngine:
         schedule = RefreshSchedule(self._targets, refresh_every, optimizer, precondition)
         self.staleness: list[Staleness] = schedule.staleness
         """How far each direction had turned when it was refreshed, with refresh_every above 1."""
-        names = tuple(parameters.all) if per_parameter else None
-        pending = PendingScores(
-            self._targets.names,
-            frozenset(parameters.trainable),
-            ScoreFile(names, has_direction=precondition is not None),
-        )
+        names = None
+        if per_parameter:
+            names = tuple(parameters.all)
+        columns = ScoreFile(names, has_direction=precondition is not None)
+        pending = PendingScores(self._targets.names, frozenset(parameters.trainable), columns)
         self._log = ScoreLog(
             pending,
             LossHistory(self._targets.names, Momentum.of(optimizer)),
@@ -186,7 +185,7 @@ class GhostEngine:
                 "first step does it"
             )
         observation = self._blocks.beside_training()
-        return compare(
+        return compare_with_twin(
             self.model, self.loss_fn, batch, self._targets, observation, self._blocks.parameters
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall
 from gradsight.ghost.dots import row_dots, score_table
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.tangent_sources import TangentSource, push_forward
 
 Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
@@ -75,7 +75,7 @@ def attach(y: Tensor, probe: Tensor, score: Score, saved: Sequence[Tensor] = ())
 
 def attach_derivative(
     outputs: Sequence[Any],
-    layouts: Mapping[int, Layout],
+    layouts: Mapping[int, SampleLayout],
     call: OperatorCall,
     flat: Sequence[Any],
     carried: Mapping[int, TangentSource],
@@ -126,7 +126,7 @@ class _Shared:
         return result
 
 
-def _derivative_score(shared: _Shared, index: int, layout: Layout, batch: int) -> Score:
+def _derivative_score(shared: _Shared, index: int, layout: SampleLayout, batch: int) -> Score:
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
         for slot, outputs in shared.derivatives(saved).items():

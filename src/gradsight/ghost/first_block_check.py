@@ -75,11 +75,13 @@ class FirstBlockCheck:
     ) -> None:
         """The first block must add up to what backward added to .grad; new uses must be proven."""
         if self._base is not None:
-            scale = 1.0 if observed.scale is None else observed.scale.to(observed.scores)
+            scores_in_grad = observed.scores
+            if observed.scale is not None:
+                scores_in_grad = scores_in_grad * observed.scale.to(scores_in_grad)
             after = self._explained(parameters, directions) or []
             pairs = zip_longest(self._base, after, fillvalue=0.0)
             changes = [float(new - old) for old, new in pairs]
-            for change, scores in zip(changes, observed.scores * scale, strict=True):
+            for change, scores in zip(changes, scores_in_grad, strict=True):
                 refuse_unexplained(change, scores, parameters)
         self._blocks += 1
         if self._enabled and not observed.calls:

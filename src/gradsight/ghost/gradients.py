@@ -27,7 +27,7 @@ def gradients(
             outputs, inputs, cotangents, allow_unused=True, retain_graph=keep_graph
         )
         named = {n: g.detach() for n, g in zip(parameters, slopes, strict=False) if g is not None}
-        return named, None if extra is None else slopes[-1]
+        return named, slopes[-1] if extra is not None else None
     # fully_shard reduces gradients in hooks that only a full backward pass runs, so .grad is set
     # aside meanwhile.
     kept = [p.grad for p in wanted]

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradsight.errors import GradsightError
 from gradsight.ghost.concat import Concatenation
-from gradsight.ghost.use import DECLINED
+from gradsight.ghost.use import DECLINED, argument_of
 
 
 class PassGuard:
@@ -70,7 +70,7 @@ def refuse_batch_norm(root: nn.Module) -> None:
 
 def refuse_batch_statistics(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """An error for a call of F.batch_norm that computes statistics of the batch."""
-    if kwargs.get("training", args[5] if len(args) > 5 else False):
+    if argument_of(args, kwargs, 5, "training", False):
         raise GradsightError(
             "batch_norm is called with training=True: its statistics mix the samples of a batch, "
             "so no sample has a gradient of its own"

@@ -107,7 +107,9 @@ class Observation:
             )
         table = self.tracer.probe.grad
         assert table is not None
-        return table if self.scale is None else table / self.scale.to(table)
+        if self.scale is not None:
+            table = table / self.scale.to(table)
+        return table
 
     def _set_probe(self, batch: int) -> None:
         probe = torch.zeros(

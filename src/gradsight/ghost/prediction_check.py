@@ -69,7 +69,9 @@ class Momentum:
     @classmethod
     def of(cls, optimizer: Optimizer | None) -> "Momentum":
         """That of an optimizer's first group; none where it is not known."""
-        group = {} if optimizer is None else optimizer.param_groups[0]
+        if optimizer is None:
+            return cls()
+        group = optimizer.param_groups[0]
         if "betas" in group:
             beta1 = float(group["betas"][0])
             return cls(beta1, 1 - beta1, corrected=True)
@@ -80,10 +82,13 @@ class Momentum:
         mixed = torch.zeros_like(sums[0])
         rows = []
         for number, row in enumerate(sums, 1):
-            # SGD takes its first gradient whole, whatever the dampening.
-            take = self.take if number > 1 or self.corrected else 1.0
+            take = self.take
+            if number == 1 and not self.corrected:
+                take = 1.0  # SGD takes its first gradient whole, whatever the dampening
             mixed = self.keep * mixed + take * row
-            rows.append(mixed / (1 - self.keep**number) if self.corrected else mixed)
+            rows.append(mixed)
+        if self.corrected:
+            rows = [row / (1 - self.keep**number) for number, row in enumerate(rows, 1)]
         return torch.stack(rows)
 
 
@@ -124,7 +129,9 @@ class LossHistory:
             changes = self._predicted_changes(group)
             for (start, old), (end, new) in pairwise(self._losses):
                 between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
-                for k, name in enumerate(self.targets if between else ()):
+                if not between:
+                    continue
+                for k, name in enumerate(self.targets):
                     predicted = float(changes[between, k].sum())
                     pairs[name].append((predicted, float(new[k]) - float(old[k])))
         return {name: PredictionCheck(name, tuple(each)) for name, each in pairs.items()}
@@ -145,7 +152,8 @@ class LossHistory:
                 entry.sums = entry.sums.tolist()
             if entry.clip is not None:
                 coef = entry.clip.coefficient()
-                entry.clip_coef = 1.0 if coef is None else coef
+                if coef is not None:
+                    entry.clip_coef = coef
                 entry.clip = None
         read = ((step, [float(x) for x in losses]) for step, losses in self._losses)
         self._losses = deque(read, self._losses.maxlen)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SampleLayout:
     """Which dimension holds the samples, and how.
 
     `kind` is "plain" (one entry per sample), "major" (samples outside, several entries each, as
@@ -31,9 +31,9 @@ class Layout:
     def rows(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor with one leading entry per sample; a view.
 
-        >>> Layout(1).rows(torch.zeros(3, 2, 5), 2).shape
+        >>> SampleLayout(1).rows(torch.zeros(3, 2, 5), 2).shape
         torch.Size([2, 3, 5])
-        >>> Layout(0, "minor").rows(torch.arange(6), 2).tolist()
+        >>> SampleLayout(0, "minor").rows(torch.arange(6), 2).tolist()
         [[0, 2, 4], [1, 3, 5]]
         """
         if self.kind == "all":
@@ -47,7 +47,7 @@ class Layout:
     def matrices(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor as [samples, positions, features]; a view where that is possible.
 
-        >>> Layout(1).matrices(torch.zeros(3, 2, 5), 2).shape
+        >>> SampleLayout(1).matrices(torch.zeros(3, 2, 5), 2).shape
         torch.Size([2, 3, 5])
         """
         if self.dim == 0 and self.kind in LEADING:
@@ -58,19 +58,21 @@ class Layout:
 
 LEADING = frozenset({"plain", "major", "all"})
 """The kinds by which, in dimension 0, each sample's entries lie side by side."""
-ALL = Layout(kind="all")
+ALL = SampleLayout(kind="all")
 
 Key = tuple[str, ...]
 
 
-def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[Layout | None]:
+def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[SampleLayout | None]:
     """Every way such a tensor could hold the samples, likeliest first; None stands for none."""
     fitting = (d for d in range(len(shape)) if shape[d] == batch)
     dims = sorted(fitting, key=lambda d: (d != preferred, d))
-    ways: list[Layout | None] = [Layout(d) for d in dims]
+    ways: list[SampleLayout | None] = [SampleLayout(d) for d in dims]
     if shape and shape[0] > batch and shape[0] % batch == 0:
-        flat = [Layout(0, "major"), Layout(0, "minor")]
-        ways += flat if preferred == 0 else flat[::-1]
+        flat = [SampleLayout(0, "major"), SampleLayout(0, "minor")]
+        if preferred != 0:
+            flat.reverse()
+        ways += flat
     return [*ways, None]
 
 
@@ -85,12 +87,12 @@ class LayoutMemory:
     def __init__(self, preferred: int = 0) -> None:
         self.preferred = preferred
         self.unproven: set[Key] = set()
-        self._known: dict[Key, list[Layout | None]] = {}
+        self._known: dict[Key, list[SampleLayout | None]] = {}
         self._seen: dict[Key, tuple[torch.Size, int, int]] = {}
 
     def find(
         self, key: Key, shape: torch.Size, batch: int, preferred: int | None = None
-    ) -> Layout | None:
+    ) -> SampleLayout | None:
         """The layout of a tensor met at this use; None: the samples are not in rows here."""
         if batch == 1:
             return ALL
@@ -118,7 +120,7 @@ class LayoutMemory:
         self._known[key].append(ways[position])
         return position > 0
 
-    def snapshot(self) -> dict[Key, list[Layout | None]]:
+    def snapshot(self) -> dict[Key, list[SampleLayout | None]]:
         """What is assumed now."""
         return {key: list(ways) for key, ways in self._known.items()}
 

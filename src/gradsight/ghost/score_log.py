@@ -13,7 +13,7 @@ from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
 from gradsight.measure.clipping import ClipMeter, ClipReading
 from gradsight.store.run_problems import RunProblems
-from gradsight.store.scores import ScoreFile, score_file, write_scores
+from gradsight.store.scores import ScoreFile, score_path, write_scores
 from gradsight.values.scores import SavedScore
 
 
@@ -55,7 +55,9 @@ class PendingScores:
         self.blocks = [block for block in self.blocks if block.step >= before]
 
     def _rows(self, block: BlockScores) -> list[SavedScore]:
-        clip_coef = None if block.clip is None else block.clip.coefficient()
+        clip_coef = None
+        if block.clip is not None:
+            clip_coef = block.clip.coefficient()
         rows = []
         for number, target in enumerate(self._targets):
             values = block.table[number]
@@ -136,7 +138,9 @@ class ScoreLog:
         """A block's step: as given, or by the optimizer's steps, or one per block."""
         if given is not None:
             return given
-        return self._blocks if self._optimizer is None else self._optimizer_steps
+        if self._optimizer is None:
+            return self._blocks
+        return self._optimizer_steps
 
     def begin(self, step: int) -> None:
         """A block of this step begins: earlier steps are complete."""
@@ -183,8 +187,10 @@ class ScoreLog:
         gathered = self._group.gather_objects(rows)
         if gathered is None:
             return None
-        before = self._last + 1 if iteration is None else iteration
-        path = score_file(self.saving.run_dir, before)
+        before = iteration
+        if before is None:
+            before = self._last + 1
+        path = score_path(self.saving.run_dir, before)
         merged = [row for part in gathered for row in part]
         if merged:
             fault = write_scores(path, merged, self.pending.format)

@@ -40,7 +40,8 @@ class Scratch:
         if on_cpu and key in self._rooms:
             return self._rooms[key]
         entries = max(1, height * width)
-        fitting = (ON_CPU if on_cpu else ELSEWHERE) // (entries * like.element_size())
+        budget = ON_CPU if on_cpu else ELSEWHERE
+        fitting = budget // (entries * like.element_size())
         groups = -(-most // max(1, fitting))
         number = -(-most // groups)
         if not on_cpu:

@@ -221,7 +221,9 @@ class SelfCheck:
                 outputs, cotangents, self._parameters.trainable, self._group.sharded, probe
             )
         tracer.release()
-        table = torch.zeros_like(probe) if scores is None else scores
+        table = scores
+        if table is None:  # no parameter met a sample
+            table = torch.zeros_like(probe)
         summed = table.detach().sum(1)
         if self._group.sharded:
             summed = self._group.sum(summed)

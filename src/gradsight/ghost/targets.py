@@ -111,7 +111,9 @@ class Targets:
     ) -> tuple[Direction, Tensor]:
         """The gradient of the target's mean loss, averaged over all processes, and that loss."""
         wanted = keep_factors and name not in self._without_factors and self._can_record()
-        recorder = FactorRecorder(parameters.name) if wanted else None
+        recorder = None
+        if wanted:
+            recorder = FactorRecorder(parameters.name)
         with (
             beside_training(parameters.root, evaluating=True),
             without_reduction(self._model),

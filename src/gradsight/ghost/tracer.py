@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from gradsight.core.autocast import autocast_dtype
 from gradsight.core.samples import ModelCall, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.ghost.derivative import OperatorCall, generator_state, name_of
+from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.guard import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
-from gradsight.ghost.sample_axis import Key, Layout, LayoutMemory
+from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent_sources import (
     FixedTangents,
@@ -272,7 +272,7 @@ class Tracer(TorchFunctionMode):
         outputs = attach_derivative(outputs, layouts, call, flat, carried, self.probe)
         return tree_unflatten(outputs, out_spec)
 
-    def layout(self, key: Key, shape: torch.Size, origins: tuple[str, ...]) -> Layout | None:
+    def layout(self, key: Key, shape: torch.Size, origins: tuple[str, ...]) -> SampleLayout | None:
         """Where the samples are in a tensor met at this use of these parameters."""
         key = (*key, f"rank {len(shape)}")
         self.keys[key] = origins
@@ -362,7 +362,7 @@ def paused(tracer: Tracer) -> Iterator[None]:
 
 def changes_in_place(func: Callable[..., Any]) -> bool:
     """Whether a function changes its first argument, by torch's naming."""
-    name = name_of(func)
+    name = function_name(func)
     if name.startswith("__"):
         return name in IN_PLACE_OPERATORS
     return name.endswith("_") and not name.endswith("__")
@@ -376,7 +376,7 @@ def _first_changed(func: Callable[..., Any]) -> Callable[..., Any]:
         func(copy, *args, **kwargs)
         return copy
 
-    changed.__name__ = f"{name_of(func)} (in place)"
+    changed.__name__ = f"{function_name(func)} (in place)"
     return changed
 
 

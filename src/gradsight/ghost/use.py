@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.ghost.derivative import name_of
+from gradsight.ghost.derivative import function_name
 from gradsight.ghost.fallback import Score, attach
 from gradsight.ghost.gram import Factor
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent_sources import ParameterTangents, TangentSource
 
@@ -72,9 +72,11 @@ class Use:
             return None
         return self.tracer.options.directions.factors(source.origins[0])
 
-    def layout(self, shape: torch.Size) -> Layout | None:
+    def layout(self, shape: torch.Size) -> SampleLayout | None:
         """Where the samples are in the tensor that the rule splits."""
-        return self.tracer.layout((name_of(self.func), "rule", *self.origins), shape, self.origins)
+        return self.tracer.layout(
+            (function_name(self.func), "rule", *self.origins), shape, self.origins
+        )
 
     def plain(self) -> Any:
         """The operation as the model meant it."""
@@ -83,6 +85,13 @@ class Use:
     def attach(self, y: Tensor, score: Score, saved: Sequence[Tensor] = ()) -> Tensor:
         """y, scored by a function of its gradient and the saved tensors."""
         return attach(y, self.probe, score, saved)
+
+
+def argument_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any
+) -> Any:
+    """An argument of a call, given by position or by name."""
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 Rule = Callable[[Use], Any]

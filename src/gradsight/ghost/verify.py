@@ -162,7 +162,7 @@ def adds_up(parts: Tensor, whole: Tensor) -> bool:
     return bool((parts.sum() - whole).abs() <= 1e-2 * parts.abs().sum() + 1e-30)
 
 
-def compare(
+def compare_with_twin(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,

@@ -166,14 +166,16 @@ class Recorder:
             self._write_part(self._pending)
 
     def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
-        from gradsight.incidents.diagnosis.diagnose import diagnose
+        from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 
         if not passes:
             return _nothing(_NOT_CALLED)
         root = self.calls.root
         with suspended(), _own_hooks_silent(self._model):
             return diagnose(
-                self._model, passes, seconds=self._seconds, kind=kind, loss_root=root, scale=scale
+                self._model,
+                passes,
+                DiagnosisOptions(seconds=self._seconds, kind=kind, loss_root=root, scale=scale),
             )
 
     def _stage(self, passes: list[Any]) -> Staged | None:

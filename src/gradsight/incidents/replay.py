@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradsight.core.calls import RecordedCall
 from gradsight.errors import RunError, UsageError
 from gradsight.incidents.arguments import unpack_passes
-from gradsight.incidents.diagnosis.diagnose import diagnose
+from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.incidents.incident import state_of
 from gradsight.store.diagnoses import is_broken, merge_diagnoses, numbered
 from gradsight.store.incident_format import BATCH, PARAMETERS, checked_file, read_document
@@ -77,7 +77,7 @@ def _replay_part(
     first, scale = int(body.get("first_pass", 0)), float(body.get("scale", 1.0))
     kind: Literal["spike", "nonfinite"] = "spike" if body.get("kind") == "spike" else "nonfinite"
     chosen = [_on_cpu(each) for each in passes[first:]]
-    made = diagnose(model, chosen, seconds=seconds, kind=kind, scale=scale)
+    made = diagnose(model, chosen, DiagnosisOptions(seconds=seconds, kind=kind, scale=scale))
     return numbered(
         replace(made, notes=(*notes, *made.notes)), int(body.get("rank", 0)), first, len(passes)
     )

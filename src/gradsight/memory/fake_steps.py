@@ -2,7 +2,7 @@
 """A model's blocks, weighed on fake tensors in one mode after the other."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class FakeStep:
     peak: int
     flops: int
     counter: StorageCounter
-    times: Sequence[BlockTimes] = field(default_factory=list)
+    times: Sequence[BlockTimes]
 
 
 class FakeSteps:

@@ -12,52 +12,52 @@ Floats = npt.NDArray[np.float64]
 
 
 def keep_lines(
-    found: Influence, by: str, drop: float | None, unscored: Iterable[str] = ()
+    influence: Influence, by: str, drop: float | None, unscored: Iterable[str] = ()
 ) -> list[str]:
-    """The ids of the samples to keep, one per line: those that were scored well enough, and those
-    that were never scored.
-    """
-    kept = ~_dropped(_values(found, by), drop)
-    lines = [*(str(sample_id) for sample_id in found.sample_ids[kept]), *unscored]
+    """The ids of the samples to keep, one per line; a sample without a score is kept."""
+    kept = ~_dropped(_values(influence, by), drop)
+    lines = [*(str(sample_id) for sample_id in influence.sample_ids[kept]), *unscored]
     if any("\n" in line for line in lines):
         raise UsageError(
             "a sample id holds a line break: export NAME.csv instead, which can quote it"
         )
     if not lines:
         raise UsageError(
-            "nothing would be left to keep: every sample scores below 0. Say how many to leave out, for example --drop 0.1"
+            "nothing would be left to keep: every sample scores below 0. "
+            "Say how many to leave out, for example --drop 0.1"
         )
     return lines
 
 
-def weight_lines(found: Influence, by: str, drop: float | None) -> list[str]:
-    """sample_id,weight: in proportion to the score, 0 for what is left out; 1 on average, like a
-    sample without a score.
+def weight_lines(influence: Influence, by: str, drop: float | None) -> list[str]:
+    """Lines of sample_id,weight: in proportion to the score, and 0 for what is left out.
+
+    Weights are 1 on average, which is the weight of a sample without a score.
     """
-    values = _values(found, by)
+    values = _values(influence, by)
     weights = np.where(_dropped(values, drop), 0.0, np.maximum(values, 0.0))
     if not weights.any():
         raise UsageError(
             "every weight would be 0: no sample scores above 0, so there is nothing to weigh by"
         )
     weights /= weights.mean()
-    rows = zip(found.sample_ids.tolist(), weights.tolist(), strict=True)
-    return [
-        "sample_id,weight",
-        *(f"{_quoted(sample_id)},{weight:.4g}" for sample_id, weight in rows),
-    ]
+    rows = zip(influence.sample_ids.tolist(), weights.tolist(), strict=True)
+    lines = [f"{_quoted(sample_id)},{weight:.4g}" for sample_id, weight in rows]
+    return ["sample_id,weight", *lines]
 
 
-def _values(found: Influence, by: str) -> Floats:
+def _values(influence: Influence, by: str) -> Floats:
     """Each sample's own score, or its domain's."""
     if by == "sample":
-        return found.scores
-    if not found.domains:
+        return influence.scores
+    if not influence.domains:
         raise UsageError("--by domain: the samples of this run have no domains")
-    scores = {each.name: each.score for each in found.domains}
-    names, place = np.unique([name or "" for name in found.sample_domains], return_inverse=True)
+    scores = {domain.name: domain.score for domain in influence.domains}
+    domains = [name or "" for name in influence.sample_domains]
+    names, place = np.unique(domains, return_inverse=True)
+    # A sample without a domain goes by its own score.
     values: Floats = np.array([scores.get(name, np.nan) for name in names])[place]
-    return np.where(np.isnan(values), found.scores, values)
+    return np.where(np.isnan(values), influence.scores, values)
 
 
 def _dropped(values: Floats, drop: float | None) -> npt.NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -16,47 +17,44 @@ def figure(value: float | None) -> str:
         return "–"
     if math.isnan(value):
         return "NaN"
-    if math.isinf(value):
-        return "Inf" if value > 0 else "-Inf"
+    if value == math.inf:
+        return "Inf"
+    if value == -math.inf:
+        return "-Inf"
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.3g}"
     return f"{value:.2e}"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A curve on a logarithmic scale, one sign per stretch of steps; '!' marks a stretch with a
-    value that is not finite.
+    """A curve on a logarithmic scale, one sign per stretch of steps; '!' where one is not finite.
 
     >>> sparkline([1, 10, 100, 1000])
     '▁▃▆█'
     >>> sparkline([1, float("nan"), 1])
     '▄!▄'
     """
-    stretches = [
-        values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)
-    ]
-    kept = (
-        [list(stretch) for stretch in stretches if len(stretch)]
-        if len(values) > width
-        else [[value] for value in values]
-    )
-    heights = [_height(stretch) for stretch in kept]
+    count = min(len(values), width)
+    edges = [len(values) * place // max(count, 1) for place in range(count + 1)]
+    heights = [_height(values[start:end]) for start, end in pairwise(edges)]
     finite = [height for height in heights if height is not None]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    low = min(finite, default=0.0)
+    high = max(finite, default=0.0)
     return "".join(
         "!" if height is None else _LEVELS[_level(height, low, high)] for height in heights
     )
 
 
-def _height(stretch: list[float]) -> float | None:
+def _height(stretch: Sequence[float]) -> float | None:
     """The logarithm of a stretch's middle value; None where something in it is not finite."""
     if not all(math.isfinite(value) for value in stretch):
         return None
+    # Zero has no logarithm; this is the smallest number that a float32 holds.
     return math.log10(max(sorted(stretch)[len(stretch) // 2], 1e-45))
 
 
 def _level(height: float, low: float, high: float) -> int:
-    if high - low < 0.01:
+    if high - low < 0.01:  # a flat curve is drawn in the middle, not blown up
         return 3
     return round((height - low) / (high - low) * (len(_LEVELS) - 1))
 

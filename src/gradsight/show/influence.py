@@ -1,6 +1,4 @@
-"""What every sample and domain did to a target's loss: a run's scores, made comparable and added
-up. No torch.
-"""
+"""What samples and domains did to a target's loss: scores, comparable and added up. No torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,10 +15,12 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 UNSETTLED = 0.1
-"""The share of a run whose scores do not count: at first a model learns which tokens are common,
-and that from any sample.
+"""The share of a run, at its beginning, whose scores do not count.
+
+At first a model learns which tokens are common, and that from any sample.
 """
 STRETCHES = 24
+"""Into how many stretches of steps a domain's curve is divided."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,16 @@ class Influence:
     """The best first."""
 
     def histogram(self, bins: int = 12) -> tuple[Ints, Floats]:
-        """Counts of samples and edges of about this many bins of a round width, one of the edges 0;
-        the few samples beyond them count in the outer bins.
+        """Counts of samples and edges of about this many bins, one of the edges 0.
+
+        The few samples beyond the edges count in the outer bins.
         """
+        # One sample far out would else make every bin so wide that all others share one.
         low, high = (float(value) for value in np.quantile(self.scores, (0.005, 0.995)))
         width = _round_width((max(high, 0.0) - min(low, 0.0)) / bins)
-        edges = width * np.arange(
-            np.floor(min(low, -width) / width), np.ceil(max(high, width) / width) + 1
-        )
+        first = np.floor(min(low, -width) / width)
+        last = np.ceil(max(high, width) / width)
+        edges = width * np.arange(first, last + 1)
         counts, _ = np.histogram(np.clip(self.scores, edges[0], edges[-1]), edges)
         return counts.astype(np.int64), edges
 
@@ -80,20 +82,25 @@ def _round_width(width: float) -> float:
     if width <= 0:
         return 1.0
     power = 10.0 ** np.floor(np.log10(width))
-    return float(next((step * power for step in (1, 2, 5) if step * power >= width), 10 * power))
+    for step in (1, 2, 5):
+        if step * power >= width:
+            return float(step * power)
+    return float(10 * power)
 
 
 def normalised(steps: npt.NDArray[Any], scores: Floats) -> Floats:
-    """Each score divided by the typical size (root mean square) of its step's: raw ones shrink as
-    training goes on.
+    """Each score divided by the typical size (root mean square) of its step's scores.
 
-    The sign stays: below 0 still hurts. Nothing but the step's own scores enters.
+    Raw scores shrink as training goes on. The sign stays: below 0 still hurts. Nothing but the
+    step's own scores enters.
 
     >>> normalised(np.array([0, 0, 1, 1]), np.array([30.0, -40.0, 0.3, -0.4])).round(2).tolist()
     [0.85, -1.13, 0.85, -1.13]
     """
+    if not len(scores):
+        return scores
     _, place = np.unique(steps, return_inverse=True)
-    sizes = np.sqrt(np.bincount(place, scores**2) / np.bincount(place)) if len(scores) else scores
+    sizes = np.sqrt(np.bincount(place, scores**2) / np.bincount(place))
     return np.divide(scores, sizes[place], out=np.zeros_like(scores), where=sizes[place] > 0)
 
 
@@ -105,8 +112,9 @@ def settled(steps: npt.NDArray[Any], share: float = UNSETTLED) -> npt.NDArray[np
     """
     if not len(steps):
         return np.zeros(0, dtype=bool)
-    first, last = int(steps.min()), int(steps.max())
-    counted: npt.NDArray[np.bool_] = steps >= first + int(share * (last - first + 1))
+    first = int(steps.min())
+    length = int(steps.max()) - first + 1
+    counted: npt.NDArray[np.bool_] = steps >= first + int(share * length)
     return counted
 
 
@@ -117,30 +125,36 @@ def means(groups: npt.NDArray[Any], values: Floats, count: int) -> Floats:
     [2.0, nan, 5.0]
     """
     sizes = np.bincount(groups, minlength=count)
-    found: Floats = np.divide(
-        np.bincount(groups, values, count), sizes, out=np.full(count, np.nan), where=sizes > 0
-    )
-    return found
+    sums = np.bincount(groups, values, count)
+    quotients: Floats = np.divide(sums, sizes, out=np.full(count, np.nan), where=sizes > 0)
+    return quotients
 
 
-def influence(table: "pyarrow.Table", target: str | None = None, *, raw: bool = False) -> Influence:
-    """The influence of a table of scores on one target: by default normalised by step, without the
-    unsettled beginning.
+def influence_of(
+    table: "pyarrow.Table", target: str | None = None, *, raw: bool = False
+) -> Influence:
+    """The influence of a table of scores on one target.
+
+    By default scores are normalised by step, and the unsettled beginning does not count.
     """
     targets, chosen = _of_target(table["target"], target)
-    steps, scores = table["step"].to_numpy(), table["score"].to_numpy().astype(np.float64)
+    steps = table["step"].to_numpy()
+    scores = table["score"].to_numpy().astype(np.float64)
     finite = np.isfinite(scores)
     wanted = chosen & finite
     if not wanted.any():
         raise RunError(
-            f"none of the {int(chosen.sum())} scores for this target is finite: there is nothing to compare"
+            f"none of the {int(chosen.sum())} scores for this target is finite: "
+            "there is nothing to compare"
         )
     if not raw:
+        # First the beginning goes, then what is left is normalised: each step stands for itself.
         wanted[wanted] = settled(steps[wanted])
         scores[wanted] = normalised(steps[wanted], scores[wanted])
     ids, sample = _codes(table["sample_id"], wanted)
     names, domain = _codes(table["domain"], wanted)
-    values, steps = scores[wanted], steps[wanted]
+    values = scores[wanted]
+    steps = steps[wanted]
     by_sample = means(sample, values, len(ids))
     order = np.argsort(by_sample, kind="stable")
     home = np.zeros(len(ids), dtype=np.int64)
@@ -162,9 +176,7 @@ def influence(table: "pyarrow.Table", target: str | None = None, *, raw: bool = 
 
 
 def _of_target(column: Any, target: str | None) -> tuple[list[str], npt.NDArray[np.bool_]]:
-    """The targets of a table, the chosen one first, and which rows are its; by default the one that
-    has most rows.
-    """
+    """The targets of a table, the chosen one first, and its rows; by default the most frequent."""
     names, codes = _codes(column)
     if not len(names):
         raise RunError("there are no scores")
@@ -174,19 +186,19 @@ def _of_target(column: Any, target: str | None) -> tuple[list[str], npt.NDArray[
         raise UsageError(
             f"there is no target {target!r} in this run; it has {', '.join(sorted(names))}"
         )
-    return [target, *(name for name in names if name != target)], codes == list(names).index(target)
+    others = [name for name in names if name != target]
+    return [target, *others], codes == list(names).index(target)
 
 
 def _codes(
     column: Any, wanted: npt.NDArray[np.bool_] | None = None
 ) -> tuple[npt.NDArray[np.object_], Ints]:
-    """The different values of a column of text and each row's number among them; None is a value
-    too, and the last.
-    """
+    """The different values of a column of text, None last, and each row's number among them."""
     encoded = column.dictionary_encode().combine_chunks()
     names = np.array([*encoded.dictionary.to_pylist(), None], dtype=object)
     codes = encoded.indices.fill_null(len(names) - 1).to_numpy(zero_copy_only=False)
-    codes = codes if wanted is None else codes[wanted]
+    if wanted is not None:
+        codes = codes[wanted]
     used, codes = np.unique(codes, return_inverse=True)
     return names[used], codes.astype(np.int64)
 
@@ -200,21 +212,20 @@ def _domains(
     by_sample: Floats,
 ) -> tuple[Domain, ...]:
     """The roll-up by domain, overall and over time, without the samples that have none."""
-    first, length = int(steps.min()), int(steps.max()) - int(steps.min()) + 1
+    first = int(steps.min())
+    length = int(steps.max()) - first + 1
     stretches = min(STRETCHES, length)
     cell = domain * stretches + (steps - first) * stretches // length
     over_time = means(cell, values, len(names) * stretches).reshape(len(names), stretches)
-    score, hurting = (
-        means(domain, values, len(names)),
-        means(home, (by_sample < 0).astype(np.float64), len(names)),
-    )
+    score = means(domain, values, len(names))
+    hurting = means(home, (by_sample < 0).astype(np.float64), len(names))
     samples = np.bincount(home, minlength=len(names))
-    found = [
+    domains = [
         Domain(name, float(score[k]), int(samples[k]), float(hurting[k]), _known(over_time[k]))
         for k, name in enumerate(names)
         if name is not None
     ]
-    return tuple(sorted(found, key=lambda each: -each.score))
+    return tuple(sorted(domains, key=lambda each: -each.score))
 
 
 def _known(values: Floats) -> tuple[float | None, ...]:

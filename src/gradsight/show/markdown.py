@@ -8,12 +8,12 @@ from typing import Any
 from gradsight.show.figures import bar, figure, sparkline
 from gradsight.show.samples import TextOf, markdown_section
 from gradsight.show.summary import BlockNorms, Summary
+from gradsight.values.findings import Problem
 from gradsight.values.health_report import markdown_sections
 from gradsight.values.histograms import Histogram
-from gradsight.values.problems import Problem
+from gradsight.values.plain import listed, quoted
 from gradsight.values.steps import Step
-from gradsight.values.texts import listed, quoted
-from gradsight.values.wording import describe
+from gradsight.values.wording import diagnosis_lines
 
 _MOST_ROWS = 40
 _MOST_STEPS = 8
@@ -28,10 +28,11 @@ def no_text(sample_id: str) -> str | None:
     return None
 
 
-def report(summary: Summary, text_of: TextOf = no_text) -> str:
+def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     """The whole report as markdown; text_of gives the samples' text, where it is known."""
     sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
     settings = summary.config.get("settings", {}).get("watch", {})
+    # A run that was opened with health=False has no findings, and that is no verdict.
     if summary.steps and settings.get("health", True) is not False:
         sections += markdown_sections(summary.health)
     sections.append(_block_table(summary))
@@ -194,7 +195,8 @@ def _incidents(summary: Summary) -> list[str]:
         what = incident.damage or incident.reason
         lines.append(f"- step {incident.step}, {incident.code}: {what} (`{place}`{again})")
         if incident.diagnosis is not None and place not in said:
-            lines += [f"  - {line}" for line in describe(incident.diagnosis, width=10_000)]
+            # Markdown is wrapped by whoever shows it.
+            lines += [f"  - {line}" for line in diagnosis_lines(incident.diagnosis, width=10_000)]
     return lines
 
 

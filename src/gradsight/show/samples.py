@@ -120,7 +120,8 @@ def _notes(influence: Influence) -> list[str]:
     if influence.normalised:
         lines = [
             "1 is the typical size of a score in its step; above 0 helps the target.",
-            f"The first {UNSETTLED:.0%} of the steps do not count: any sample teaches common tokens.",
+            f"The first {UNSETTLED:.0%} of the steps do not count: "
+            "any sample teaches common tokens.",
         ]
     if float(np.median(influence.seen)) < _OFTEN:
         lines.append("Few looks at most samples: one score is mostly noise. Domains are surer.")
@@ -203,7 +204,7 @@ def _domain_table(influence: Influence, most: int, colour: bool) -> list[str]:
     lines = [tinted("Domains, the best first", BOLD, colour)]
     lines.append(f"  {'score':>9}  {'samples':>8}  {'below 0':>7}  {'domain':<{width}}  over time")
     for number, domain in enumerate(shown):
-        if len(shown) < len(domains) and number == most // 2:
+        if len(shown) < len(domains) and number == most // 2:  # between the best and the worst
             lines.append(f"  … {len(domains) - len(shown)} more: --by domain")
         score = _number(influence, domain.score)
         numbers = f"{score:>9}  {domain.samples:>8,}  {domain.below_zero:>7.0%}"

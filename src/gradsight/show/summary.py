@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
-from gradsight.show.influence import Influence, influence
+from gradsight.show.influence import Influence, influence_of
 from gradsight.values.diagnoses import Incident
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import (
     SEVERITIES,
     SIGNS,
@@ -19,7 +19,6 @@ from gradsight.values.health_report import (
     make_report,
 )
 from gradsight.values.histograms import Histogram
-from gradsight.values.problems import Problem
 from gradsight.values.steps import ParameterStat, Step, block_of
 
 
@@ -97,7 +96,7 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """0 fine; 1 a warning, or nothing recorded; 2 critical, or a gradient that is not finite."""
+        """0 fine; 1 warning, or nothing recorded; 2 critical, or a non-finite gradient."""
         return SEVERITIES.index(self.severity)
 
     @property
@@ -156,7 +155,7 @@ def _samples(run: ReadableRun) -> tuple[Influence | None, list[Problem]]:
     table, troubles = scores
     samples = None
     try:
-        samples = influence(table)
+        samples = influence_of(table)
     except GradsightError as error:
         troubles = [*troubles, f"the samples' scores cannot be shown: {error}"]
     return samples, [Problem("scores", text, 0, 1) for text in troubles]

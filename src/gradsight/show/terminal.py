@@ -5,8 +5,8 @@ import textwrap
 from gradsight.show.text import BOLD, GREEN, RED, YELLOW, tinted
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SIGNS, HealthReport, headline
-from gradsight.values.texts import listed
-from gradsight.values.wording import describe
+from gradsight.values.plain import listed
+from gradsight.values.wording import diagnosis_lines
 
 _WIDTH = 79
 _MOST_NAMES = 4
@@ -35,7 +35,7 @@ def _cause(finding: Finding) -> list[str]:
     lines = []
     if finding.diagnosis is not None:
         label = "cause: "
-        first, *rest = describe(finding.diagnosis, _WIDTH - 10)
+        first, *rest = diagnosis_lines(finding.diagnosis, _WIDTH - 10)
         lines.append(f"   {label}{first}")
         lines += [f"   {' ' * len(label)}{line}" for line in rest]
     if finding.incident is not None:

@@ -14,9 +14,8 @@ def unpack_diagnosis(value: Any) -> Diagnosis | None:
     """Back from JSON; raises TypeError, ValueError or KeyError where it is none."""
     if value is None:
         return None
-    operation = value["operation"]
     return Diagnosis(
-        operation=None if operation is None else _operation(operation),
+        operation=_operation(value["operation"]),
         samples=tuple(_sample(each) for each in value["samples"]),
         seconds=float(value["seconds"]),
         notes=tuple(str(note) for note in value["notes"]),
@@ -24,23 +23,27 @@ def unpack_diagnosis(value: Any) -> Diagnosis | None:
     )
 
 
-def _operation(value: Mapping[str, Any]) -> GuiltyOperation:
+def _operation(value: Mapping[str, Any] | None) -> GuiltyOperation | None:
+    if value is None:
+        return None
     return GuiltyOperation(**{**value, "inputs": tuple(_summary(each) for each in value["inputs"])})
 
 
 def _summary(value: Mapping[str, Any]) -> TensorSummary:
-    limits = {
-        name: None if value[name] is None else float(value[name])
-        for name in ("smallest", "largest")
-    }
-    return TensorSummary(**{**value, "shape": tuple(value["shape"]), **limits})
+    smallest = _number(value["smallest"])
+    largest = _number(value["largest"])
+    shape = tuple(value["shape"])
+    return TensorSummary(**{**value, "shape": shape, "smallest": smallest, "largest": largest})
 
 
 def _sample(value: Mapping[str, Any]) -> GuiltySample:
-    share = value["share"]
-    return GuiltySample(
-        **{**value, "norm": float(value["norm"]), "share": None if share is None else float(share)}
-    )
+    norm = float(value["norm"])
+    return GuiltySample(**{**value, "norm": norm, "share": _number(value["share"])})
+
+
+def _number(value: Any) -> float | None:
+    """A number of JSON; one that is not finite is kept as text there."""
+    return None if value is None else float(value)
 
 
 def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagnosis:
@@ -55,33 +58,29 @@ def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagno
 
 
 def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
-    """What the ranks found, as one: the first operation, the samples of all with shares of the
-    whole, the longest time.
+    """The diagnoses of all ranks as one: the first operation, and all samples with their shares.
 
     Each rank knows its own samples only, and shares of their sum; the sums are had back from norms
     and shares. Where some rank found something that is not finite, the others have nothing to add.
     """
+    # A NaN reaches every rank's gradient: only the ranks that made one know something of it.
     parts = [part for part in parts if is_broken(part)] or parts
     if len(parts) < 2:
         return parts[0] if parts else None
-    found = [part.operation for part in parts if part.operation is not None]
-    first = min(found, key=lambda operation: (operation.micro_batch, operation.rank), default=None)
+    operations = [part.operation for part in parts if part.operation is not None]
     total = sum(_sum_of_squares(part.samples) for part in parts)
     samples = [
         replace(sample, share=_share(sample, total)) for part in parts for sample in part.samples
     ]
-    samples.sort(
-        key=lambda sample: (
-            math.isfinite(sample.norm),
-            -sample.norm if math.isfinite(sample.norm) else 0.0,
-        )
-    )
+    samples.sort(key=_guilt, reverse=True)
     notes = dict.fromkeys(note for part in parts for note in part.notes)
-    seconds, micro_batches = (
-        max(part.seconds for part in parts),
-        max(part.micro_batches for part in parts),
+    return Diagnosis(
+        operation=min(operations, key=lambda each: (each.micro_batch, each.rank), default=None),
+        samples=tuple(samples[:_MOST_SAMPLES]),
+        seconds=max(part.seconds for part in parts),
+        notes=tuple(notes),
+        micro_batches=max(part.micro_batches for part in parts),
     )
-    return Diagnosis(first, tuple(samples[:_MOST_SAMPLES]), seconds, tuple(notes), micro_batches)
 
 
 def is_broken(part: Diagnosis) -> bool:
@@ -91,9 +90,19 @@ def is_broken(part: Diagnosis) -> bool:
     )
 
 
+def _guilt(sample: GuiltySample) -> float:
+    """What samples are sorted by: one that is not finite is worse than any norm."""
+    if math.isfinite(sample.norm):
+        return sample.norm
+    return math.inf
+
+
 def _sum_of_squares(samples: Sequence[GuiltySample]) -> float:
+    """The sum of squared norms that the shares of a rank's samples are of."""
     return next((sample.norm**2 / sample.share for sample in samples if sample.share), 0.0)
 
 
 def _share(sample: GuiltySample, total: float) -> float | None:
-    return sample.norm**2 / total if sample.share is not None and total else None
+    if sample.share is None or not total:
+        return None
+    return sample.norm**2 / total

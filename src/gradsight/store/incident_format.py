@@ -7,7 +7,7 @@
                             structure is in incident.json
     parameters.safetensors  with recorder="batch": parameters and buffers as they were
 
-No torch, no pickle: whoever is sent an incident can open it without running anything of the sender's.
+No torch, no pickle: whoever is sent an incident can open it without running the sender's code.
 """
 
 import json

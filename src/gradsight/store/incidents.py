@@ -57,6 +57,7 @@ def _with_ranks(run_dir: Path, finding: Finding) -> Finding:
     folder = run_dir / finding.incident
     if not folder.is_dir():
         return finding
+    # Other ranks write their parts when they are done, which may be after the finding was stored.
     diagnosis = merge_diagnoses([finding.diagnosis, *_rank_diagnoses(folder)])
     return replace(finding, diagnosis=diagnosis)
 

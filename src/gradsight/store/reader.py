@@ -15,15 +15,14 @@ from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
-from gradsight.store.run_files import read_config
+from gradsight.store.run_files import read_run_config
 from gradsight.store.scores import all_scores, read_scores, score_files
 from gradsight.store.store import recover
 from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.diagnoses import Incident
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
-from gradsight.values.problems import Problem
 from gradsight.values.scores import SampleScore
 from gradsight.values.steps import ParameterStat, Scalar, Step
 
@@ -72,7 +71,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What config.json says; empty where there is none."""
-        return read_config(self.path)
+        return read_run_config(self.path)
 
     def steps(self) -> Iterator[Step]:
         """Every optimizer step."""
@@ -152,6 +151,7 @@ class Run:
 
     def scores(self) -> Iterator[SampleScore]:
         """Every training sample's score, as the ghost engine saved them."""
+        # File by file: all scores of a long run would not fit into memory as records.
         for file in score_files(self.path):
             for row in read_scores(file).to_pylist():
                 yield SampleScore(**row)
@@ -234,6 +234,7 @@ def _finish_killed_run(path: Path) -> None:
     if not _has_bytes(tail) or not os.access(tail, os.W_OK) or not os.access(path, os.W_OK):
         return
     descriptor = os.open(tail, os.O_RDWR)
+    # Whoever writes the run holds this lock, so that getting it proves that nobody does.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         connection = sqlite3.connect(path / rundir.RECORD, timeout=10)

@@ -10,7 +10,7 @@ from gradsight.core.files import write_text
 from gradsight.errors import RunError
 
 
-def read_config(run_dir: Path) -> dict[str, Any]:
+def read_run_config(run_dir: Path) -> dict[str, Any]:
     """What config.json says; empty where there is none."""
     file = run_dir / rundir.CONFIG
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Faults of those who have a run directory, but perhaps no watch, on their way to the run's record."""
+"""Faults of parts that have a run directory, but perhaps no watch, for the run's record."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ class RunProblems:
     """Says a fault once, counts it, and writes it into the run's record.
 
     Where a watch of this process has the record open, it is shared; else it is opened for a moment.
-    A record that cannot be opened loses nothing at once: the next fault brings the earlier ones too.
+    Where the record cannot be opened, the next fault brings the earlier ones along.
 
     run_dir: None where there is no run directory, and on every rank but the first: two processes
     cannot have one record open, and the first rank's watch must find it free.

@@ -44,8 +44,9 @@ _STEPPED = ("steps", "stats", "histograms", "scalars", "records")
 _OWN_COLUMNS = ("loss", "lr")
 
 
-def prepare(connection: sqlite3.Connection, path: Path) -> None:
+def create_tables(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables in an empty file; refuse one that is not ours or too new."""
+    # With the default pages of 4 KiB a long run took half as much again on the disk.
     connection.execute("PRAGMA page_size = 16384")
     # With a write-ahead log readers do not stop the writer, and a commit needs no fsync.
     connection.execute("PRAGMA journal_mode = WAL")
@@ -81,6 +82,7 @@ def last_frame(connection: sqlite3.Connection) -> int:
 
 def apply(connection: sqlite3.Connection, batch: Iterable[frames.Frame]) -> None:
     """Bring frames into the tables, all of them or none."""
+    # One transaction with the number of the last frame: a frame cannot be brought in twice.
     with connection:
         last = None
         for number, kind, payload in batch:

@@ -35,7 +35,7 @@ class ScoreFile:
     has_direction: bool = False
 
 
-def score_file(run_dir: Path, iteration: int) -> Path:
+def score_path(run_dir: Path, iteration: int) -> Path:
     """The file with the scores of the steps before an iteration."""
     return run_dir / rundir.SCORES / rundir.score_file(iteration)
 
@@ -51,7 +51,6 @@ def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> s
     Returns what to say of an earlier file that cannot be read and was put aside.
     """
     import pyarrow
-    import pyarrow.parquet
 
     steps = {row.step for row in rows}
     new = [{name: getattr(row, name) for name in _names(format)} for row in rows]
@@ -64,11 +63,24 @@ def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> s
     table = pyarrow.Table.from_pylist(merged, schema=_schema(sample_id, format))
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with whole_file(path, path.with_suffix(".partial")) as partial:
-            pyarrow.parquet.write_table(table, partial)
+        _write(path, table)
     except OSError as error:
         raise GradsightError(f"the scores could not be written to {path}: {error}") from error
     return fault
+
+
+def forget_scores(run_dir: Path, step: int) -> None:
+    """Remove the scores of this step and of all later ones: a resumed run makes them again."""
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    for file in score_files(run_dir):
+        table = pyarrow.parquet.read_table(file)
+        kept = table.filter(pyarrow.compute.field("step") < step)
+        if kept.num_rows == 0:
+            file.unlink()
+        elif kept.num_rows < table.num_rows:
+            _write(file, kept)
 
 
 def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.Table":
@@ -111,6 +123,13 @@ def _each_step_once(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
     np.maximum.at(latest, place, part)
     kept = part == latest[place]
     return table if kept.all() else table.filter(pyarrow.array(kept))
+
+
+def _write(path: Path, table: "pyarrow.Table") -> None:
+    import pyarrow.parquet
+
+    with whole_file(path, path.with_suffix(".partial")) as partial:
+        pyarrow.parquet.write_table(table, partial)
 
 
 def _rows_in(path: Path) -> tuple[list[dict[str, Any]], str | None]:

@@ -21,10 +21,9 @@ from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import RunError
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, Problem
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import plain
-from gradsight.values.problems import Problem
 from gradsight.values.steps import Step
 
 _PERIOD = 0.25
@@ -153,7 +152,7 @@ class Store:
                 return
             del _open[self.path]
         self._worker.stop(_PATIENCE)
-        self._drain()
+        self._drain()  # what the thread did not get to, and problems of the very end
         with self._database:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
@@ -171,8 +170,9 @@ class Store:
     def _layout(self, names: Sequence[str]) -> int:
         """The number of a list of names; asked for at every step, so remembered by identity."""
         if self._layout_names is not names:
-            self._layout_number, payload = frames.pack_layout(names)
+            number, payload = frames.pack_layout(names)
             self._add(frames.LAYOUT, payload)
+            self._layout_number = number
             self._layout_names = names
         return self._layout_number
 
@@ -187,6 +187,7 @@ class Store:
                     "the record cannot be written and its backlog is full: steps are being dropped",
                 )
                 return
+            # To memory first: if the disk refuses the tail, the thread may still reach the tables.
             frame = (self._number, kind, payload)
             self._pending.append(frame)
             self._pending_bytes += len(payload)
@@ -215,6 +216,8 @@ class Store:
                     self._pending_bytes += size
                 return
             with self._lock, contextlib.suppress(OSError):
+                # Of frames that came meanwhile a kill would leave nothing but the tail. Those that
+                # are in the tables already are known by their numbers, should they be read again.
                 if not self._pending:
                     os.ftruncate(self._tail, 0)
 
@@ -271,6 +274,8 @@ def _lock_tail(path: Path) -> int:
         tail = os.open(path / rundir.TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise RunError(f"run_dir {path} is not writable: {error.strerror}") from error
+    # Two processes would number their frames alike. A lock of this kind goes with its process,
+    # so that a killed run can be opened again.
     try:
         fcntl.flock(tail, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -284,8 +289,9 @@ def _lock_tail(path: Path) -> int:
 def _connect(path: Path) -> sqlite3.Connection:
     file = path / rundir.RECORD
     try:
+        # The thread writes, and whoever closes or flushes: one at a time, under a lock of ours.
         connection = sqlite3.connect(file, check_same_thread=False, timeout=10)
-        schema.prepare(connection, file)
+        schema.create_tables(connection, file)
     except sqlite3.DatabaseError as error:
         raise RunError(
             f"{file} cannot be opened: {error}. Move it away to start this run anew"

@@ -62,6 +62,7 @@ def unpack(data: bytes) -> Iterator[Frame]:
         position += _HEAD.size
         payload = data[position : position + length]
         if len(payload) < length or _checksum(number, kind, payload) != checksum:
+            # The length may be what is damaged, so that nobody knows where the next frame begins.
             return
         position += length
         yield number, kind, payload
@@ -125,6 +126,7 @@ def pack_statistics(
     """
     names = [name for name in COLUMNS if name in columns]
     mask = sum(1 << COLUMNS.index(name) for name in names)
+    # Four bytes halve a long run; wide norms would become infinite in them.
     kind = np.dtype("<f8" if wide else "<f4")
     size = len(columns["l2"])
     parts = [struct.pack("<BBI", mask, wide | (rows is not None) << 1, size)]
@@ -191,6 +193,7 @@ def pack_layout(names: Sequence[str]) -> tuple[int, bytes]:
     The number is made of the names, so that a resumed run finds its own list again.
     """
     text = json.dumps(list(names)).encode()
+    # Seven bytes, so that the number fits the signed 64 bits of an SQLite key.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     return number, struct.pack("<q", number) + text
 
@@ -213,6 +216,7 @@ def unpack_scalars(payload: bytes) -> tuple[int, dict[str, float]]:
 def pack_histograms(step: int, source: str, histograms: Sequence[Histogram]) -> bytes:
     """All histograms of a step from one source, compressed: most counts are small."""
     rows = [[getattr(histogram, name) for name in _COUNTED] for histogram in histograms]
+    # Names come from users: one that is no valid text must not end the record.
     name = source.encode("utf-8", "surrogatepass")
     return struct.pack("<qI", step, len(name)) + name + zlib.compress(json.dumps(rows).encode(), 1)
 

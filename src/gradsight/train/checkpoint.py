@@ -29,7 +29,7 @@ _FACTS = "checkpoint.json"
 
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step; None where there is none."""
-    folders = (run_dir / rundir.CHECKPOINTS).glob("step_*")
+    folders = (run_dir / rundir.CHECKPOINTS).glob(rundir.CHECKPOINT_FOLDERS)
     complete = [folder for folder in folders if (folder / _FACTS).is_file()]
     return max(complete, key=_step, default=None)
 
@@ -52,14 +52,14 @@ def save(
         for rank, one in enumerate(processes.gather(state) or ()):
             tensors[f"rng/{rank}/{kind}"] = one
     if processes.first:
-        folder = run_dir / rundir.CHECKPOINTS / f"step_{facts['step']:06d}"
+        folder = run_dir / rundir.CHECKPOINTS / rundir.checkpoint_folder(facts["step"])
         try:
             _write(folder, tensors, facts)
         except (OSError, SafetensorError) as error:
             # A full disk must not end what the checkpoint was to protect.
             fault = f"the checkpoint {folder} cannot be written: {error}. "
             fault += "Training goes on; the one before stays"
-        for old in sorted(folder.parent.glob("step_*"), key=_step)[:-keep]:
+        for old in sorted(folder.parent.glob(rundir.CHECKPOINT_FOLDERS), key=_step)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     processes.wait()
     return fault

@@ -20,12 +20,13 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.show.markdown import report
+from gradsight.show.markdown import report_text
 from gradsight.show.summary import summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
+from gradsight.store.scores import forget_scores
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
@@ -39,7 +40,7 @@ from gradsight.train.processes import Processes
 from gradsight.train.progress import Progress
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
-from gradsight.train.scoring import Scoring, forget_scores
+from gradsight.train.scoring import Scoring
 
 
 def run_training(
@@ -296,7 +297,7 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir))
-        write_report(run.run_dir / rundir.REPORT, report(summary, SampleTexts(run.run_dir)))
+        write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
         for name, value in run.memory.items():
             if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb")):
                 run.progress.say(f"{name}: {value:.3f}")

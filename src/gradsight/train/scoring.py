@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
-from gradsight.core import rundir
-from gradsight.core.files import whole_file
 from gradsight.errors import GradsightError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.store.run_problems import RunProblems
@@ -63,18 +60,3 @@ class Scoring:
 
     def _report(self, key: str, text: str) -> None:
         self._problems.report(key, f"{text.rstrip('.')}. Training goes on", self._step)
-
-
-def forget_scores(run_dir: Path, step: int) -> None:
-    """Remove the scores of this step and of all later ones: a resumed run makes them again."""
-    import pyarrow.compute
-    import pyarrow.parquet
-
-    for file in sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES)):
-        table = pyarrow.parquet.read_table(file)
-        kept = table.filter(pyarrow.compute.field("step") < step)
-        if kept.num_rows == 0:
-            file.unlink()
-        elif kept.num_rows < table.num_rows:
-            with whole_file(file, file.with_suffix(".partial")) as partial:
-                pyarrow.parquet.write_table(kept, partial)

@@ -18,18 +18,18 @@ class TensorSummary:
 
 @dataclass(frozen=True, slots=True)
 class GuiltyOperation:
-    """The first operation of a step with finite inputs and a non-finite output, deliberate fills
-    apart.
+    """The first operation of a step with finite inputs and a non-finite output.
+
+    Deliberate fills, such as an attention mask's, do not count.
     """
 
     operation: str
-    """As torch names it: "log", "div", "to(float16)"; or what was not finite beforehand: "input",
-    "parameter", "buffer".
+    """As torch names it: "log", "div", "to(float16)".
+
+    Or what was not finite beforehand: "input", "parameter", "buffer".
     """
     phase: str
-    """"forward", "backward", "loss" (outside the model, between its outputs and backward()), or
-    "before" it.
-    """
+    """"forward", "backward", "loss" (outside the model, before backward()), or "before" it."""
     module: str | None
     """The model's own dotted name of the innermost module it ran in."""
     place: str | None
@@ -39,8 +39,7 @@ class GuiltyOperation:
     inputs: tuple[TensorSummary, ...]
     micro_batch: int
     detail: str = ""
-    """What else is known: the argument and its rows, the names of parameters, how sure a guess is.
-    """
+    """The argument and its rows, the names of parameters, how sure a guess is."""
     rank: int = 0
 
 
@@ -54,12 +53,9 @@ class GuiltySample:
     micro_batch: int
     rank: int
     norm: float
-    """The exact norm of the sample's own share of the gradient; NaN or infinite where that is not
-    finite.
-    """
+    """The exact norm of the sample's own share of the gradient; it may be NaN or infinite."""
     share: float | None
-    """Its part of the sum of squared norms over the step's samples; None where that is not finite.
-    """
+    """Its part of the squared norms of all samples; None where their sum is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

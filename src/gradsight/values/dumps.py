@@ -15,8 +15,7 @@ class DumpMetadata:
     gradient: str
     """What the values are: "true", as in Step, or else what is different."""
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    """Shape and dtype by parameter name; of a sampled dump, the shape of the rows that were kept.
-    """
+    """Shape and dtype by parameter name; of a sampled dump, of the rows that were kept."""
     parameters: tuple[str, ...]
     """All parameter names of the model, also of those without a gradient."""
     bytes: int

@@ -1,4 +1,4 @@
-"""A judged fact, and the families of codes. No torch."""
+"""A judged fact of training, and a fault of our own that training survived. No torch."""
 
 from dataclasses import dataclass
 
@@ -55,3 +55,13 @@ class Finding:
         # Records written before there were families lack it, and so do findings made by hand.
         if not self.family:
             object.__setattr__(self, "family", family_of(self.code))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A fault of Gradsight's own that training survived: said once, counted, reported."""
+
+    key: str
+    message: str
+    first_step: int
+    count: int

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsight.values.findings import PRECISION, RANKS_AND_DATA, TREND, WIRING, Finding
-from gradsight.values.plain import plain
-from gradsight.values.texts import counted, listed, quoted
-from gradsight.values.wording import describe
+from gradsight.values.plain import counted, listed, plain, quoted
+from gradsight.values.wording import diagnosis_lines
 
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
@@ -183,7 +182,7 @@ def _cause(finding: Finding) -> list[str]:
     lines = []
     if finding.diagnosis is not None:
         # Markdown is wrapped by whoever shows it, so that no line is broken here.
-        first, *rest = describe(finding.diagnosis, width=10_000)
+        first, *rest = diagnosis_lines(finding.diagnosis, width=10_000)
         lines.append(f"   - Cause: {first}")
         lines += [f"     - {line}" for line in rest]
     if finding.incident is not None:

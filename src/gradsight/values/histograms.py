@@ -1,16 +1,17 @@
 """Counts of gradient entries by sign and power of two. No torch."""
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts of gradient entries by sign and power of two, of one parameter or (parameter None) of
-    all together.
+    """Counts of the gradient entries of one parameter, or (parameter None) of all together.
 
-    `positive[k]` counts entries in [2**(low+k), 2**(low+k+1)), `negative[k]` the same of their magnitude. Zeros, NaN,
-    infinities and `underflow` (not zero, but below 2**-126) are kept apart. Large tensors are sampled: then the counts are
-    of `sampled` entries out of `size`, and `error` is the largest standard error of any bin's share.
+    `positive[k]` counts entries in [2**(low+k), 2**(low+k+1)), `negative[k]` the same of their
+    magnitude. Zeros, NaN, infinities and `underflow` (not zero, but below 2**-126) are kept apart.
+    Large tensors are sampled: then the counts are of `sampled` entries out of `size`, and `error`
+    is the largest standard error of any bin's share.
     """
 
     step: int
@@ -27,21 +28,21 @@ class Histogram:
 
     @property
     def error(self) -> float:
-        """The largest standard error of a bin's share that sampling can cause; 0 where everything
-        was counted.
-        """
-        return 0.0 if self.sampled >= self.size else 0.5 / self.sampled**0.5
+        """The largest standard error of a bin's share; 0 where every entry was counted."""
+        if self.sampled >= self.size:
+            return 0.0
+        # sqrt(p * (1 - p) / n) of a share p is largest where p is a half.
+        return 0.5 / math.sqrt(self.sampled)
 
     def bins(self) -> tuple[list[float], list[float]]:
-        """Counts and ascending edges of the finite entries; the bin around 0 holds zeros and what
-        underflowed.
+        """Counts and ascending edges of the finite entries; zeros and underflow are around 0.
 
-        >>> Histogram(0, None, -1, negative=(3,), positive=(4,), zero=2, nan=0, inf=0, underflow=0, size=9, sampled=9).bins()
+        >>> counts = dict(negative=(3,), positive=(4,), zero=2, nan=0, inf=0, underflow=0)
+        >>> Histogram(0, None, -1, **counts, size=9, sampled=9).bins()
         ([3, 2, 4], [-1.0, -0.5, 0.5, 1.0])
         """
-        magnitudes = [
-            2.0**exponent for exponent in range(self.low, self.low + len(self.positive) + 1)
-        ]
+        exponents = range(self.low, self.low + len(self.positive) + 1)
+        magnitudes = [2.0**exponent for exponent in exponents]
         edges = [-edge for edge in reversed(magnitudes)] + magnitudes
         return [*reversed(self.negative), self.zero + self.underflow, *self.positive], edges
 
@@ -73,12 +74,12 @@ class Histogram:
 
 
 def _spread(counts: list[float], width: float, sign: int, start: float, tally: float) -> None:
-    """Add entries spread evenly over sign * [start, 2 * start) to bins of one width centred on 0."""
-    middle, outermost = len(counts) // 2, len(counts) - 1
-    low, high = (
-        start / width + 0.5,
-        2 * start / width + 0.5,
-    )  # in bins, from the left edge of the middle one
+    """Add entries spread evenly over sign * [start, 2 * start) to bins of one width around 0."""
+    middle = len(counts) // 2
+    outermost = len(counts) - 1
+    # In bins, from the left edge of the middle one.
+    low = start / width + 0.5
+    high = 2 * start / width + 0.5
     for offset in range(int(low), int(high) + 1):
         share = max(0.0, min(high, offset + 1) - max(low, offset)) / (high - low)
         counts[min(max(middle + sign * offset, 0), outermost)] += tally * share

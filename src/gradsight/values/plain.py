@@ -1,7 +1,7 @@
-"""A record as values that JSON knows. No torch."""
+"""Plain forms: a record as values that JSON knows, names and counts as text. No torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -23,3 +23,31 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first few names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], most=3), listed(["a", "b", "c"], most=1)
+    ('a, b, c', 'a and 2 more')
+    """
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
+
+
+def quoted(names: Sequence[str]) -> list[str]:
+    """Names as code of Markdown."""
+    return [f"`{name}`" for name in names]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "finding"), counted(2, "finding")
+    ('1 finding', '2 findings')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"

@@ -18,10 +18,10 @@ def parse_size(size: str | int | float) -> int:
     >>> parse_size("6GB"), parse_size("512 MiB"), parse_size(1e6)
     (6000000000, 536870912, 1000000)
     """
+    # A bool is an int to Python, and True would be one byte.
     if isinstance(size, bool) or not isinstance(size, str | int | float):
-        raise UsageError(
-            f"a size of memory is text such as '6GB' or a number of bytes, got {type(size).__name__}"
-        )
+        kind = type(size).__name__
+        raise UsageError(f"a size of memory is text such as '6GB' or a number of bytes, got {kind}")
     text = str(size).strip()
     parts = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", text, re.IGNORECASE)
     if parts is None or parts[2].upper() not in UNITS:
@@ -37,7 +37,8 @@ def parse_size(size: str | int | float) -> int:
 
 def _not_a_size(size: object) -> UsageError:
     return UsageError(
-        f"{size!r} is not a size of memory: write for example '6GB' (6e9 bytes), '512MiB' or a number of bytes"
+        f"{size!r} is not a size of memory: "
+        "write for example '6GB' (6e9 bytes), '512MiB' or a number of bytes"
     )
 
 

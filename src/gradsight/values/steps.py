@@ -10,7 +10,8 @@ from gradsight.errors import UsageError
 class Schedule:
     """When something is due: from start_step to end_step (inclusive), every step_interval steps.
 
-    >>> [step for step in range(12) if Schedule(start_step=2, end_step=9, step_interval=3).due(step)]
+    >>> schedule = Schedule(start_step=2, end_step=9, step_interval=3)
+    >>> [step for step in range(12) if schedule.due(step)]
     [2, 5, 8]
     """
 
@@ -34,11 +35,12 @@ class Schedule:
 
 
 def block_of(name: str) -> str:
-    """The block a parameter belongs to: its name up to the first number in it, or else without its
-    last part.
+    """The block of a parameter: its name up to the first number, or else without its last part.
 
-    >>> block_of("transformer.h.0.attn.c_attn.weight"), block_of("transformer.wte.weight"), block_of("weight")
-    ('transformer.h.0', 'transformer.wte', 'weight')
+    >>> block_of("transformer.h.0.attn.c_attn.weight"), block_of("transformer.wte.weight")
+    ('transformer.h.0', 'transformer.wte')
+    >>> block_of("weight")
+    'weight'
     """
     parts = name.split(".")
     for position, part in enumerate(parts):
@@ -63,8 +65,9 @@ class Parameter:
 class Step:
     """One optimizer step.
 
-    `gradient` says what the numbers of this step are measured on: "true" is the gradient accumulated over micro-batches,
-    reduced over ranks, unscaled, before clipping; anything else names what is different.
+    `gradient` says what the numbers of this step are measured on: "true" is the gradient
+    accumulated over micro-batches, reduced over ranks, unscaled, before clipping; anything else
+    names what is different.
     """
 
     step: int
@@ -75,9 +78,7 @@ class Step:
     total_norm: float | None = None
     """L2 norm over all parameters; None where no gradient was seen or statistics were not due."""
     clip_coef: float | None = None
-    """What the optimizer used, divided by the gradient; 1 without clipping, None where that is not
-    one number.
-    """
+    """What the optimizer used, divided by the gradient; None where that is not one number."""
     scale: float | None = None
     """The loss scale of automatic mixed precision; None without a GradScaler."""
     skipped: bool = False

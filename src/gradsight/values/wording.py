@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.plain import listed
 
 WIDTH = 80
 _SOURCE = 48
@@ -13,12 +14,12 @@ _SAMPLES = 3
 _NOTES = 3
 
 
-def describe(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
+def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     """The operation, its inputs, the samples, what could not be found out, and what it took."""
     several = diagnosis.micro_batches > 1
-    lines = (
-        list(_operation(diagnosis.operation, several)) if diagnosis.operation is not None else []
-    )
+    lines: list[str] = []
+    if diagnosis.operation is not None:
+        lines += _operation(diagnosis.operation, several)
     if diagnosis.samples:
         lines.append(_samples(diagnosis.samples, several))
     lines += [f"note: {note}" for note in diagnosis.notes[:_NOTES]]
@@ -32,61 +33,66 @@ def describe(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     ]
 
 
-def _operation(found: GuiltyOperation, several: bool) -> Iterator[str]:
-    where = f" in {short_place(found.place)}" if found.place else ""
-    if found.source:
-        where += f" (`{_cut(found.source)}`)"
-    within = f", micro-batch {found.micro_batch}" if several else ""
-    within += f", rank {found.rank}" if found.rank else ""
-    if found.phase == "before":
-        yield from _before(found, where, within)
+def _operation(guilty: GuiltyOperation, several: bool) -> Iterator[str]:
+    where = ""
+    if guilty.place:
+        where = f" in {short_place(guilty.place)}"
+    if guilty.source:
+        where += f" (`{_cut(guilty.source)}`)"
+    within = ""
+    if several:
+        within = f", micro-batch {guilty.micro_batch}"
+    if guilty.rank:
+        within += f", rank {guilty.rank}"
+    if guilty.phase == "before":
+        yield from _before(guilty, where, within)
         return
-    if found.phase == "loss":
-        what = "the loss" if found.operation == "loss" else f"{found.operation} in the loss"
+    if guilty.phase == "loss":
+        what = "the loss" if guilty.operation == "loss" else f"{guilty.operation} in the loss"
         yield f"{what}, outside the model{where.replace(' in', ':', 1)}{within}"
     else:
-        module = (
-            f", module {found.module}"
-            if found.module
-            else ", the model itself"
-            if found.module == ""
-            else ""
-        )
-        yield f"{found.operation}{where}{module}, {found.phase}{within}"
-    if found.inputs:
-        yield f"{'inputs' if len(found.inputs) > 1 else 'input'} {'; '.join(map(summarized, found.inputs[:3]))}"
-    if found.detail:
-        yield found.detail
+        yield f"{guilty.operation}{where}{_module(guilty)}, {guilty.phase}{within}"
+    if guilty.inputs:
+        noun = "inputs" if len(guilty.inputs) > 1 else "input"
+        yield f"{noun} {'; '.join(map(summarized, guilty.inputs[:3]))}"
+    if guilty.detail:
+        yield guilty.detail
 
 
-def _before(found: GuiltyOperation, where: str, within: str) -> Iterator[str]:
-    if found.operation != "input":
-        yield found.detail + within
+def _module(guilty: GuiltyOperation) -> str:
+    """The module an operation ran in; the name of the model itself is empty."""
+    if guilty.module is None:
+        return ""
+    if guilty.module == "":
+        return ", the model itself"
+    return f", module {guilty.module}"
+
+
+def _before(guilty: GuiltyOperation, where: str, within: str) -> Iterator[str]:
+    if guilty.operation != "input":
+        yield guilty.detail + within
         return
-    kind = "NaN" if found.inputs and found.inputs[0].nan else "an infinity"
-    yield (
-        f"{kind} in the model's input: {found.detail}{within}; called{where}"
-        if where
-        else f"{kind} in {found.detail}{within}"
-    )
-    yield from (f"it holds {summarized(each)}" for each in found.inputs)
+    kind = "NaN" if guilty.inputs and guilty.inputs[0].nan else "an infinity"
+    if where:
+        yield f"{kind} in the model's input: {guilty.detail}{within}; called{where}"
+    else:
+        yield f"{kind} in {guilty.detail}{within}"
+    yield from (f"it holds {summarized(each)}" for each in guilty.inputs)
 
 
 def _samples(samples: tuple[GuiltySample, ...], several: bool) -> str:
     broken = [sample for sample in samples if not math.isfinite(sample.norm)]
     if broken:
-        names = ", ".join(named(sample, several) for sample in broken[:_SAMPLES])
-        more = f" and {len(broken) - _SAMPLES} more" if len(broken) > _SAMPLES else ""
-        return f"{names}{more}: gradient not finite, alone too"
+        names = listed([named(sample, several) for sample in broken], _SAMPLES)
+        return f"{names}: gradient not finite, alone too"
     worst, *rest = samples
     if worst.share is None:
         return f"{named(worst, several)} has the largest gradient norm, {worst.norm:.3g}"
-    then = (
-        f"; next {named(rest[0], several)}, {rest[0].share:.0%}"
-        if rest and (rest[0].share or 0.0) >= 0.01
-        else ""
-    )
-    return f"{named(worst, several)} holds {worst.share:.0%} of the squared norm (its norm: {worst.norm:.3g}){then}"
+    share = f"{worst.share:.0%} of the squared norm (its norm: {worst.norm:.3g})"
+    text = f"{named(worst, several)} holds {share}"
+    if rest and rest[0].share is not None and rest[0].share >= 0.01:
+        text += f"; next {named(rest[0], several)}, {rest[0].share:.0%}"
+    return text
 
 
 def named(sample: GuiltySample, several: bool = True) -> str:
@@ -95,11 +101,14 @@ def named(sample: GuiltySample, several: bool = True) -> str:
     >>> named(GuiltySample(7, "doc-3", 2, 1, 1.0, None))
     "sample 'doc-3' (row 7 of micro-batch 2, rank 1)"
     """
-    place = f" of micro-batch {sample.micro_batch}" if several else ""
-    of_rank = f" of rank {sample.rank}" if sample.rank else ""
+    row = str(sample.row)
+    if several:
+        row += f" of micro-batch {sample.micro_batch}"
     if sample.sample_id is None:
-        return f"sample {sample.row}{place}{of_rank}"
-    return f"sample {sample.sample_id!r} (row {sample.row}{place}{of_rank.replace(' of', ',')})"
+        of_rank = f" of rank {sample.rank}" if sample.rank else ""
+        return f"sample {row}{of_rank}"
+    rank = f", rank {sample.rank}" if sample.rank else ""
+    return f"sample {sample.sample_id!r} (row {row}{rank})"
 
 
 def summarized(tensor: TensorSummary) -> str:
@@ -111,13 +120,14 @@ def summarized(tensor: TensorSummary) -> str:
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     words = [f"{shape} {tensor.dtype}"]
     if tensor.smallest is not None and tensor.largest is not None:
-        one = tensor.smallest == tensor.largest
-        words.append(
-            f"{tensor.smallest:.3g}" if one else f"{tensor.smallest:.3g} .. {tensor.largest:.3g}"
-        )
-    words += [
-        f"{count} {what}" for count, what in ((tensor.nan, "NaN"), (tensor.inf, "Inf")) if count
-    ]
+        values = f"{tensor.smallest:.3g}"
+        if tensor.smallest != tensor.largest:
+            values += f" .. {tensor.largest:.3g}"
+        words.append(values)
+    if tensor.nan:
+        words.append(f"{tensor.nan} NaN")
+    if tensor.inf:
+        words.append(f"{tensor.inf} Inf")
     return ", ".join(words)
 
 
@@ -127,5 +137,9 @@ def short_place(place: str) -> str:
 
 
 def _cut(source: str) -> str:
+    """A line of source without its comment, cut to a width."""
+    # Two spaces, so that a "#" inside a text is not taken for a comment.
     source = source.split("  #")[0]
-    return source if len(source) <= _SOURCE else source[: _SOURCE - 3] + "..."
+    if len(source) <= _SOURCE:
+        return source
+    return source[: _SOURCE - 3] + "..."

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradsight.incidents.diagnosis.diagnose import diagnose
+from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.values.diagnoses import GuiltyOperation
 from incidents.diagnosis.capture import line_of, step
 from incidents.diagnosis.faults import WIDTH, identity, rows
@@ -44,7 +44,9 @@ def powered(model: nn.Module, x: Tensor) -> Tensor:
 def found_in(loss_of: object, x: Tensor) -> GuiltyOperation:
     model = identity()
     passes, loss = step(model, [x], loss_of)  # type: ignore[arg-type]
-    operation = diagnose(model, passes[:1], seconds=60, kind="nonfinite", loss_root=loss).operation
+    operation = diagnose(
+        model, passes[:1], DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss)
+    ).operation
     assert operation is not None
     assert (operation.phase, operation.module) == ("loss", None)
     assert operation.inputs
@@ -86,12 +88,12 @@ def test_without_the_loss_only_the_place_is_known() -> None:
         return y.log().mean()
 
     passes, _ = step(model, [rows((4, 0.0))], loss_of)
-    found = diagnose(model, passes, seconds=60, kind="nonfinite").operation
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite")).operation
     assert found is not None
     assert (found.operation, found.phase, found.detail) == ("loss", "loss", OUTSIDE)
     assert found.place == line_of("the only line that is known", __file__)
     passes[0] = replace(passes[0], backward_caller=f"{__file__}:1")
-    found = diagnose(model, passes, seconds=60, kind="nonfinite").operation
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite")).operation
     assert found is not None
     assert (found.place, found.source) == (
         f"{__file__}:1",
@@ -103,7 +105,7 @@ def test_the_loss_of_another_pass_is_not_blamed() -> None:
     """The bad micro-batch is not the last one, whose loss is at hand."""
     model = identity()
     passes, loss = step(model, [rows((4, 0.0)), rows()], lambda model, x: model(x).log().mean())
-    found = diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
     assert found.operation is not None
     assert (found.operation.operation, found.operation.detail, found.operation.micro_batch) == (
         "loss",
@@ -124,7 +126,9 @@ def test_infinities_that_are_meant_are_not_blamed_for_the_loss() -> None:
 
     model = Choice(WIDTH, WIDTH)
     passes, loss = step(model, [rows()], lambda model, x: model(x).softmax(-1).log().mean())
-    found = diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss).operation
+    found = diagnose(
+        model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss)
+    ).operation
     assert found is not None
     assert (found.operation, found.phase) == ("log", "loss")
     assert found.detail.startswith(

@@ -5,7 +5,7 @@ are left alone.
 import pytest
 import torch
 
-from gradsight.incidents.diagnosis.diagnose import diagnose
+from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from incidents.diagnosis import faults
 from incidents.diagnosis.capture import line_of, step
 from incidents.diagnosis.faults import FAULTS, HEALTHY, Fault
@@ -23,7 +23,9 @@ def test_fault_is_found(name: str) -> None:
     if fault.compiled is not None:
         fault.compiled(model)
     rerun = (lambda inner, number: fault.loss(inner, batches[number])) if fault.rerun else None
-    found = diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss, rerun=rerun)
+    found = diagnose(
+        model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss, rerun=rerun)
+    )
     operation = found.operation
     assert operation is not None, found.notes
     assert (operation.operation, operation.phase, operation.module) == (
@@ -52,6 +54,6 @@ def test_healthy_model_is_left_alone(name: str) -> None:
     model = build()
     passes, loss = step(model, [batch()], loss_of)
     assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
-    found = diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
     assert found.operation is None, found.operation
     assert "run again, everything was finite" in found.notes[0]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.calls import RecordedCall
-from gradsight.incidents.diagnosis.budget import Budget, OutOfTime
-from gradsight.incidents.diagnosis.diagnose import diagnose
+from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.incidents.diagnosis.operation import find_operation
-from gradsight.incidents.diagnosis.samples import Norms, measure
+from gradsight.incidents.diagnosis.samples import SampleNorms, measure_samples
+from gradsight.incidents.diagnosis.watcher import Budget, OutOfTime
 from incidents.diagnosis.capture import captured
 from incidents.diagnosis.faults import rows
 
@@ -115,7 +115,7 @@ def busy_step() -> tuple[Busy, torch.optim.Optimizer, list[RecordedCall], list[i
 def test_nothing_is_changed(kind: Any) -> None:
     model, optimizer, passes, fired = busy_step()
     before = fingerprint(model, optimizer, passes)
-    found = diagnose(model, passes, seconds=60, kind=kind)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind=kind))
     assert_same(before, fingerprint(model, optimizer, passes))
     assert not fired
     assert {(sample.micro_batch, sample.row) for sample in found.samples} == {(1, 3)}
@@ -126,7 +126,7 @@ def test_nothing_is_changed_when_the_model_breaks(calls: int) -> None:
     model, optimizer, passes, fired = busy_step()
     model.fuse = [None] * calls
     before = fingerprint(model, optimizer, passes)
-    found = diagnose(model, passes, seconds=60, kind="nonfinite")
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
     assert_same(before, fingerprint(model, optimizer, passes))
     assert not fired
     assert any(note.endswith("raised RuntimeError: the model broke") for note in found.notes), found
@@ -151,8 +151,8 @@ def test_nothing_is_changed_wherever_time_runs_out() -> None:
     before = fingerprint(model, optimizer, passes)
     stopped = 0
     for looks in range(0, 150, 7):
-        for work in (find_operation, measure):
-            budget, norms = Counted(looks), Norms()
+        for work in (find_operation, measure_samples):
+            budget, norms = Counted(looks), SampleNorms()
             try:
                 work(
                     model, passes[1], *((1, budget) if work is find_operation else (budget, norms))
@@ -166,7 +166,7 @@ def test_nothing_is_changed_wherever_time_runs_out() -> None:
 
 def test_time_that_is_over_is_said() -> None:
     model, _, passes, _ = busy_step()
-    assert diagnose(model, passes, seconds=0, kind="nonfinite").notes == (
+    assert diagnose(model, passes, DiagnosisOptions(seconds=0, kind="nonfinite")).notes == (
         "the 0 s of the diagnosis were over while running micro-batch 0 for its operations",
         "the 0 s of the diagnosis were over while running micro-batch 0 for its samples",
     )
@@ -205,7 +205,7 @@ def test_training_goes_on_as_if_nothing_had_been_asked() -> None:
             with captured(model) as passes:
                 model(torch.randn(8, 6)).square().mean().backward()
             if asked:
-                diagnose(model, passes, seconds=60, kind="nonfinite")
+                diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
             optimizer.step()
             optimizer.zero_grad()
         ends.append([_bits(t) for t in model.state_dict().values()])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ghost.models import BATCH, MODELS, UNEQUAL, build, rows_of
 from gradsight.core.calls import RecordedCall
-from gradsight.incidents.diagnosis.diagnose import diagnose
+from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.values.diagnoses import Diagnosis
 from incidents.diagnosis.capture import captured, step
 from incidents.diagnosis.faults import gpt2, own_loss, rows, squared, tokens
@@ -189,7 +189,7 @@ def test_norms_are_exact(name: str, dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         case.batch = doubled(case.batch)
     passes, _ = step(case.model, [case.batch], case.loss)
-    found = diagnose(case.model, passes, seconds=60, kind="spike", most=None)
+    found = diagnose(case.model, passes, DiagnosisOptions(seconds=60, kind="spike", most=None))
     assert found.notes == ()
     expected = {(0, row): value for row, value in enumerate(truth(case))}
     assert norms(found) == pytest.approx(
@@ -205,7 +205,7 @@ def test_dropout_is_the_batchs_own(checkpointed: bool) -> None:
     model = gpt2(dropout=0.3, checkpointed=checkpointed).double()
     torch.manual_seed(5)
     passes, _ = step(model, [labelled()], own_loss)
-    found = diagnose(model, passes, seconds=60, kind="spike", most=None)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike", most=None))
     assert found.notes == ()
     assert norms(found) == pytest.approx(
         {(0, row): value for row, value in enumerate(masked_out(model, 4))}, rel=1e-7
@@ -227,7 +227,7 @@ def test_coarse_numbers_do_not_look_like_mixed_samples(name: str) -> None:
     case = build(name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         passes, _ = step(case.model.train(), [case.batch], case.loss_fn)
-    found = diagnose(case.model, passes, seconds=60, kind="spike")
+    found = diagnose(case.model, passes, DiagnosisOptions(seconds=60, kind="spike"))
     assert (len(found.samples), found.notes) == (BATCH, ())
 
 
@@ -239,7 +239,7 @@ def test_a_loss_with_a_dimension_of_its_own_is_a_loss() -> None:
     torch.manual_seed(0)
     model = Unsqueezed()
     passes, _ = step(model, [labelled()], lambda model, batch: model(**batch).sum())
-    found = diagnose(model, passes, seconds=60, kind="spike")
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike"))
     assert (len(found.samples), found.notes) == (4, ())
 
 
@@ -253,7 +253,7 @@ def test_dropout_that_is_one_operation() -> None:
     torch.manual_seed(0)
     model = Dropping(6, 4).double()
     passes, _ = step(model, [rows().double()], squared)
-    found = diagnose(model, passes, seconds=60, kind="spike", most=None)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike", most=None))
     torch.set_rng_state(passes[0].rng["cpu"])
     y = model(rows().double())
     pulled = [
@@ -275,7 +275,9 @@ def test_every_model_of_the_table(name: str) -> None:
         case.model.train(training)
         passes, loss = step(case.model, [case.batch], case.loss_fn)
         found = diagnose(
-            case.model, passes, seconds=60, kind="nonfinite", loss_root=loss, most=None
+            case.model,
+            passes,
+            DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss, most=None),
         )
         assert found.operation is None
         assert [note for note in found.notes if "everything was finite" not in note] == []
@@ -300,14 +302,14 @@ def test_a_spike_in_one_of_four_micro_batches_is_named_by_its_id() -> None:
     with captured(model, ids) as passes:
         for batch in batches:
             (squared(model, batch) / 4).backward()
-    found = diagnose(model, passes, seconds=60, kind="spike", most=2, scale=8.0)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike", most=2, scale=8.0))
     assert found.operation is None
     assert found.micro_batches == 4
     first, second = found.samples
     assert (first.micro_batch, first.row, first.sample_id, first.rank) == (1, 2, "doc-1-2", 0)
     assert first.share is not None
     assert first.share > 0.999
-    unscaled = diagnose(model, passes, seconds=60, kind="spike", most=2)
+    unscaled = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike", most=2))
     assert unscaled.samples[0].norm == pytest.approx(8 * first.norm)
     assert second.norm < first.norm
 
@@ -316,7 +318,7 @@ def test_broken_samples_come_alone() -> None:
     model = nn.Linear(6, 6)
     x = rows((7, math.nan), (9, 1e38))
     passes, _ = step(model, [x], squared)
-    found = diagnose(model, passes, seconds=60, kind="nonfinite")
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
     assert [(sample.row, sample.share) for sample in found.samples] == [(7, None), (9, None)]
     assert math.isnan(found.samples[0].norm)
 
@@ -332,7 +334,7 @@ def test_a_second_output_that_is_broken_counts() -> None:
         )
 
     passes, _ = step(model, [rows((3, 9.0))], loss)
-    found = diagnose(model, passes, seconds=60, kind="nonfinite")
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
     assert [sample.row for sample in found.samples] == [3]
     assert found.operation is not None
     assert found.operation.phase == "loss"
@@ -341,7 +343,7 @@ def test_a_second_output_that_is_broken_counts() -> None:
 def test_samples_that_batch_norm_mixes_are_not_taken_apart() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     passes, _ = step(model, [rows()], squared)
-    found = diagnose(model, passes, seconds=60, kind="spike")
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike"))
     assert found.samples == ()
     assert (
         "BatchNorm1d takes statistics over the batch, so no sample has a gradient of its own"
@@ -357,7 +359,7 @@ def test_samples_that_look_at_each_other_are_not_taken_apart() -> None:
 
     model = Centred(6, 4)
     passes, _ = step(model, [rows((0, 5.0))], squared)
-    found = diagnose(model, passes, seconds=60, kind="spike")
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike"))
     assert found.samples == ()
     assert "alone gives another output than in the batch" in found.notes[0]
 
@@ -370,7 +372,7 @@ def test_a_penalty_of_the_models_own_is_said() -> None:
     torch.manual_seed(0)
     model = Penalised()
     passes, _ = step(model, [labelled()], lambda model, batch: model(**batch))
-    found = diagnose(model, passes, seconds=60, kind="spike")
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike"))
     assert "do not add up to the gradient" in found.notes[0]
 
 
@@ -389,7 +391,7 @@ def test_randomness_that_cannot_be_dealt_out_is_turned_off_and_said() -> None:
     torch.manual_seed(0)
     model = Own()
     passes, _ = step(model, [rows()], squared)
-    found = diagnose(model, passes, seconds=60, kind="spike", most=None)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike", most=None))
     assert found.notes == (
         "norms were taken with dropout off: the batch's random numbers could not be dealt out to its samples",
     )
@@ -403,3 +405,27 @@ def test_randomness_that_cannot_be_dealt_out_is_turned_off_and_said() -> None:
             y, list(model.parameters()), cotangent[sample.row : sample.row + 1]
         )
         assert sample.norm == pytest.approx(norm(pulled), rel=1e-5)
+
+
+def test_an_output_that_is_one_number_per_sample() -> None:
+    """Alone it looks like a loss: the outputs taken are those that were taken for the batch."""
+
+    class ActorCritic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Linear(6, 1)
+            self.policy = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.value(x), self.policy(x)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        value, policy = model(x)
+        return value.square().mean() + policy.square().mean()
+
+    model = ActorCritic()
+    passes, _ = step(model, [rows((3, 40.0))], loss)
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike"))
+    assert found.notes == ()
+    assert found.samples[0].row == 3
+    assert sum(sample.share or 0.0 for sample in found.samples) == pytest.approx(1.0)

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from gradsight.incidents.diagnosis.diagnose import diagnose
+from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
-from gradsight.values.wording import describe
+from gradsight.values.wording import diagnosis_lines
 from incidents.diagnosis.capture import step
 from incidents.diagnosis.faults import Body, Length, rows, squared
 
@@ -19,7 +19,7 @@ def test_operation_and_sample() -> None:
         GuiltySample(7, None, 2, 0, 1834.2, 0.94),
         GuiltySample(1, "doc-9", 0, 1, 20.0, 0.04),
     )
-    assert describe(Diagnosis(operation, samples, 0.31, micro_batches=4)) == [
+    assert diagnosis_lines(Diagnosis(operation, samples, 0.31, micro_batches=4)) == [
         "log in loss.py:12 (`return p.log()`), module head, forward, micro-batch 2",
         "input 16x10 float32, 0 .. 0.98",
         "sample 7 of micro-batch 2 holds 94% of the squared norm (its norm: 1.83e+03);",
@@ -41,7 +41,7 @@ def test_what_came_before_the_pass() -> None:
         "argument x, row 7",
     )
     nan = GuiltySample(7, None, 0, 0, float("nan"), None)
-    assert describe(Diagnosis(came, (nan,), 0.04)) == [
+    assert diagnosis_lines(Diagnosis(came, (nan,), 0.04)) == [
         "NaN in the model's input: argument x, row 7; called in train.py:18 (`out =",
         "  model(x)`)",
         "it holds 16x4 float32, -2.3 .. 2.6, 4 NaN",
@@ -51,7 +51,7 @@ def test_what_came_before_the_pass() -> None:
     weight = GuiltyOperation(
         "parameter", "before", "fc", None, None, (found,), 0, "fc.weight not finite before the pass"
     )
-    assert describe(Diagnosis(weight, (), 0.04))[0] == "fc.weight not finite before the pass"
+    assert diagnosis_lines(Diagnosis(weight, (), 0.04))[0] == "fc.weight not finite before the pass"
 
 
 def test_the_loss_and_the_notes() -> None:
@@ -64,7 +64,9 @@ def test_the_loss_and_the_notes() -> None:
         "c",
         "d",
     )
-    assert describe(Diagnosis(loss, (GuiltySample(3, None, 0, 0, 12.0, None),), 5.02, notes)) == [
+    assert diagnosis_lines(
+        Diagnosis(loss, (GuiltySample(3, None, 0, 0, 12.0, None),), 5.02, notes)
+    ) == [
         "the loss, outside the model: train.py:20 (`loss.backward()`)",
         "likely log or div",
         "sample 3 has the largest gradient norm, 12",
@@ -80,7 +82,9 @@ def test_real_diagnoses_fit() -> None:
     torch.manual_seed(0)
     model = Body(nn.Sequential(Length()))
     passes, loss = step(model, [rows((11, 0.0))], squared)
-    lines = describe(diagnose(model, passes, seconds=60, kind="nonfinite", loss_root=loss))
+    lines = diagnosis_lines(
+        diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
+    )
     assert lines[0].startswith("sqrt in faults.py:")
     assert lines[-2] == "sample 11: gradient not finite, alone too"
     assert max(map(len, lines)) <= 80

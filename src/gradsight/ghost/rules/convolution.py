@@ -12,7 +12,7 @@ from gradsight.core.autocast import autocast_dtype, autocast_to
 from gradsight.ghost.dots import row_dots, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.rules.linear import sum_and_dots
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.tangent_sources import TangentSource
 from gradsight.ghost.use import DECLINED, Use, rule
 
@@ -24,7 +24,7 @@ MATERIALISE_FROM = 64
 class ConvolutionSplit:
     """How a convolution is split by sample."""
 
-    layout: Layout
+    layout: SampleLayout
     sources: tuple[TangentSource | None, TangentSource | None]
     """Of the weight and of the bias."""
     stride: list[int]
@@ -54,14 +54,17 @@ def convolution(use: Use) -> Any:
     settings = _settings(use, weight.dim() - 2)
     short = use.route == "project" or (use.route is None and _is_short(x, use.batch))
     if use.exact_grad or short or settings is None or not weight.requires_grad:
-        return project(use, x, layout, sources)
+        return project_convolution(use, x, layout, sources)
     groups = use.argument(6, "groups", 1)
     split = ConvolutionSplit(layout, sources, *settings, groups, autocast_dtype(x.device.type))
     return SplitConvolution.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
 
 
-def project(
-    use: Use, x: Tensor, layout: Layout, sources: tuple[TangentSource | None, TangentSource | None]
+def project_convolution(
+    use: Use,
+    x: Tensor,
+    layout: SampleLayout,
+    sources: tuple[TangentSource | None, TangentSource | None],
 ) -> Tensor:
     """The plain operation; score_i = <x_i * D, B_i> + <db_i, Db>: it is linear in its weight."""
     weight_source, bias_source = sources
@@ -88,7 +91,7 @@ def project(
     return use.attach(use.plain(), score, [x] if weight_source else [])
 
 
-def channel_sums(grad: Tensor, layout: Layout, batch: int) -> Tensor:
+def channel_sums(grad: Tensor, layout: SampleLayout, batch: int) -> Tensor:
     """Each sample's bias gradient [B, channels], in fp32 or wider."""
     over_space = grad.flatten(2).sum(2, dtype=wide(grad.dtype))
     return layout.rows(over_space, batch).reshape(batch, -1, grad.shape[1]).sum(1)
@@ -128,8 +131,9 @@ class SplitConvolution(torch.autograd.Function):
         batch = probe.shape[1]
         options = (None, *split.settings)
         backward = torch.ops.aten.convolution_backward
-        dx = backward(grad, x, weight, *options, [True, False, False])[0] if need_x else None
-        dw = db = None
+        dx = dw = db = scores = None
+        if need_x:
+            dx = backward(grad, x, weight, *options, [True, False, False])[0]
         pairs: list[tuple[int, Tensor]] = []
         if need_weight:
             tangents = weight_source.tangents() if weight_source and need_scores else ()
@@ -145,10 +149,12 @@ class SplitConvolution(torch.autograd.Function):
             db = sums.sum(0)
             if bias_source and need_scores:
                 pairs += vector_dots(sums, bias_source.tangents())
-        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None
+        if need_scores:
+            scores = score_table(pairs, probe)
+        return dx, dw, db, scores, None
 
 
-def _by_sample(tensor: Tensor, layout: Layout, batch: int) -> Sequence[Tensor]:
+def _by_sample(tensor: Tensor, layout: SampleLayout, batch: int) -> Sequence[Tensor]:
     """Each sample's images, as a batch of their own."""
     return layout.rows(tensor, batch).reshape(batch, -1, *tensor.shape[1:]).unbind()
 
@@ -174,7 +180,9 @@ def _settings(use: Use, dims: int) -> tuple[list[int], list[int], list[int]] | N
 def _per_dimension(value: int | Sequence[int], dims: int) -> list[int]:
     if isinstance(value, int):
         return [value] * dims
-    return list(value) * dims if len(value) == 1 else list(value)
+    if len(value) == 1:
+        return list(value) * dims
+    return list(value)
 
 
 def _is_short(x: Tensor, batch: int) -> bool:

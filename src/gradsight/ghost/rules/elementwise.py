@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsight.ghost.dots import in_wide, same_type
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.use import DECLINED, Use, rule
 
 
@@ -39,13 +39,16 @@ def _broadcast(use: Use, sign: float, times: bool) -> Any:
     first, second = (use.source(a) for a in use.args)
     if (first is None) == (second is None) or (sign < 0 and second is None):
         return DECLINED
-    which = 0 if second is None else 1
-    parameter, other = use.args[which], use.args[1 - which]
+    if second is None:
+        source = first
+        parameter, other = use.args
+    else:
+        source = second
+        other, parameter = use.args
     shape = torch.broadcast_shapes(parameter.shape, other.shape)  # type: ignore[no-untyped-call]
     layout = use.layout(shape)
     if layout is None or other.dim() < len(shape):
         return DECLINED
-    source = first if second is None else second
     assert source is not None
     batch = use.batch
 
@@ -62,23 +65,27 @@ def _broadcast(use: Use, sign: float, times: bool) -> Any:
     return use.attach(use.plain(), score, [other] if times else [])
 
 
-def _sum_to_samples(values: Tensor, shape: torch.Size, layout: Layout, batch: int) -> Tensor:
+def _sum_to_samples(values: Tensor, shape: torch.Size, layout: SampleLayout, batch: int) -> Tensor:
     """[B, ...], summed over every dimension that the parameter is broadcast along."""
     rows = layout.rows(values, batch)
     full = (1,) * (values.dim() - len(shape)) + tuple(shape)
     # Strides of a tensor without memory tell which dimensions a layout makes of the broadcast ones.
     kept = layout.rows(torch.empty(full, device="meta").expand_as(values), batch) if full else rows
     summed = [d for d in range(1, rows.dim()) if kept.stride(d) == 0 and rows.shape[d] > 1]
-    return rows.sum(summed, keepdim=True) if summed else rows
+    if not summed:
+        return rows
+    return rows.sum(summed, keepdim=True)
 
 
-def _dots(sums: Tensor, direction: Tensor, layout: Layout, rank: int, batch: int) -> Tensor:
+def _dots(sums: Tensor, direction: Tensor, layout: SampleLayout, rank: int, batch: int) -> Tensor:
     """<sums_i, D>, D broadcast to the shape of one sample, or with a part for each sample."""
     full = direction.reshape((1,) * (rank - direction.dim()) + tuple(direction.shape))
     if layout.kind != "all" and full.shape[layout.dim] > 1:
         along = layout.rows(full, batch)
-    elif layout.kind in {"plain", "all"}:
-        along = layout.rows(full, 1) if layout.kind == "all" else full.movedim(layout.dim, 0)
+    elif layout.kind == "all":
+        along = layout.rows(full, 1)
+    elif layout.kind == "plain":
+        along = full.movedim(layout.dim, 0)
     else:
         along = full.unsqueeze(layout.dim).movedim(layout.dim, 0)
     return (sums * along).reshape(batch, -1).sum(1)

@@ -14,7 +14,7 @@ from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vect
 from gradsight.ghost.fallback import once_differentiable
 from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.routes import balance_of, choose
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.scratch import Room, Scratch
 from gradsight.ghost.tangent_sources import TangentSource
 from gradsight.ghost.use import DECLINED, Use, rule
@@ -78,7 +78,7 @@ def pick_route(use: Use, x: Tensor, weight: Tensor) -> tuple[str, list[list[Fact
 def gram(
     use: Use,
     x: Tensor,
-    layout: Layout,
+    layout: SampleLayout,
     factors: list[list[Factor]],
     bias_source: TangentSource | None,
 ) -> Tensor:
@@ -103,7 +103,7 @@ def gram(
 def project(
     use: Use,
     x: Tensor,
-    layout: Layout,
+    layout: SampleLayout,
     sources: tuple[TangentSource | None, TangentSource | None],
     transposed: bool,
 ) -> Tensor:
@@ -136,7 +136,7 @@ def bias_sums(rows: Tensor) -> Tensor:
 class ProductSplit:
     """How a product is split by sample."""
 
-    layout: Layout
+    layout: SampleLayout
     sources: tuple[TangentSource | None, TangentSource | None]
     """Of the weight and of the bias."""
     transposed: bool

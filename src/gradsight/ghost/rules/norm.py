@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.dots import in_wide, same_type, score_table, vector_dots
 from gradsight.ghost.fallback import once_differentiable
-from gradsight.ghost.sample_axis import Layout
+from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.tangent_sources import TangentSource
 from gradsight.ghost.use import DECLINED, Use, rule
 
@@ -33,7 +33,7 @@ class Scaling:
 class NormSplit:
     """How a LayerNorm is split by sample."""
 
-    layout: Layout
+    layout: SampleLayout
     sources: tuple[TangentSource | None, TangentSource | None]
     """Of the weight and of the bias."""
     eps: float
@@ -116,7 +116,7 @@ def fixed_batch_norm(use: Use) -> Any:
     return _scaled(use, x, layout, Scaling(weight, bias, normalise, None))
 
 
-def _scaled(use: Use, x: Tensor, layout: Layout, norm: Scaling) -> Tensor:
+def _scaled(use: Use, x: Tensor, layout: SampleLayout, norm: Scaling) -> Tensor:
     """The plain operation, scored by <sum of B_i n(x_i), Dw> + <sum of B_i, Db>."""
     scale, shift = use.source(norm.weight), use.source(norm.bias)
     batch, features = use.batch, norm.features
@@ -191,4 +191,5 @@ class SplitLayerNorm(torch.autograd.Function):
             db = sums.sum(0)
             if bias_source and need_scores:
                 pairs += vector_dots(sums, bias_source.tangents())
-        return dx, dw, db, score_table(pairs, probe) if need_scores else None, None
+        scores = score_table(pairs, probe) if need_scores else None
+        return dx, dw, db, scores, None

@@ -1,63 +1,48 @@
 # mypy: allow-untyped-calls
-"""Follows every operation of a pass, and what is not finite from the operation that made it to
-where it ends.
-"""
+"""Follows what is not finite from the operation that made it to where it ends."""
 
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsight.core.samples import tensors_in
-from gradsight.incidents.diagnosis.budget import Budget
-from gradsight.incidents.diagnosis.modes import Eyes, key_of, name_of, written
 from gradsight.incidents.diagnosis.numbers import dtype_name, state_of, summary
-from gradsight.incidents.diagnosis.places import Scene, look, source_of
+from gradsight.incidents.diagnosis.places import NOWHERE, SourcePlace, current_place, source_of
+from gradsight.incidents.diagnosis.watcher import (
+    Budget,
+    OperationWatcher,
+    key_of,
+    name_of,
+    written,
+)
 from gradsight.values.diagnoses import GuiltyOperation
 
 FILLS = frozenset(
     {
-        "full",
-        "full_like",
-        "new_full",
-        "scalar_tensor",
-        "fill",
-        "fill_",
-        "masked_fill",
-        "masked_fill_",
+        "full", "full_like", "new_full", "scalar_tensor", "fill", "fill_", "masked_fill",
+        "masked_fill_", "index_fill", "index_fill_", "constant_pad_nd", "constant",
     }
-    | {"index_fill", "index_fill_", "constant_pad_nd", "constant"}
-)
+)  # fmt: skip
 """Operations that write a given number: an infinity of theirs is meant (attention masks)."""
 OVERWRITING = frozenset(
     {
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "exponential_",
-        "random_",
+        "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_",
         "resize_",
     }
-)
+)  # fmt: skip
 """Operations in place that do not read what they write to."""
 UNINITIALISED = frozenset(
     {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "new_empty",
-        "new_empty_strided",
+        "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
         "resize_",
     }
-)
+)  # fmt: skip
+"""Operations whose result holds whatever the memory held: nothing can be said of it yet."""
 
 Origins = frozenset[int]
 """The events that explain why a tensor is not finite, by their number."""
@@ -69,8 +54,7 @@ class Event:
 
     operation: GuiltyOperation
     certain: bool = True
-    """False for infinities that may be meant: they count only where nothing else explains the end.
-    """
+    """False for infinities that may be meant: they count where nothing else explains the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +65,18 @@ class Input:
     value: Tensor
 
 
-class Finder(Eyes):
-    """Watches a forward and a backward pass; `first(tensors)` is the operation that explains why
-    they are not finite.
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation that has run: where, on what, and what it made."""
+
+    name: str
+    place: SourcePlace
+    inputs: Sequence[Input]
+    outputs: Sequence[Tensor]
+
+
+class Finder(OperationWatcher):
+    """Watches a forward and a backward pass, and says which operation broke what came of them.
 
     An operation with finite inputs and a non-finite output is an event, and so is one that makes
     NaN out of infinities that are meant. What is computed from an event's output carries it on
@@ -94,41 +87,39 @@ class Finder(Eyes):
     def __init__(
         self, names: Mapping[int, str], micro_batch: int, caller: str | None, budget: Budget
     ) -> None:
-        super().__init__()
+        super().__init__(budget)
         self.whole_step = False
-        """Whether the loss is computed under these eyes too, so that what runs in no module of the
-        model belongs to it.
-        """
+        """Whether the loss is seen too: then what runs in no module of the model belongs to it."""
         self.events: list[Event] = []
-        self._names, self._micro_batch, self._caller, self._budget = (
-            names,
-            micro_batch,
-            caller,
-            budget,
-        )
+        self._names = names
+        self._micro_batch = micro_batch
+        self._caller = caller
         self._marks: dict[int, Origins] = {}
         self._sequence: list[int] = []
-        self._scenes: list[Scene] = []
+        self._places: list[SourcePlace] = []
 
     def expect(self, tensor: Tensor, event: Event) -> None:
         """This tensor comes into the pass and is not finite."""
-        key = key_of(tensor)
-        self._marks[key] = self._marks.get(key, frozenset()) | self._new(event)
+        self._mark(key_of(tensor), self._new(event))
 
     def first(
         self, tensors: Iterable[Tensor | None], *, certain: bool = False
     ) -> GuiltyOperation | None:
-        """The earliest event that these tensors' NaN and infinities come from; `certain`: none that
-        may be meant.
+        """The earliest operation that these tensors' NaN and infinities come from.
+
+        `certain`: none whose infinity may be meant.
         """
-        found: set[int] = set()
+        numbers: set[int] = set()
         for tensor in tensors:
             if tensor is not None and state_of(tensor):
-                found |= self._marks.get(key_of(tensor), frozenset())
-        ranked = sorted(found, key=lambda number: (not self.events[number].certain, number))
-        if not ranked or (certain and not self.events[ranked[0]].certain):
+                numbers |= self._marks.get(key_of(tensor), frozenset())
+        ranked = sorted(numbers, key=lambda number: (not self.events[number].certain, number))
+        if not ranked:
             return None
-        return self.events[ranked[0]].operation
+        event = self.events[ranked[0]]
+        if certain and not event.certain:
+            return None
+        return event.operation
 
     def __torch_dispatch__(
         self,
@@ -140,121 +131,123 @@ class Finder(Eyes):
         """Run the operation, then look at what it made."""
         self._budget.check()
         kwargs = kwargs or {}
-        scene = look(self._names)
+        place = current_place(self._names)
         self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._scenes.append(scene)
+        self._places.append(place)
         inputs = _inputs(func, args, kwargs)
         given = {key_of(tensor) for tensor in tensors_in(*args, *kwargs.values())}
-        views = given - {key_of(tensor) for tensor in written(func, args, kwargs)}
+        changed = {key_of(tensor) for tensor in written(func, args, kwargs)}
         out = self.run(func, args, kwargs)
-        outs = [
-            tensor for tensor in tensors_in(out) if key_of(tensor) not in views
-        ]  # what is known of their memory holds
-        self._judge(func, scene, inputs, given, outs)
+        # Views of memory that was not written to: what is known of it holds.
+        views = given - changed
+        made = [tensor for tensor in tensors_in(out) if key_of(tensor) not in views]
+        self._judge(Operation(name_of(func), place, inputs, made), given)
         return out
 
-    def _judge(
-        self, func: Any, scene: Scene, inputs: list[Input], given: set[int], outs: list[Tensor]
-    ) -> None:
+    def _judge(self, operation: Operation, given: set[int]) -> None:
         """Mark every output that is not finite with where that comes from."""
         origins: Origins | None = None
-        for tensor in outs:
-            key, state = key_of(tensor), "" if name_of(func) in UNINITIALISED else state_of(tensor)
+        for tensor in operation.outputs:
+            key = key_of(tensor)
             if key not in given:
                 self._marks.pop(key, None)
-            if state:
-                if origins is None:
-                    origins = self._origins(func, scene, inputs, outs)
-                self._marks[key] = self._marks.get(key, frozenset()) | origins
+            if operation.name in UNINITIALISED or not state_of(tensor):
+                continue
+            if origins is None:
+                origins = self._origins(operation)
+            self._mark(key, origins)
 
-    def _origins(self, func: Any, scene: Scene, inputs: list[Input], outs: list[Tensor]) -> Origins:
-        """Why outputs are not finite: an input with NaN, else one with an infinity, else this
-        operation itself.
-        """
-        states = [(state_of(each.value), self._marks.get(each.key)) for each in inputs]
+    def _mark(self, key: int, origins: Origins) -> None:
+        self._marks[key] = self._marks.get(key, frozenset()) | origins
+
+    def _origins(self, operation: Operation) -> Origins:
+        """Why outputs are not finite: an input with NaN, else with an infinity, else the operation."""
+        states = [(state_of(each.value), self._marks.get(each.key)) for each in operation.inputs]
         of_nan = [marks for state, marks in states if state == "nan" and marks is not None]
         if of_nan:
             return frozenset().union(*of_nan)
         infinite = [marks for state, marks in states if state == "inf"]
         of_inf: Origins = frozenset().union(*(marks for marks in infinite if marks))
-        made_nan = any(state_of(tensor) == "nan" for tensor in outs)
+        made_nan = any(state_of(tensor) == "nan" for tensor in operation.outputs)
         if not made_nan:
-            meant = bool(infinite) or name_of(func) in FILLS
-            return of_inf or self._new(
-                Event(self._describe(func, scene, inputs, outs), certain=not meant)
-            )
+            meant = bool(infinite) or operation.name in FILLS
+            return of_inf or self._new(Event(self._describe(operation), certain=not meant))
         certain = frozenset(number for number in of_inf if self.events[number].certain)
-        masking = "softmax" in name_of(func) or "attention" in name_of(func)
-        came = frozenset(
-            number
-            for number in of_inf
-            if self.events[number].operation.phase == "before" and not masking
-        )
-        return certain or came or self._new(Event(self._describe(func, scene, inputs, outs)))
+        return certain or self._from_arguments(operation, of_inf) or self._begun_at(operation)
+
+    def _from_arguments(self, operation: Operation, infinities: Origins) -> Origins:
+        """Infinities that came into the pass with its arguments, unless they mask something here."""
+        if "softmax" in operation.name or "attention" in operation.name:
+            return frozenset()
+        return frozenset(n for n in infinities if self.events[n].operation.phase == "before")
+
+    def _begun_at(self, operation: Operation) -> Origins:
+        return self._new(Event(self._describe(operation)))
 
     def _new(self, event: Event) -> Origins:
         self.events.append(event)
         return frozenset({len(self.events) - 1})
 
-    def _describe(
-        self, func: Any, scene: Scene, inputs: list[Input], outs: list[Tensor]
-    ) -> GuiltyOperation:
-        operation, phase, detail = readable(name_of(func), outs), "forward", ""
+    def _describe(self, operation: Operation) -> GuiltyOperation:
+        name = readable(operation.name, operation.outputs)
+        phase = "forward"
+        detail = ""
+        place = operation.place
         node = torch._C._current_autograd_node()
-        if node is not None and not scene.recomputed:
-            phase, made = "backward", self._made(node)
-            if (
-                scene.file is None
-            ):  # no Python of a custom backward: what the user wrote is the forward operation
+        if node is not None and not place.recomputed:
+            phase = "backward"
+            forward_place = self._place_of(node)
+            if place.file is None:
+                # No Python of a custom backward: what the user wrote is the forward operation.
                 forward = forward_name(node.name())
-                detail = f"{operation} in the backward of {forward}" if operation != forward else ""
-                operation, scene = forward, made
+                if name != forward:
+                    detail = f"{name} in the backward of {forward}"
+                name = forward
+                place = forward_place
             else:
-                scene = Scene(made.module, scene.file, scene.line, scene.recomputed)
-        if scene.module is None and self.whole_step:
+                place = replace(place, module=forward_place.module)
+        if place.module is None and self.whole_step:
             phase = "loss"
-        place = scene.place or self._caller
-        found = tuple(summary(each.value) for each in inputs if each.value.is_floating_point())
+        line = place.place or self._caller
+        values = [each.value for each in operation.inputs if each.value.is_floating_point()]
         return GuiltyOperation(
-            operation,
-            phase,
-            scene.module,
-            place,
-            source_of(place),
-            found,
-            self._micro_batch,
-            detail,
+            operation=name,
+            phase=phase,
+            module=place.module,
+            place=line,
+            source=source_of(line),
+            inputs=tuple(summary(value) for value in values),
+            micro_batch=self._micro_batch,
+            detail=detail,
         )
 
-    def _made(self, node: Any) -> Scene:
-        """The scene of the forward operation that this node belongs to: the first that ran after
-        the node was made.
-        """
+    def _place_of(self, node: Any) -> SourcePlace:
+        """The place of an autograd node's forward operation: the first that ran after it was made."""
         position = bisect_right(self._sequence, node._sequence_nr())
-        return (
-            self._scenes[position] if position < len(self._scenes) else Scene(None, None, 0, False)
-        )
+        return self._places[position] if position < len(self._places) else NOWHERE
 
 
 def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Input]:
     """The tensors that an operation reads; those that it changes as copies."""
     changed = {id(tensor) for tensor in written(func, args, kwargs)}
-    unread = changed if name_of(func) in OVERWRITING or "out" in kwargs else set[int]()
-    return [
-        Input(key_of(tensor), tensor.clone() if id(tensor) in changed else tensor)
-        for tensor in tensors_in(*args, *kwargs.values())
-        if id(tensor) not in unread
-    ]
+    overwrites = name_of(func) in OVERWRITING or "out" in kwargs
+    inputs = []
+    for tensor in tensors_in(*args, *kwargs.values()):
+        if id(tensor) not in changed:
+            inputs.append(Input(key_of(tensor), tensor))
+        elif not overwrites:
+            inputs.append(Input(key_of(tensor), tensor.clone()))
+    return inputs
 
 
-def readable(name: str, outs: Sequence[Tensor]) -> str:
+def readable(name: str, outputs: Sequence[Tensor]) -> str:
     """An operation's name as its user would write it.
 
     >>> readable("_to_copy", [torch.zeros(1, dtype=torch.float16)]), readable("_log_softmax", [])
     ('to(float16)', 'log_softmax')
     """
-    if name in {"_to_copy", "to"} and outs:
-        return f"to({dtype_name(outs[0].dtype)})"
+    if name in {"_to_copy", "to"} and outputs:
+        return f"to({dtype_name(outputs[0].dtype)})"
     if "scaled_dot_product" in name:
         return "scaled_dot_product_attention"
     return name.strip("_")
@@ -263,8 +256,10 @@ def readable(name: str, outs: Sequence[Tensor]) -> str:
 def forward_name(node: str) -> str:
     """The forward operation of an autograd node.
 
-    >>> forward_name("SqrtBackward0"), forward_name("NativeLayerNormBackward0"), forward_name("torch::autograd::CopySlices")
-    ('sqrt', 'native_layer_norm', 'copy_slices')
+    >>> forward_name("SqrtBackward0"), forward_name("NativeLayerNormBackward0")
+    ('sqrt', 'native_layer_norm')
+    >>> forward_name("torch::autograd::CopySlices")
+    'copy_slices'
     """
     plain = re.sub(r"Backward\d*$", "", node.rpartition("::")[2])
     return readable(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower(), [])

@@ -14,7 +14,7 @@ def state_of(tensor: Tensor) -> str:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return ""
-    values = _plain(tensor)
+    values = _comparable(tensor)
     if not values.numel():
         return ""
     low, high = torch.stack(torch.aminmax(values)).tolist()
@@ -29,12 +29,21 @@ def summary(tensor: Tensor) -> TensorSummary:
     >>> summary(torch.tensor([1.0, float("nan"), -2.0]))
     TensorSummary(shape=(3,), dtype='float32', smallest=-2.0, largest=1.0, nan=1, inf=0)
     """
-    values = _plain(tensor)
-    nan, inf = values.isnan(), values.isinf()
-    counts = int(nan.sum()), int(inf.sum())
-    finite = values[~(nan | inf)] if any(counts) else values
-    low, high = map(float, torch.aminmax(finite)) if finite.numel() else (None, None)
-    return TensorSummary(tuple(tensor.shape), dtype_name(tensor.dtype), low, high, *counts)
+    values = _comparable(tensor)
+    nan = values.isnan()
+    inf = values.isinf()
+    finite = values[~(nan | inf)]
+    limits: list[float] = []
+    if finite.numel():
+        limits = [float(limit) for limit in torch.aminmax(finite)]
+    return TensorSummary(
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        smallest=limits[0] if limits else None,
+        largest=limits[1] if limits else None,
+        nan=int(nan.sum()),
+        inf=int(inf.sum()),
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,11 +51,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _comparable(tensor: Tensor) -> Tensor:
     """Its values as real numbers of a type that can be compared."""
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values._values() if values.is_sparse else values.values()
     if values.is_complex():
         values = torch.view_as_real(values)
-    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
+    if values.is_floating_point() and values.element_size() == 1:
+        return values.float()  # torch has no aminmax for types of 8 bits
+    return values

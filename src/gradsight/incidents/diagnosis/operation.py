@@ -1,4 +1,4 @@
-"""The guilty operation of a pass: run again, forward and backward, under the eyes of a Finder."""
+"""The guilty operation of a call: run again, forward and backward, under a Finder."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -12,20 +12,20 @@ from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.core.samples import NotSeparable, tell_batch
-from gradsight.incidents.diagnosis.budget import Budget
 from gradsight.incidents.diagnosis.finder import Event, Finder
-from gradsight.incidents.diagnosis.loss import outside
+from gradsight.incidents.diagnosis.loss import fault_in_loss
 from gradsight.incidents.diagnosis.numbers import state_of, summary
 from gradsight.incidents.diagnosis.places import module_names, source_of
 from gradsight.incidents.diagnosis.rerun import (
     NoGradient,
     Rerun,
-    call,
-    call_step,
-    ends,
-    parameters_of,
+    are_last,
     pull,
+    run_model,
+    run_step,
+    trained_parameters,
 )
+from gradsight.incidents.diagnosis.watcher import Budget
 from gradsight.values.diagnoses import GuiltyOperation
 
 _NAMED = 3
@@ -35,74 +35,79 @@ Pair = tuple[Tensor, Tensor]
 
 def find_operation(
     root: nn.Module,
-    one: RecordedCall,
+    call: RecordedCall,
     number: int,
     budget: Budget,
     *,
     loss_root: Tensor | None = None,
     rerun: Rerun | None = None,
 ) -> GuiltyOperation | None:
-    """The operation that made this pass's gradient non-finite; None where the pass is innocent."""
-    finder = Finder(module_names(root), number, one.caller, budget)
-    with replaying(root, one), finder.writes_undone():
-        args, kwargs = copied_arguments(one)
-        for tensor, event in _before_the_pass(root, one, args, kwargs, number):
+    """The operation that made this call's gradient non-finite; None where the call is innocent."""
+    finder = Finder(module_names(root), number, call.caller, budget)
+    with replaying(root, call), finder.writes_undone():
+        args, kwargs = copied_arguments(call)
+        for tensor, event in _broken_before(root, number):
+            finder.expect(tensor, event)
+        for tensor, event in _broken_arguments(root, call, (args, kwargs), number):
             finder.expect(tensor, event)
         if rerun is not None:
             return _whole_step(root, number, finder, rerun)
         with finder:
-            outputs = call(root, args, kwargs)
-        return _judge(root, one, number, finder, outputs, loss_root)
+            outputs = run_model(root, args, kwargs)
+        pairs = _cotangents(call, outputs)
+        guilty, settled = _in_backward(root, finder, pairs, outputs)
+        if settled:
+            return guilty
+        guilty = _in_forward(finder, outputs)
+        if guilty is not None:
+            return guilty
+        if not pairs:
+            raise NoGradient(
+                "the forward pass is clean; no gradients at the outputs were kept to look at "
+                "backward with"
+            )
+        return fault_in_loss(call, outputs, number, loss_root)
 
 
-def _judge(
-    root: nn.Module,
-    one: RecordedCall,
-    number: int,
-    finder: Finder,
-    outputs: Sequence[Tensor],
-    loss_root: Tensor | None,
-) -> GuiltyOperation | None:
-    """Pull from the last outputs; if that is clean, from the others too, in case they were used
-    outside.
+def _in_backward(
+    root: nn.Module, finder: Finder, pairs: Sequence[Pair], outputs: Sequence[Tensor]
+) -> tuple[GuiltyOperation | None, bool]:
+    """The operation of backward that is guilty, and whether that settles the question.
+
+    It is pulled from the last outputs; if that is clean, from the others too, in case they were
+    used outside.
     """
-    pairs = _cotangents(one, outputs)
-    last = ends([y for y, _ in pairs])
-    outer = [pair for pair, end in zip(pairs, last, strict=True) if end]
-    for chosen in (outer, pairs) if len(outer) < len(pairs) else (outer,):
-        if not chosen or any(state_of(c) for _, c in chosen):
-            break
-        if (guilty := _backward(root, finder, chosen, keep=chosen is not pairs)) is not None:
-            return _at_first(finder, guilty, outputs)
-    else:
-        return None
-    if (forward := _forward(finder, outputs)) is not None:
-        return forward
-    if not pairs:
-        raise NoGradient(
-            "the forward pass is clean; no gradients at the outputs were kept to look at backward with"
-        )
-    return outside(one, outputs, number, loss_root)
+    last = are_last([y for y, _ in pairs])
+    outer = [pair for pair, is_last in zip(pairs, last, strict=True) if is_last]
+    choices = [outer]
+    if len(outer) < len(pairs):
+        choices.append(list(pairs))
+    for number, chosen in enumerate(choices):
+        if not chosen or any(state_of(cotangent) for _, cotangent in chosen):
+            return None, False
+        with finder:
+            gradients = pull(
+                [y for y, _ in chosen],
+                [cotangent for _, cotangent in chosen],
+                trained_parameters(root),
+                keep=number + 1 < len(choices),
+            )
+            guilty = finder.first(gradients)
+        if guilty is not None:
+            return _at_first(finder, guilty, outputs), True
+    return None, True
 
 
-def _backward(
-    root: nn.Module, finder: Finder, pairs: Sequence[Pair], keep: bool
-) -> GuiltyOperation | None:
-    with finder:
-        return finder.first(
-            pull([y for y, _ in pairs], [c for _, c in pairs], parameters_of(root), keep=keep)
-        )
-
-
-def _forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
-    """What made outputs non-finite; infinities that the model wrote into them on purpose are no
-    fault.
-    """
-    if (certain := finder.first(outputs, certain=True)) is not None:
+def _in_forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | None:
+    """What made outputs non-finite; infinities that the model wrote on purpose are no fault."""
+    certain = finder.first(outputs, certain=True)
+    if certain is not None:
         return certain
     likely = finder.first(outputs)
+    if likely is None:
+        return None
     broken = any(state_of(y) == "nan" for y in outputs)
-    return likely if likely is not None and (broken or likely.phase == "before") else None
+    return likely if broken or likely.phase == "before" else None
 
 
 def _whole_step(
@@ -111,117 +116,137 @@ def _whole_step(
     """The same with the loss: whatever makes the gradient non-finite is seen."""
     finder.whole_step = True
     with finder:
-        loss = call_step(rerun, root, number)
-        found = pull([loss], [torch.ones_like(loss)], parameters_of(root))
-    return _at_first(finder, finder.first(found), [loss]) or finder.first([loss])
+        loss = run_step(rerun, root, number)
+        gradients = pull([loss], [torch.ones_like(loss)], trained_parameters(root))
+    return _at_first(finder, finder.first(gradients), [loss]) or finder.first([loss])
 
 
 def _at_first(
     finder: Finder, guilty: GuiltyOperation | None, outputs: Sequence[Tensor]
 ) -> GuiltyOperation | None:
-    """Where backward trips over an operation that was not finite in forward already, the forward is
-    what is meant.
-    """
+    """The forward operation, where backward trips over one that was not finite already."""
     before = finder.first(outputs, certain=True)
     if guilty is None or before is None:
         return guilty
-    same = (before.operation, before.module, before.place) == (
-        guilty.operation,
-        guilty.module,
-        guilty.place,
-    )
+    same = _identity(before) == _identity(guilty)
     return before if same else guilty
 
 
-def _cotangents(one: RecordedCall, outputs: Sequence[Tensor]) -> list[Pair]:
-    """Outputs and the gradients at them; where none were kept, a model that returns its loss is
-    pulled from there.
+def _identity(operation: GuiltyOperation) -> tuple[str, str | None, str | None]:
+    return operation.operation, operation.module, operation.place
+
+
+def _cotangents(call: RecordedCall, outputs: Sequence[Tensor]) -> list[Pair]:
+    """Outputs and the gradients at them.
+
+    Where none were kept, a model that returns its loss is pulled from there.
     """
-    kept = one.output_gradients
+    kept = call.output_gradients
     if kept is not None and len(kept) == len(outputs) and any(c is not None for c in kept):
-        given = zip(outputs, kept, strict=True)
-        return list({id(y): (y, c) for y, c in given if c is not None and y.requires_grad}.values())
+        pairs = {}
+        for y, cotangent in zip(outputs, kept, strict=True):
+            if cotangent is not None and y.requires_grad:
+                pairs[id(y)] = (y, cotangent)
+        return list(pairs.values())
     scalars = [y for y in outputs if y.requires_grad and y.numel() == 1]
-    return (
-        [(y, torch.ones_like(y)) for y in scalars]
-        if len(scalars) == 1 and not state_of(scalars[0])
-        else []
-    )
+    if len(scalars) != 1 or state_of(scalars[0]):
+        return []
+    return [(scalars[0], torch.ones_like(scalars[0]))]
 
 
-def _before_the_pass(
-    root: nn.Module, one: RecordedCall, args: Sequence[Any], kwargs: Any, number: int
-) -> Iterator[tuple[Tensor, Event]]:
-    """What is not finite before the first operation: parameters, buffers, arguments."""
-    bad = [each for each in named_parameters(root) if state_of(each.tensor)]
-    names = ", ".join(each.name for each in bad[:_NAMED]) + (
-        f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    )
-    for each in bad:
-        detail = f"{names} not finite before the pass: the fault lies in an earlier step"
-        module = each.name.rpartition(".")[0]
-        yield each.tensor, _came("parameter", module, None, each.tensor, number, detail)
-    for name, buffer in root.named_buffers():
-        if state := state_of(buffer):
-            name = clean_name(root, name)
-            event = _came(
-                "buffer",
-                name.rpartition(".")[0],
-                None,
-                buffer,
-                number,
-                f"{name} not finite before the pass",
-            )
-            yield buffer, Event(event.operation, certain=state == "nan")
-    yield from _arguments(root, one, args, kwargs, number)
+def _broken_before(root: nn.Module, number: int) -> Iterator[tuple[Tensor, Event]]:
+    """Parameters and buffers that are not finite before the first operation."""
+    broken = [each for each in named_parameters(root) if state_of(each.tensor)]
+    names = _listed([each.name for each in broken])
+    for parameter in broken:
+        yield (
+            parameter.tensor,
+            Event(
+                GuiltyOperation(
+                    "parameter",
+                    "before",
+                    module=parameter.name.rpartition(".")[0],
+                    place=None,
+                    source=None,
+                    inputs=(summary(parameter.tensor),),
+                    micro_batch=number,
+                    detail=f"{names} not finite before the pass: the fault lies in an earlier step",
+                )
+            ),
+        )
+    for raw, buffer in root.named_buffers():
+        state = state_of(buffer)
+        if not state:
+            continue
+        name = clean_name(root, raw)
+        operation = GuiltyOperation(
+            "buffer",
+            "before",
+            module=name.rpartition(".")[0],
+            place=None,
+            source=None,
+            inputs=(summary(buffer),),
+            micro_batch=number,
+            detail=f"{name} not finite before the pass",
+        )
+        yield buffer, Event(operation, certain=state == "nan")  # an infinite one may be a mask
 
 
-def _arguments(
-    root: nn.Module, one: RecordedCall, args: Sequence[Any], kwargs: Any, number: int
+def _broken_arguments(
+    root: nn.Module, call: RecordedCall, given: tuple[tuple[Any, ...], Any], number: int
 ) -> Iterator[tuple[Tensor, Event]]:
     """Arguments with NaN or an infinity; -inf alone may be a mask."""
-    positional = list(inspect.signature(root.forward).parameters)
-    for position, (path, tensor) in enumerate(
-        tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
-    ):
+    parameters = list(inspect.signature(root.forward).parameters)
+    for position, (path, tensor) in enumerate(tree_flatten_with_path(given)[0]):
         if not isinstance(tensor, Tensor) or not state_of(tensor):
             continue
-        in_args, index = getattr(path[0], "idx", None) == 0, getattr(path[1], "idx", None)
-        first = (
-            positional[index]
-            if in_args and index is not None and index < len(positional)
-            else keystr(path[1:2])
+        operation = GuiltyOperation(
+            "input",
+            "before",
+            module=None,
+            place=call.caller,
+            source=source_of(call.caller),
+            inputs=(summary(tensor),),
+            micro_batch=number,
+            detail=f"argument {_argument_name(path, parameters)}{_rows(root, call, position)}",
         )
-        name = first.strip("[]'") + keystr(path[2:])
-        detail = f"argument {name}{_rows(root, one, position)}"
         certain = bool(tensor.isnan().any() or (tensor == float("inf")).any())
-        came = _came("input", None, one.caller, tensor, number, detail)
-        yield tensor, Event(came.operation, certain)
+        yield tensor, Event(operation, certain)
 
 
-def _rows(root: nn.Module, one: RecordedCall, position: int) -> str:
+def _argument_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
+    """What the model calls an argument, with its place inside where it is a container."""
+    first = keystr(path[1:2])
+    index = getattr(path[1], "idx", None)
+    if getattr(path[0], "idx", None) == 0 and index is not None and index < len(parameters):
+        first = parameters[index]
+    return first.strip("[]'") + keystr(path[2:])
+
+
+def _rows(root: nn.Module, call: RecordedCall, position: int) -> str:
     """The samples in which an argument is not finite, in words."""
+    size = len(call.sample_ids) if call.sample_ids else None
     try:
-        call_ = tell_batch(
-            one.args, one.kwargs, len(one.sample_ids) if one.sample_ids else None, None, root
-        )
+        batch = tell_batch(call.args, call.kwargs, size, None, root)
     except NotSeparable:
         return ""
-    if (dim := call_.dims.get(position)) is None:
+    dim = batch.dims.get(position)
+    if dim is None:
         return ""
-    rows = call_.flat[position].detach().movedim(dim, 0).unflatten(0, (call_.batch, -1)).flatten(1)
-    bad = (~torch.isfinite(rows)).any(1).nonzero().flatten().tolist()
-    if len(bad) == call_.batch:
+    values = batch.flat[position].detach().movedim(dim, 0)
+    rows = values.unflatten(0, (batch.batch, -1)).flatten(1)
+    broken = (~torch.isfinite(rows)).any(1).nonzero().flatten().tolist()
+    if len(broken) == batch.batch:
         return ", all rows"
-    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    return f", row{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:_NAMED]))}{more}"
+    plural = "s" if len(broken) > 1 else ""
+    return f", row{plural} {_listed([str(row) for row in broken])}"
 
 
-def _came(
-    what: str, module: str | None, place: str | None, tensor: Tensor, number: int, detail: str
-) -> Event:
-    return Event(
-        GuiltyOperation(
-            what, "before", module, place, source_of(place), (summary(tensor),), number, detail
-        )
-    )
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are.
+
+    >>> _listed(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

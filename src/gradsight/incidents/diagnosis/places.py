@@ -1,6 +1,4 @@
-"""Where the program is: the innermost module of the model and the line of source that matters to
-its user.
-"""
+"""Where a pass is: the innermost module of the model and the line of source that matters to its user."""
 
 import linecache
 import os
@@ -15,16 +13,15 @@ from torch import nn
 from gradsight.core.parameters import clean_name
 from gradsight.core.source import owner_of
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
 _CALL = nn.Module._call_impl.__code__
 _CHECKPOINT = torch.utils.checkpoint.__file__
-BOUNDARY = os.path.join(_HERE, "rerun.py")
+BOUNDARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rerun.py")
 """The file whose functions call the model: frames outside of it are not the model's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """A point in a pass."""
+class SourcePlace:
+    """A point in a pass: a module and a line of source."""
 
     module: str | None
     """The innermost module of the model; None outside of it."""
@@ -39,17 +36,20 @@ class Scene:
         return f"{self.file}:{self.line}" if self.file else None
 
 
+NOWHERE = SourcePlace(None, None, 0, recomputed=False)
+
+
 def module_names(root: nn.Module) -> dict[int, str]:
     """The model's own dotted name of every module, by identity; the model itself is ""."""
-    return {
-        id(module): clean_name(root, name) if name else "" for name, module in root.named_modules()
-    }
+    names = {id(root): ""}
+    for name, module in root.named_modules():
+        if name:
+            names[id(module)] = clean_name(root, name)
+    return names
 
 
-def look(names: Mapping[int, str]) -> Scene:
-    """The scene of the running operation: the user's innermost line in the model, or else the
-    innermost one of a library.
-    """
+def current_place(names: Mapping[int, str]) -> SourcePlace:
+    """The running operation's place: the user's innermost line in the model, else a library's."""
     module: str | None = None
     user: FrameType | None = None
     library: FrameType | None = None
@@ -66,8 +66,8 @@ def look(names: Mapping[int, str]) -> Scene:
             library = frame
     chosen = user or library
     if chosen is None:
-        return Scene(module, None, 0, recomputed)
-    return Scene(module, chosen.f_code.co_filename, chosen.f_lineno, recomputed)
+        return SourcePlace(module, None, 0, recomputed)
+    return SourcePlace(module, chosen.f_code.co_filename, chosen.f_lineno, recomputed)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -81,4 +81,6 @@ def _frames() -> Iterator[FrameType]:
 def source_of(place: str | None) -> str | None:
     """The text of a line given as "file:line"; None where it cannot be read."""
     file, _, line = (place or "").rpartition(":")
-    return (linecache.getline(file, int(line)).strip() or None) if file and line.isdigit() else None
+    if not file or not line.isdigit():
+        return None
+    return linecache.getline(file, int(line)).strip() or None

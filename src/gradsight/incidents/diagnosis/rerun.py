@@ -1,5 +1,6 @@
-"""Runs a pass again and pulls gradients back through it. The model is called here and nowhere else:
-see places.BOUNDARY.
+"""Runs a pass again and pulls gradients back through it.
+
+The model is called here and nowhere else under a watcher: see places.BOUNDARY.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +20,12 @@ class NoGradient(GradsightError):
     """Nothing can be pulled back through this pass."""
 
 
-def call(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def run_model(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of the model's output."""
     return tensors_in(root(*args, **kwargs))
 
 
-def call_step(rerun: Rerun, root: nn.Module, number: int) -> Tensor:
+def run_step(rerun: Rerun, root: nn.Module, number: int) -> Tensor:
     """The loss of a micro-batch."""
     return rerun(root, number)
 
@@ -37,21 +38,28 @@ def pull(
     keep: bool = False,
 ) -> list[Tensor | None]:
     """The gradients at `inputs`, without a trace in any `.grad`."""
-    pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    pairs = [(y, c.to(y)) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
     if not pairs or not inputs:
         raise NoGradient("no output of the model depends on a trainable parameter")
-    outs, given = [y for y, _ in pairs], [c.to(y) for y, c in pairs]
-    return list(torch.autograd.grad(outs, inputs, given, allow_unused=True, retain_graph=keep))
+    pulled = torch.autograd.grad(
+        [y for y, _ in pairs],
+        inputs,
+        [c for _, c in pairs],
+        allow_unused=True,
+        retain_graph=keep,
+    )
+    return list(pulled)
 
 
-def parameters_of(root: nn.Module) -> list[Tensor]:
+def trained_parameters(root: nn.Module) -> list[Tensor]:
     """The parameters that are trained, each once."""
     return [parameter for parameter in root.parameters() if parameter.requires_grad]
 
 
-def ends(outputs: Sequence[Tensor]) -> list[bool]:
-    """Which outputs no other output is computed from; gradients at the others came through these,
-    in part or all.
+def are_last(outputs: Sequence[Tensor]) -> list[bool]:
+    """For each output, whether no other output is computed from it.
+
+    Gradients at the others came through the last ones, in part or all.
     """
     nodes = [y.grad_fn for y in outputs]
     inner: set[Any] = set()
@@ -63,11 +71,11 @@ def ends(outputs: Sequence[Tensor]) -> list[bool]:
 
 def _before(node: Any) -> set[Any]:
     """All autograd nodes that this one's gradient flows to, itself not among them."""
-    found: set[Any] = set()
+    reached: set[Any] = set()
     waiting = [node]
     while waiting:
         for following, _ in waiting.pop().next_functions:
-            if following is not None and following not in found:
-                found.add(following)
+            if following is not None and following not in reached:
+                reached.add(following)
                 waiting.append(following)
-    return found
+    return reached

@@ -5,7 +5,7 @@ step)`, which is asked instead where there are many, `log_histogram(name, histog
 `close()`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -29,9 +29,7 @@ class Sink(Protocol):
 
 
 def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
-    """Named sinks opened, own ones checked. An unknown name, a missing package or method is an
-    error before training starts.
-    """
+    """Open the named sinks and check the user's own; what is wrong is an error before training."""
     if isinstance(sinks, str):
         sinks = (sinks,)
     return [_open(sink, run_dir) for sink in sinks]
@@ -40,13 +38,13 @@ def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
 def _open(sink: Any, run_dir: Path | None) -> Any:
     if isinstance(sink, str):
         if sink not in _NAMED:
+            known = ", ".join(sorted(_NAMED))
             raise UsageError(
-                f"there is no sink {sink!r}; there are {', '.join(sorted(_NAMED))}, or an object of your own"
+                f"there is no sink {sink!r}; there are {known}, or an object of your own"
             )
-        opener: Callable[[Path | None], Any] = getattr(
-            import_module(f"gradsight.store.sinks.{sink}"), _NAMED[sink]
-        )
-        return opener(run_dir)
+        # Imported by name, so that a tracker's package is needed only by those who use it.
+        module = import_module(f"gradsight.store.sinks.{sink}")
+        return getattr(module, _NAMED[sink])(run_dir)
     if not isinstance(sink, Sink):
         raise UsageError(
             f"a sink needs a method log_scalar(name, value, step); {type(sink).__name__} has none"

@@ -5,14 +5,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from gradsight.values.plain import listed
+
 _FIRST = ("loss", "gradients/total_norm", "lr")
 _SHORT = {"gradients/total_norm": "grad_norm"}
 
 
 class ConsoleSink:
-    """Prints loss, gradient norm and learning rate, and the parameters whose gradient is not
-    finite.
-    """
+    """Prints loss, gradient norm, learning rate, and parameters with a non-finite gradient."""
 
     def __init__(self, run_dir: Path | None = None, every_seconds: float = 1.0) -> None:
         self._every = every_seconds
@@ -25,9 +25,8 @@ class ConsoleSink:
         self.log_scalars({name: value}, step)
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Take numbers of a step; its line is printed when the next step comes, for the loss is
-        often logged last.
-        """
+        """Take numbers of a step."""
+        # Its line is printed when the next step comes: the loss is often logged last.
         if step != self._step:
             self.close()
             self._step = step
@@ -35,7 +34,8 @@ class ConsoleSink:
 
     def close(self) -> None:
         """Print the step at hand, unless a line was printed just now and nothing is wrong."""
-        values, self._values = self._values, {}
+        values = self._values
+        self._values = {}
         bad = sorted({name.split("/")[1] for name in values if name.endswith(("/nan", "/inf"))})
         now = time.monotonic()
         shown = [name for name in _FIRST if name in values]
@@ -44,8 +44,5 @@ class ConsoleSink:
         self._last = now
         parts = [f"{_SHORT.get(name, name)}={values[name]:.4g}" for name in shown]
         if bad:
-            parts.append(
-                f"not finite in {', '.join(bad[:3])}"
-                + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-            )
+            parts.append(f"not finite in {listed(bad, most=3)}")
         print(f"step {self._step}: {', '.join(parts)}", file=sys.stdout, flush=True)

