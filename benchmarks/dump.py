@@ -7,12 +7,6 @@ shared machine the rest says more about the neighbours. The first round, with ne
 apart.
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import argparse
 import os
 import shutil

@@ -7,12 +7,6 @@ what they are.
     python benchmarks/faults.py [--seeds 3] [--only NAME] [--healthy-seeds 1]
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import argparse
 import math
 import statistics

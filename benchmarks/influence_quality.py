@@ -20,13 +20,6 @@ those to a loss on held-out rows, of the corpus's test split, which nothing was 
     python benchmarks/influence_quality.py [--steps 480] [--seed 0] [--quick]
 """
 
-import os
-import sys
-
-sys.path.sort(
-    key=lambda place: place == os.path.dirname(__file__)
-)  # last: its statistics.py must not hide the standard one
-
 import argparse
 import time
 from concurrent.futures import ProcessPoolExecutor

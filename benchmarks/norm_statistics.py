@@ -3,7 +3,7 @@ once.
 
 Everything runs in turn on the same gradients, and the best of several turns counts.
 
-    python benchmarks/statistics.py [--turns 9]
+    python benchmarks/norm_statistics.py [--turns 9]
 """
 
 import argparse
