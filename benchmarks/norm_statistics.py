@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradsight.measure.histogram import HistogramLook
-from gradsight.measure.norms import NormsLook, exact_norms
+from gradsight.measure.histogram import HistogramReading
+from gradsight.measure.norms import NormReading, exact_norms
 
 
 def gradients() -> list[Tensor]:
@@ -53,10 +53,10 @@ def main() -> None:
     grads = gradients()
     ways: dict[str, Callable[[], object]] = {
         "sum of each gradient": lambda: [gradient.sum() for gradient in grads],
-        "statistics (L2, largest magnitude)": lambda: NormsLook(grads).read(),
+        "statistics (L2, largest magnitude)": lambda: NormReading(grads).read(),
         "torch._foreach_norm (L2 only)": lambda: torch.stack(torch._foreach_norm(grads)).tolist(),
         "loop: norm and isnan of each": lambda: loop(grads),
-        "histograms (sampled)": lambda: HistogramLook(grads).read(),
+        "histograms (sampled)": lambda: HistogramReading(grads).read(),
         "torch.histc of each": lambda: [torch.histc(gradient, 64) for gradient in grads],
     }
     best = dict.fromkeys(ways, float("inf"))
@@ -73,7 +73,7 @@ def main() -> None:
     print(f"statistics / one read-only pass:     {stats / read:6.2f}x   (at most 3)")
     print(f"loop / statistics:                   {slow / stats:6.1f}x   (at least 15)")
     print(f"torch.histc of each / histograms:    {histc / picture:6.1f}x   (at least 10)")
-    exact, fast = exact_norms(grads), NormsLook(grads).read()
+    exact, fast = exact_norms(grads), NormReading(grads).read()
     print(
         f"largest relative difference to a loop in float64: {abs(fast.l2 / exact.l2 - 1).max():.1e}"
     )

@@ -1,16 +1,52 @@
-"""Gradsight: what the gradients are doing, which samples push the model where, and what backward
-costs in memory.
+"""Gradsight: what gradients do, which samples push the model where, what backward costs in memory.
 
 The names below are the whole public surface. They are loaded when first used, so that importing the
-package imports neither torch nor numpy.
+package imports neither torch nor numpy; editors and type checkers see them as they are.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
-_FRONT_DOOR = {
+if TYPE_CHECKING:
+    from gradsight.dump.dumper import GradientDumper
+    from gradsight.dump.reader import get_checkpoint_metadata, load_keys
+    from gradsight.errors import GradsightError
+    from gradsight.ghost.engine import GhostEngine
+    from gradsight.health.one_look import check_gradient_health
+    from gradsight.measure.distribution import log_gradient_distribution
+    from gradsight.memory.apply import apply_checkpointing
+    from gradsight.memory.monitor import MemoryMonitor
+    from gradsight.memory.peak import measure_peak_memory
+    from gradsight.memory.plan import plan_checkpointing
+    from gradsight.memory.predict import predict_peak_memory
+    from gradsight.memory.verify import verify_checkpointing
+    from gradsight.session.watch_session import watch
+    from gradsight.store.reader import open_run
+    from gradsight.store.tracker import MetricsTracker
+    from gradsight.values.steps import Schedule
+
+__all__ = [
+    "GhostEngine",
+    "GradientDumper",
+    "GradsightError",
+    "MemoryMonitor",
+    "MetricsTracker",
+    "Schedule",
+    "apply_checkpointing",
+    "check_gradient_health",
+    "get_checkpoint_metadata",
+    "load_keys",
+    "log_gradient_distribution",
+    "measure_peak_memory",
+    "open_run",
+    "plan_checkpointing",
+    "predict_peak_memory",
+    "verify_checkpointing",
+    "watch",
+]
+__version__ = "0.1.0"
+
+_HOMES = {
     "GhostEngine": "ghost.engine",
     "GradientDumper": "dump.dumper",
     "GradsightError": "errors",
@@ -18,7 +54,7 @@ _FRONT_DOOR = {
     "MetricsTracker": "store.tracker",
     "Schedule": "values.steps",
     "apply_checkpointing": "memory.apply",
-    "check_gradient_health": "health.instrument",
+    "check_gradient_health": "health.one_look",
     "get_checkpoint_metadata": "dump.reader",
     "load_keys": "dump.reader",
     "log_gradient_distribution": "measure.distribution",
@@ -29,33 +65,20 @@ _FRONT_DOOR = {
     "verify_checkpointing": "memory.verify",
     "watch": "session.watch_session",
 }
-
-__all__ = sorted(_FRONT_DOOR)
-__version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FRONT_DOOR:
-        raise AttributeError(
-            f"module 'gradsight' has no attribute {name!r}; it has {', '.join(__all__)}"
-        )
-    value = getattr(import_module(f"gradsight.{_FRONT_DOOR[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-class _Package(ModuleType):
-    """Importing the module gradsight.watch must not put it in the place of the function of that
-    name.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _FRONT_DOOR and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+"""The module that each name is loaded from; the imports above say the same to type checkers."""
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+# Hidden from type checkers: to them, a module with `__getattr__` has every name, as Any.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            known = ", ".join(__all__)
+            raise AttributeError(f"module 'gradsight' has no attribute {name!r}; it has {known}")
+        value = getattr(import_module(f"gradsight.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value

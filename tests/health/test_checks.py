@@ -11,12 +11,13 @@ import pytest
 
 from gradsight.health.judge import Judge
 from gradsight.health.registry import CHECKS, chosen
-from gradsight.health.window import Closer, Observed, RankLook, Subject
+from gradsight.health.window import Subject
 from gradsight.values.findings import Finding
+from gradsight.values.measured import Details, MeasuredStep, Norms, RankComparison, StepSignals
 from gradsight.values.steps import Step
 
 NAMES = [f"blocks.{index}.weight" for index in range(6)]
-Steps = Iterator[Observed]
+Steps = Iterator[MeasuredStep]
 
 
 def subject(**changes: Any) -> Subject:
@@ -30,7 +31,7 @@ def subject(**changes: Any) -> Subject:
     return Subject(**plain | changes)
 
 
-def observed(number: int, l2: Any = 1.0, **changes: Any) -> Observed:
+def observed(number: int, l2: Any = 1.0, **changes: Any) -> MeasuredStep:
     """A step whose parameters have these norms."""
     norms = np.broadcast_to(np.asarray(l2, dtype=float), (len(NAMES),)).copy()
     step = {
@@ -41,8 +42,13 @@ def observed(number: int, l2: Any = 1.0, **changes: Any) -> Observed:
     bad = ~np.isfinite(norms)
     counts = (np.isnan(norms).astype(float), np.isinf(norms).astype(float)) if bad.any() else None
     total = float(np.sqrt((norms**2).sum()))
-    return Observed(
-        Step(number, 0.0, total_norm=total, **step), None, norms, norms, counts, total, **changes
+    details = changes.pop("details", None)
+    return MeasuredStep(
+        Step(number, 0.0, total_norm=total, **step),
+        None,
+        Norms(norms, norms, counts, total),
+        details,
+        StepSignals(**changes),
     )
 
 
@@ -52,7 +58,7 @@ def jittered(number: int) -> float:
 
 
 def run(steps: Steps, settings: object = True, **about: Any) -> dict[str, Finding]:
-    judge = Judge(subject(**about), settings)
+    judge = Judge(subject(**about), chosen(settings))
     for step in steps:
         judge.observe(step)
     return {finding.code: finding for finding in judge.findings()}
@@ -82,15 +88,17 @@ def looked(
     **changes: Any,
 ) -> Steps:
     for number in range(60):
-        closer = None
+        details = None
         if number % 5 == 0:
             now = ratio(number) if callable(ratio) else ratio
-            full = [
-                np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy()
-                for value in (now, zero, tiny, dead, number if weight is None else weight)
-            ]
-            closer = Closer(number, *full)
-        yield observed(number, jittered(number), closer=closer, **changes)
+            values = {"update_ratio": now, "zero_share": zero, "tiny_share": tiny}
+            values |= {"dead_share": dead, "weight_square": number if weight is None else weight}
+            columns = {
+                name: np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy()
+                for name, value in values.items()
+            }
+            details = Details(number, columns)
+        yield observed(number, jittered(number), details=details, **changes)
 
 
 def losing(norm: Callable[[int], float], loss: Callable[[int], float]) -> Steps:
@@ -110,7 +118,7 @@ def compared(
             np.asarray(function(number), dtype=float).T, (len(NAMES), 2)
         ).T.copy()
         always = np.arange(len(NAMES)) < (2 if full else len(NAMES))
-        judge.compare(RankLook(number, np.arange(len(NAMES)), norms, always))
+        judge.compare(RankComparison(number, np.arange(len(NAMES)), norms, always))
     return {finding.code: finding for finding in judge.findings()}
 
 
@@ -143,7 +151,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS404", lambda: run(usual(scale=0.5, skipped=True)), lambda: run(with_one(3, 1.0, scale=32768.0, skipped=True))),
     ("GS405", lambda: run(of(jittered, 120, clip_coef=0.01)), lambda: run(of(jittered, 120, clip_coef=0.5))),
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
-    ("GS502", lambda: run(usual(alike=9)), lambda: run(usual(alike=3))),
+    ("GS502", lambda: run(usual(alike_batches=9)), lambda: run(usual(alike_batches=3))),
     ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
 ]  # fmt: skip
 
@@ -176,9 +184,10 @@ def test_every_check_is_in_the_table() -> None:
 
 def test_gates_save_work_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = [(found(), left()) for _, found, left in CASES]
-    assert any(check.gate for check in CHECKS.values())
+    assert any(check.asked.gate for check in CHECKS.values())
     for code, check in CHECKS.items():
-        monkeypatch.setitem(CHECKS, code, replace(check, gate=None))
+        asked = replace(check.asked, gate=None)
+        monkeypatch.setitem(CHECKS, code, replace(check, asked=asked))
     assert [(found(), left()) for _, found, left in CASES] == gated
 
 
@@ -188,7 +197,7 @@ def test_an_ordinary_run_has_no_finding() -> None:
 
 def test_the_code_of_every_fix_is_python() -> None:
     for check in CHECKS.values():
-        compile(check.fix, check.code, "exec")
+        compile(check.advice.fix, check.code, "exec")
 
 
 def test_every_check_says_why() -> None:

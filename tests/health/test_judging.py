@@ -26,10 +26,11 @@ def test_patience_waits_and_names_the_first_step() -> None:
 
 def test_one_finding_per_code_counts_its_incidents() -> None:
     told: list[Finding] = []
-    judge = Judge(subject(), {"GS101": False}, told.append)
+    judge = Judge(subject(), chosen({"GS101": False}))
     for number in range(90):
-        judge.observe(observed(number, 50.0 if number in (30, 60, 61, 85) else jittered(number)))
-    judge.finish()
+        norm = 50.0 if number in (30, 60, 61, 85) else jittered(number)
+        told += judge.observe(observed(number, norm))
+    told += judge.finish()
     assert {finding.code for finding in told} == {"GS201"}
     assert [finding.first_step for finding in judge.findings()] == [30]
     assert "3 times in all" in judge.findings()[0].evidence
@@ -48,7 +49,6 @@ def test_a_baseline_never_takes_in_what_is_not_finite() -> None:
         baseline.enter(
             logarithms(np.array([np.nan if bad else 1.0]), np.nan if bad else 1.0),
             not bad,
-            incident=False,
         )
     assert baseline.median is not None
     assert baseline.median.tolist() == [0.0, 0.0]
@@ -68,14 +68,14 @@ def test_a_nan_does_not_hide_the_spike_behind_it() -> None:
 def test_an_incident_does_not_become_the_baseline_but_a_new_level_does() -> None:
     baseline = Baseline()
     for _ in range(30):
-        baseline.enter(np.zeros(2), True, incident=False)
+        baseline.enter(np.zeros(2), True)
     for _ in range(20):
-        baseline.enter(np.full(2, 4.6), True, incident=True)
+        baseline.enter(np.full(2, 4.6), True)
     assert baseline.median is not None
     assert baseline.median[0] == 0.0
     for _ in range(30):
-        baseline.enter(np.full(2, 4.6), True, incident=True)
-    assert baseline.median is None
+        baseline.enter(np.full(2, 4.6), True)
+    assert baseline.median.tolist() == [4.6, 4.6]
 
 
 def test_settings_tune_and_silence() -> None:
@@ -88,7 +88,7 @@ def test_settings_tune_and_silence() -> None:
 def test_settings_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "health.toml"
     file.write_text("GS405 = false\n[GS101]\nlimit = 500\n")
-    settings = {check.code: values for check, values in chosen(file)}
+    settings = {each.check.code: each.thresholds for each in chosen(file)}
     assert "GS405" not in settings
     assert settings["GS101"]["limit"] == 500
 

@@ -71,7 +71,7 @@ def test_an_overflow_that_the_scaler_leaves_out_is_left_alone() -> None:
 def test_norms_of_micro_batches_agree_with_the_plain_loop() -> None:
     torch.manual_seed(0)
     gradients = [[torch.randn(5, 3), torch.randn(4).half()] for _ in range(3)]
-    norms = LocalNorms()
+    norms = LocalNorms([])
     for micro_batch in gradients:
         for row, gradient in enumerate(micro_batch):
             norms.see(row, gradient)

@@ -59,8 +59,8 @@ def test_calls_inside_torch_func_are_no_passes() -> None:
 
     with gradsight.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watch:
         torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, torch.randn(3, 4))
-        assert watch._recorder is not None
-        assert watch._recorder.calls.calls == []
+        assert watch._instruments.incidents is not None
+        assert watch._instruments.incidents.calls.calls == []
         assert watch._problems.all() == []
 
 

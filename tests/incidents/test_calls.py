@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from torch import Tensor, nn
 
 import gradsight
 from gradsight.errors import UsageError
-from gradsight.health.baseline import Baseline
-from gradsight.health.usual import Usual
-from gradsight.incidents.kept_calls import Calls
+from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
 from gradsight.incidents.ring import Ring
+from gradsight.values.measured import MeasuredStep, Norms, StepSignals
 from gradsight.values.steps import Step
 from incidents.faults import Probability, mlp
 
@@ -31,8 +31,14 @@ def watched(model: nn.Module, **options: Any) -> Any:
     return gradsight.watch(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
 
 
-def calls_of(watch: Any) -> Calls:
-    return watch._recorder.calls  # type: ignore[no-any-return]
+def calls_of(watch: Any) -> KeptCalls:
+    return watch._instruments.incidents.calls  # type: ignore[no-any-return]
+
+
+def hold_gradients(watch: Any, most: int) -> None:
+    """Let the watch hold so many bytes of output gradients, and no more."""
+    calls = calls_of(watch)
+    calls._limits = replace(calls._limits, gradient_bytes=most)
 
 
 def test_a_pass_holds_what_the_model_was_called_with() -> None:
@@ -109,7 +115,8 @@ def test_a_pass_that_nobody_uses_keeps_no_activations() -> None:
 
 def test_held_bytes_are_bounded_and_the_newest_call_stays() -> None:
     model = nn.Linear(256, 1)
-    calls = Calls(model, most_bytes=5 * 4 * 256 * 10, most_gradient_bytes=100)
+    limits = KeptLimits(argument_bytes=5 * 4 * 256 * 10, gradient_bytes=100, lasting=False)
+    calls = KeptCalls(model, limits)
     calls.start()
     batches = [torch.randn(10, 256) for _ in range(12)]
     for batch in batches:
@@ -127,7 +134,7 @@ def test_held_bytes_are_bounded_and_the_newest_call_stays() -> None:
 def test_large_output_gradients_are_not_kept_and_say_so() -> None:
     model = nn.Linear(4, 1000)
     with watched(model) as watch:
-        calls_of(watch)._most_gradient_bytes = 2**20
+        hold_gradients(watch, 2**20)
         model(torch.randn(300, 4)).square().sum().backward()
         (one,), notes = calls_of(watch).passes()
         assert one.output_gradients is None
@@ -140,7 +147,7 @@ def test_of_many_gradients_the_newest_are_kept() -> None:
     """A NaN is met at once, and so in the newest micro-batch."""
     model = nn.Linear(4, 1000)
     with watched(model) as watch:
-        calls_of(watch)._most_gradient_bytes = 2**20
+        hold_gradients(watch, 2**20)
         for _ in range(5):
             model(torch.randn(100, 4)).square().sum().backward()
         passes, notes = calls_of(watch).passes()
@@ -218,35 +225,14 @@ def test_a_compiled_model_is_kept_and_diagnosed(in_place: bool, tmp_path: Path) 
     assert inner._compiled_call_impl is compiled
 
 
-def test_what_is_usual_is_the_judges_baseline() -> None:
-    """The plain one against the judge's own, over norms with spikes, a new level and noise."""
-    rng = np.random.default_rng(0)
-    values = np.concatenate(
-        [rng.normal(0, 0.3, 80), [9.0], rng.normal(0, 0.3, 30), rng.normal(8, 0.1, 60)]
-    )
-    usual, twin = Usual(), Baseline()
-    seen = 0
-    for value in values.tolist():
-        row = np.array([value])
-        found, bound = usual.excess(value), twin.bound(10.0, 8.0, 1)
-        assert (found is None) == (bound is None)
-        if found is not None and twin.median is not None and twin.spread is not None:
-            seen += 1
-            above = value - float(twin.median[0])
-            assert found == pytest.approx((above, above / float(twin.spread[0])), rel=1e-12)
-        outlier = bound is not None and bool(row[0] > bound[0])
-        usual.enter(value)
-        twin.enter(row, True, outlier)
-    assert seen > 100
-
-
 def test_the_ring_is_bounded_in_bytes() -> None:
     names = [f"layer{number}.weight" for number in range(150)]
     ring = Ring(names, most_bytes=200_000)
     sizes = []
     for step in range(2000):
         l2 = np.full(150, float(step))
-        ring.add(Step(step, 0.0, lr=0.1, total_norm=1.0), 2.5, None, l2, l2)
+        made = Step(step, 0.0, lr=0.1, total_norm=1.0)
+        ring.add(MeasuredStep(made, None, Norms(l2, l2), signals=StepSignals(loss=2.5)))
         sizes.append(
             sum(array.nbytes for array in ring.arrays().values()) if step % 100 == 0 else 0
         )
@@ -257,7 +243,9 @@ def test_the_ring_is_bounded_in_bytes() -> None:
     assert arrays["l2"][-1, 3] == 1999
     assert arrays["loss"][-1] == 2.5
     assert math.isnan(arrays["clip_coef"][-1])
-    ring.add(Step(2000, 0.0, loss=7.0), 2.5, [3, 5], np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    l2 = np.array([1.0, 2.0])
+    signals = StepSignals(loss=2.5)
+    ring.add(MeasuredStep(Step(2000, 0.0, loss=7.0), (3, 5), Norms(l2, l2), signals=signals))
     assert ring.arrays()["l2"][-1, [3, 4, 5]].tolist()[::2] == [1.0, 2.0]
     assert ring.arrays()["loss"][-1] == 7.0
 
@@ -364,7 +352,7 @@ def test_overflows_that_a_scaler_settles_are_not_diagnosed(tmp_path: Path) -> No
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert watch._recorder is not None
-        assert watch._recorder._met == 0
+        assert watch._instruments.incidents is not None
+        assert watch._instruments.incidents._incidents_seen == 0
         scaler.scale(model(torch.full((4, 4), math.nan)).square().mean()).backward()
-        assert watch._recorder._met == 1
+        assert watch._instruments.incidents._incidents_seen == 1

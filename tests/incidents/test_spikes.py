@@ -83,8 +83,8 @@ def test_a_silenced_check_is_not_diagnosed(tmp_path: Path) -> None:
         for step in range(STEPS):
             plain(model, optimizer, watch, step)
             optimizer.zero_grad()
-        assert watch._recorder is not None
-        assert watch._recorder._met == 0
+        assert watch._instruments.incidents is not None
+        assert watch._instruments.incidents._incidents_seen == 0
     assert list(gradsight.open_run(tmp_path).incidents()) == []
 
 

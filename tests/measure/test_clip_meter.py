@@ -34,13 +34,13 @@ def measured(made: list[Tensor], factor: float, scale: Tensor | None = None) -> 
 def test_one_factor_is_found(dtype: torch.dtype, within: float, factor: float) -> None:
     reading = measured(parameters(dtype), factor)
     assert reading is not None
-    assert reading.coefficient() == pytest.approx(factor, rel=within)
+    assert reading.read() == pytest.approx(factor, rel=within)
 
 
 def test_the_loss_scale_is_no_clipping() -> None:
     reading = measured(parameters(), 0.5 / 1024, scale=torch.tensor(1024.0))
     assert reading is not None
-    assert reading.coefficient() == pytest.approx(0.5, rel=1e-6)
+    assert reading.read() == pytest.approx(0.5, rel=1e-6)
 
 
 def test_clipping_by_value_has_no_coefficient() -> None:
@@ -50,7 +50,7 @@ def test_clipping_by_value_has_no_coefficient() -> None:
     torch.nn.utils.clip_grad_value_(made, 0.5)
     reading = meter.before_update(still_scaled=False)
     assert reading is not None
-    assert reading.coefficient() is None
+    assert reading.read() is None
 
 
 def test_clipping_of_some_has_no_coefficient() -> None:
@@ -60,7 +60,7 @@ def test_clipping_of_some_has_no_coefficient() -> None:
     made[0].grad *= 0.5  # type: ignore[operator]
     reading = meter.before_update(still_scaled=False)
     assert reading is not None
-    assert reading.coefficient() is None
+    assert reading.read() is None
 
 
 def test_nothing_is_told_where_nothing_can_be() -> None:
@@ -77,4 +77,4 @@ def test_nothing_is_told_where_nothing_can_be() -> None:
     meter.after_backward([zeros], None)
     reading = meter.before_update(still_scaled=False)
     assert reading is not None
-    assert reading.coefficient() is None
+    assert reading.read() is None

@@ -13,15 +13,16 @@ from torch import Tensor
 from gradsight.measure.flatten import flat
 from gradsight.measure.histogram import (
     COLUMNS,
-    HistogramLook,
+    HistogramReading,
     exact_histogram,
     histograms,
     share_within_a_tenth,
 )
-from gradsight.measure.host_copy import Arrival
-from gradsight.measure.norms import PIECE, NormsLook, combine, exact_norms, look_closer, merge_ranks
+from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.norms import PIECE, NormReading, combine, exact_norms, recount
+from gradsight.measure.rank_table import merge_tables
 from gradsight.measure.sample import LARGEST, Sample, stride_for
-from gradsight.measure.update import UpdateLook, update_ratios
+from gradsight.measure.update import UpdateReading, update_ratios
 
 
 def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,7 +74,7 @@ GRADIENTS: dict[str, Callable[[], Tensor]] = {
 def test_norms_equal_the_loop(name: str) -> None:
     gradient = GRADIENTS[name]()
     before = gradient.clone()
-    norms = look_closer([gradient], NormsLook([gradient]).read())
+    norms = recount([gradient], NormReading([gradient]).read())
     exact = exact_norms([gradient])
     np.testing.assert_allclose(norms.l2, exact.l2, rtol=2e-6)
     np.testing.assert_allclose(norms.max_abs, exact.max_abs, rtol=1e-7)
@@ -86,7 +87,7 @@ def test_norms_equal_the_loop(name: str) -> None:
 
 def test_all_of_them_at_once_equal_the_loop() -> None:
     gradients = [make() for make in GRADIENTS.values()]
-    norms = look_closer(gradients, NormsLook(gradients).read())
+    norms = recount(gradients, NormReading(gradients).read())
     exact = exact_norms(gradients)
     np.testing.assert_allclose(norms.l2, exact.l2, rtol=2e-6)
     np.testing.assert_allclose(norms.max_abs, exact.max_abs, rtol=1e-7)
@@ -94,7 +95,7 @@ def test_all_of_them_at_once_equal_the_loop() -> None:
 
 
 def test_without_a_closer_look_a_bad_count_is_unknown_not_zero() -> None:
-    norms = NormsLook([poisoned(math.nan), normal(5)]).read()
+    norms = NormReading([poisoned(math.nan), normal(5)]).read()
     assert norms.counts is not None
     assert norms.counts[0].tolist() == [-1, 0]
 
@@ -107,7 +108,7 @@ def test_norms_combine_without_overflow(values: list[float]) -> None:
 def test_ranks_merge() -> None:
     first = np.array([[3.0, 2.0, 0, 0, 1], [1.0, 1.0, -1, 0, 1], [0, 0, 0, 0, 0]])
     second = np.array([[4.0, 1.0, 2, 0, 1], [math.nan, math.nan, 3, 1, 1], [0, 0, 0, 0, 0]])
-    merged = merge_ranks(np.stack([first, second]))
+    merged = merge_tables(np.stack([first, second]))
     assert merged[0].tolist() == [5.0, 2.0, 2, 0, 1]
     assert math.isnan(merged[1, 0])
     assert merged[1, 2:].tolist() == [-1, 1, 1]
@@ -124,7 +125,7 @@ def test_histograms_equal_the_loop(name: str) -> None:
         gradient = gradient.clamp(
             -3e38, 3e38
         )  # beyond float32 the last bin or underflow takes them
-    found, everything = histograms(HistogramLook([gradient]).read(), ["x"], 0)
+    found, everything = histograms(HistogramReading([gradient]).read(), ["x"], 0)
     expected = exact_histogram(gradient, "x")
     if gradient.dtype is torch.float64:
         assert sum(found.positive) == sum(expected.positive)
@@ -144,14 +145,14 @@ def test_histograms_equal_the_loop(name: str) -> None:
 @given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=60))
 def test_any_floats_are_classed_right(values: list[float]) -> None:
     gradient = torch.tensor(values, dtype=torch.float32)
-    assert histograms(HistogramLook([gradient]).read(), ["x"], 0)[0] == exact_histogram(
+    assert histograms(HistogramReading([gradient]).read(), ["x"], 0)[0] == exact_histogram(
         gradient, "x"
     )
 
 
 def test_a_large_tensor_is_sampled_and_says_how_well() -> None:
     gradient = normal(1500, 1000, scale=0.05)
-    found, _ = histograms(HistogramLook([gradient], offset=3).read(), ["x"], 0)
+    found, _ = histograms(HistogramReading([gradient], offset=3).read(), ["x"], 0)
     exact = exact_histogram(gradient, "x")
     assert found.sampled <= LARGEST
     assert found.size == 1_500_000
@@ -163,7 +164,7 @@ def test_a_large_tensor_is_sampled_and_says_how_well() -> None:
 
 def test_the_histogram_over_all_weighs_samples_by_what_they_stand_for() -> None:
     large, small = torch.full((1000, 1000), 0.5), torch.full((10,), 8.0)
-    counters = HistogramLook([large, small]).read()
+    counters = HistogramReading([large, small]).read()
     everything = histograms(counters, ["large", "small"], 0)[-1]
     counts = {everything.low + k: count for k, count in enumerate(everything.positive)}
     assert counts[-1] == pytest.approx(1_000_000)
@@ -192,7 +193,7 @@ def test_a_sample_reads_small_tensors_in_full() -> None:
 
 def test_update_ratio_and_its_error() -> None:
     weight, step = normal(1200, 1000), normal(1200, 1000, scale=0.01).flip(0)
-    look = UpdateLook([weight, torch.zeros(4)], offset=1)
+    look = UpdateReading([weight, torch.zeros(4)], offset=1)
     true = float(step.norm() / weight.norm())
     weight += step
     look.finish()
@@ -203,7 +204,7 @@ def test_update_ratio_and_its_error() -> None:
 
 
 def test_an_unchanged_weight_has_ratio_zero() -> None:
-    look = UpdateLook([normal(50)])
+    look = UpdateReading([normal(50)])
     look.finish()
     ratio, error = update_ratios(look.read())
     assert (ratio[0], error[0]) == (0, 0)
@@ -220,6 +221,6 @@ def test_flat_shares_memory_where_it_can() -> None:
 
 
 def test_arrival_on_the_host_is_there_at_once() -> None:
-    arrival = Arrival(torch.tensor([1.0, 2.0]))
+    arrival = HostCopy(torch.tensor([1.0, 2.0]))
     assert arrival.ready()
     assert arrival.read().tolist() == [1.0, 2.0]

@@ -350,16 +350,16 @@ def test_a_fault_of_ours_is_said_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [parameter.detach().clone() for parameter in _seeded(train, None, 6).parameters()]
-    look = norms.NormsLook.read
+    look = norms.NormReading.read
 
-    def fails_at_the_third(self: norms.NormsLook) -> norms.Norms:
+    def fails_at_the_third(self: norms.NormReading) -> norms.Norms:
         fails_at_the_third.count += 1  # type: ignore[attr-defined]
         if fails_at_the_third.count == 3:  # type: ignore[attr-defined]
             raise RuntimeError("a bug of ours")
         return look(self)
 
     fails_at_the_third.count = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(norms.NormsLook, "read", fails_at_the_third)
+    monkeypatch.setattr(norms.NormReading, "read", fails_at_the_third)
     with pytest.warns(
         GradsightWarning,
         match="Gradsight stopped looking at gradients: RuntimeError: a bug of ours",

@@ -5,6 +5,7 @@ optimizer.
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradsight.attach.models import distinct, models_of, name_of, roots, together
-from gradsight.core import moments as interception
-from gradsight.core import rundir
+from gradsight.attach.models import distinct, models_of, roots, together, variable_name
+from gradsight.core import moments, rundir
 from gradsight.core.files import write_text
 from gradsight.core.group import rank
 from gradsight.core.source import users_place
@@ -36,15 +36,16 @@ class Session:
     """
 
     def __init__(self, run_dir: Path, steps: int | None, health: str | None) -> None:
-        self._run_dir, self._steps, self._health = run_dir, steps, health
+        self._run_dir = run_dir
+        self._steps = steps
+        self._health = health
         self._forked = False
         self._new: list[Optimizer] = []
         self._watches: list[Watch] = []
         self._names: list[str] = []
         self._known: list[dict[str, Any]] = []
         self._made: dict[int, int] = {}
-        interception.observe(self)
-        interception.around_backward(self._before_backward, lambda: None)
+        moments.listen(self)
         register_optimizer_step_post_hook(self._stepped)
         os.register_at_fork(after_in_child=self._let_go)
 
@@ -60,38 +61,28 @@ class Session:
         directory of its own.
         """
         self._forked = True
-        self._watches, self._made = [], {}
+        self._watches = []
+        self._made = {}
 
     # What torch tells.
 
-    def after_backward(self) -> None:
-        pass
-
-    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        pass
-
-    def unscaled(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        pass
-
-    def scaler_steps(self, optimizer: Optimizer) -> None:
-        pass
-
-    def scaler_stepped(self, optimizer: Optimizer) -> None:
-        pass
-
-    def _before_backward(self, tensors: Any) -> None:
-        if self._new:
-            new, self._new = self._new, []
-            try:
-                self._open(new)
-            except Exception as error:
-                print(
-                    f"gradsight: cannot watch this script: {type(error).__name__}: {error}",
-                    file=sys.stderr,
-                )
+    def before_backward(self, tensors: Any) -> None:
+        """A backward pass begins: whatever has an optimizer by now is trained by it."""
+        if not self._new:
+            return
+        new = self._new
+        self._new = []
+        try:
+            self._open(new)
+        except Exception as error:
+            print(
+                f"gradsight: cannot watch this script: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
+        made = self._made.get(id(optimizer), 0) + 1
+        self._made[id(optimizer)] = made
         if made == 1:
             self._describe(optimizer)
         if self._steps is not None and made >= self._steps:
@@ -105,33 +96,19 @@ class Session:
         """One watch for all optimizers that share a model; several models of one optimizer are
         watched together.
         """
-        candidates = roots()
-        groups: list[tuple[list[Any], list[Any], list[Optimizer]]] = []
-        for optimizer in optimizers:
-            models, tensors = models_of(optimizer, candidates)
-            shared = [
-                group
-                for group in groups
-                if any(model is other for model in models for other in group[0])
-            ]
-            for group in shared:
-                groups.remove(group)
-                models = [
-                    *group[0],
-                    *(model for model in models if all(model is not other for other in group[0])),
-                ]
-                tensors = [*group[1], *tensors]
-                optimizer_list = [*group[2], optimizer]
-            groups.append((models, tensors, optimizer_list if shared else [optimizer]))
-        for models, tensors, members in groups:
-            self._open_one(together(models, tensors), members)
+        groups = _sharing_models(optimizers)
+        for group in groups:
+            self._open_one(together(group.models, group.tensors), group.optimizers)
         for each in self._watches[: -len(groups) or None]:
             for optimizer in optimizers:
-                each.know(optimizer)
+                each.also_optimized_by(optimizer)
 
     def _open_one(self, model: Any, optimizers: list[Optimizer]) -> None:
         name = distinct(
-            [*self._names, name_of(model, "model" if type(model) is torch.nn.Module else None)]
+            [
+                *self._names,
+                variable_name(model, "model" if type(model) is torch.nn.Module else None),
+            ]
         )[-1]
         folder = self._run_dir if not self._names else self._run_dir / name
         if self._forked:
@@ -177,6 +154,43 @@ class Session:
                     f"gradsight: {self._run_dir} cannot be written: {error.strerror}",
                     file=sys.stderr,
                 )
+
+
+@dataclass(slots=True)
+class _Shared:
+    """Optimizers that train the same models, and so are watched together."""
+
+    models: list[Any]
+    tensors: list[Any]
+    """Parameters that belong to no model that was found."""
+    optimizers: list[Optimizer]
+
+    def shares_a_model_with(self, models: list[Any]) -> bool:
+        return any(model is other for model in models for other in self.models)
+
+
+def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
+    """The optimizers by the models that they share, each optimizer in exactly one group."""
+    candidates = roots()
+    groups: list[_Shared] = []
+    for optimizer in optimizers:
+        models, tensors = models_of(optimizer, candidates)
+        merged = _Shared([], [], [])
+        separate = []
+        for group in groups:
+            if group.shares_a_model_with(models):
+                merged.models += group.models
+                merged.tensors += group.tensors
+                merged.optimizers += group.optimizers
+            else:
+                separate.append(group)
+        merged.models += [
+            model for model in models if all(model is not other for other in merged.models)
+        ]
+        merged.tensors += tensors
+        merged.optimizers.append(optimizer)
+        groups = [*separate, merged]
+    return groups
 
 
 _sessions: list[Session] = []

@@ -1,79 +1,72 @@
-"""The few places of torch where a gradient becomes true, watched for as long as somebody is
-interested.
+"""The few moments of torch at which a gradient becomes true, in one registry.
+
+A listener is any object with methods named after moments; it is told of those and no others:
+
+    before_backward(tensors)            an outermost backward pass begins, from these tensors
+    after_backward()                    it has returned
+    gradients_ready()                   everybody has noted that: the gradients can be looked at
+    loss_scaled(scaler)                 a loss was multiplied: the next gradients carry the factor
+    gradients_unscaled(scaler, optimizer)   the optimizer's gradients were divided by the factor
+    scaler_steps(optimizer)             GradScaler.step was called for the optimizer
+    scaler_stepped(optimizer)           it has returned; the optimizer may not have been called
 
 Looking when `torch.autograd.backward` has returned sees the gradient before any clipping, however
 that is called, and after any reduction. GradScaler is watched because it multiplies gradients, and
-because a step that it leaves out calls no optimizer. Everything is put back when the last observer
-leaves.
+because a step that it leaves out calls no optimizer. Errors are the listener's to handle: nothing
+of ours may reach the training loop. Everything is put back when the last listener leaves.
 """
 
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from gradsight.core.calls import is_suspended
 
+MOMENTS = (
+    "before_backward",
+    "after_backward",
+    "gradients_ready",
+    "loss_scaled",
+    "gradients_unscaled",
+    "scaler_steps",
+    "scaler_stepped",
+)
 
-class Observer(Protocol):
-    """Who wants to know. Errors are the observer's to handle: `guarded` ones never reach the
-    training loop.
-    """
-
-    def after_backward(self) -> None:
-        """A backward pass has returned (not one inside another)."""
-
-    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """A loss was multiplied: gradients of the next backward passes carry the scaler's factor."""
-
-    def unscaled(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        """The optimizer's gradients were divided by the scaler's factor."""
-
-    def scaler_steps(self, optimizer: Optimizer) -> None:
-        """GradScaler.step was called for the optimizer."""
-
-    def scaler_stepped(self, optimizer: Optimizer) -> None:
-        """GradScaler.step has returned; the optimizer may not have been called."""
-
-
-_observers: list[Observer] = []
-_around: list[tuple[Callable[[Any], None], Callable[[], None]]] = []
+_told: dict[str, list[Callable[..., None]]] = {moment: [] for moment in MOMENTS}
+_listeners: list[object] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
 _depth = 0
 _lock = threading.RLock()  # a signal may close a watch while this is held
 
 
-def observe(observer: Observer) -> None:
-    """Tell this observer from now on."""
+def listen(listener: object) -> None:
+    """Tell this listener from now on of every moment that it has a method for."""
+    methods = {moment: getattr(listener, moment, None) for moment in MOMENTS}
+    if not any(methods.values()):
+        raise TypeError(f"{type(listener).__name__} has none of the methods {', '.join(MOMENTS)}")
     with _lock:
-        if not _observers:
+        if not _listeners:
             _install()
-        _observers.append(observer)
+        _listeners.append(listener)
+        for moment, method in methods.items():
+            if method is not None:
+                _told[moment].append(method)
 
 
-def forget(observer: Observer) -> None:
-    """Stop telling this observer; the last one to leave puts everything back."""
+def leave(listener: object) -> None:
+    """Stop telling this listener; the last one to leave puts everything back."""
     with _lock:
-        if observer in _observers:
-            _observers.remove(observer)
-            if not _observers:
-                _restore()
-
-
-def around_backward(
-    before: Callable[[Any], None], after: Callable[[], None], wanted: bool = True
-) -> None:
-    """Call `before` with the tensors of every outermost backward pass and `after` when it has
-    returned, or stop doing so.
-    """
-    with _lock:
-        if wanted:
-            _around.append((before, after))
-        elif (before, after) in _around:
-            _around.remove((before, after))
+        if not any(known is listener for known in _listeners):
+            return
+        _listeners[:] = [known for known in _listeners if known is not listener]
+        for methods in _told.values():
+            methods[:] = [method for method in methods if method.__self__ is not listener]  # type: ignore[attr-defined]
+        if not _listeners:
+            _restore()
 
 
 def renew_lock() -> None:
@@ -83,10 +76,17 @@ def renew_lock() -> None:
 
 
 def inside_backward() -> bool:
-    """Whether a backward pass is running now, in any thread: on accelerators, hooks run in threads
-    of the engine's.
+    """Whether a backward pass is running now, in any thread.
+
+    On accelerators, hooks run in threads of the engine's.
     """
     return _depth > 0
+
+
+def _tell(moment: str, *args: Any) -> None:
+    # A listener may leave while it is told, so a copy is walked through.
+    for method in tuple(_told[moment]):
+        method(*args)
 
 
 def _install() -> None:
@@ -103,19 +103,18 @@ def _replace(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return (
-            wrap(original, *args, **kwargs)
-            if _observers and not is_suspended()
-            else original(*args, **kwargs)
-        )
+        if not _listeners or is_suspended():
+            return original(*args, **kwargs)
+        return wrap(original, *args, **kwargs)
 
     _originals.append((owner, name, original, replacement))
     setattr(owner, name, replacement)
 
 
 def _restore() -> None:
-    """Put the originals back; where somebody has wrapped ours meanwhile, ours stays inside and
-    passes everything through.
+    """Put the originals back.
+
+    Where somebody has wrapped ours meanwhile, ours stays inside and passes everything through.
     """
     for owner, name, original, replacement in _originals:
         if getattr(owner, name) is replacement:
@@ -126,13 +125,10 @@ def _restore() -> None:
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _depth
     if _depth == 0:
-        for (
-            before,
-            _,
-        ) in (
-            _around
-        ):  # no copy: who is added by one of these, as a new watch is, hears of this pass too
-            before(args[0] if args else kwargs.get("tensors"))
+        tensors = args[0] if args else kwargs.get("tensors")
+        # Not a copy: a watch that is opened by one of these is to hear of this pass too.
+        for method in _told["before_backward"]:
+            method(tensors)
     with _lock:
         _depth += 1
     try:
@@ -141,10 +137,8 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _lock:
             _depth -= 1
     if _depth == 0:
-        for _, after in tuple(_around):
-            after()
-        for observer in tuple(_observers):
-            observer.after_backward()
+        _tell("after_backward")
+        _tell("gradients_ready")
     return result
 
 
@@ -153,8 +147,7 @@ def _scale(
 ) -> Any:
     result = original(scaler, *args, **kwargs)
     if scaler.is_enabled():
-        for observer in tuple(_observers):
-            observer.loss_scaled(scaler)
+        _tell("loss_scaled", scaler)
     return result
 
 
@@ -163,8 +156,7 @@ def _unscale(
 ) -> Any:
     result = original(scaler, optimizer)
     if scaler.is_enabled():
-        for observer in tuple(_observers):
-            observer.unscaled(scaler, optimizer)
+        _tell("gradients_unscaled", scaler, optimizer)
     return result
 
 
@@ -177,9 +169,7 @@ def _step(
 ) -> Any:
     if not scaler.is_enabled():
         return original(scaler, optimizer, *args, **kwargs)
-    for observer in tuple(_observers):
-        observer.scaler_steps(optimizer)
+    _tell("scaler_steps", optimizer)
     result = original(scaler, optimizer, *args, **kwargs)
-    for observer in tuple(_observers):
-        observer.scaler_stepped(optimizer)
+    _tell("scaler_stepped", optimizer)
     return result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.beside import eager
-from gradsight.core.samples import ModelCall, NotSeparable, tell_batch, tensors_in
+from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
 from gradsight.ghost.first_block_check import FirstBlockCheck
 from gradsight.ghost.guard import refuse_batch_norm
@@ -39,7 +39,7 @@ class Observation:
     ) -> None:
         """`check` is asked before the model is first called; None in passes beside training."""
         self.tracer = Tracer(options, parameters.name)
-        self.calls: list[ModelCall] = []
+        self.calls: list[SplitCall] = []
         self.scales: list[Tensor] = []
         """The factors of the losses that a GradScaler has scaled."""
         self.backwards = 0
@@ -153,11 +153,11 @@ class Observation:
         self.calls.append(call)
         self.tracer.mark_call(call)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitCall:
         """Find the samples in the arguments, or say what the user can do."""
         expected = self._expected
         try:
-            return tell_batch(args, kwargs, expected.size, expected.batch_dim, self._root)
+            return find_samples(args, kwargs, expected.size, expected.batch_dim, self._root)
         except NotSeparable as error:
             raise GradsightError(
                 f"{error} Check sample_ids, or pass batch_dim to GhostEngine."

@@ -151,7 +151,7 @@ class LossHistory:
             if isinstance(entry.sums, Tensor):
                 entry.sums = entry.sums.tolist()
             if entry.clip is not None:
-                coef = entry.clip.coefficient()
+                coef = entry.clip.read()
                 if coef is not None:
                     entry.clip_coef = coef
                 entry.clip = None

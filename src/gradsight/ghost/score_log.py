@@ -57,7 +57,7 @@ class PendingScores:
     def _rows(self, block: BlockScores) -> list[SavedScore]:
         clip_coef = None
         if block.clip is not None:
-            clip_coef = block.clip.coefficient()
+            clip_coef = block.clip.read()
         rows = []
         for number, target in enumerate(self._targets):
             values = block.table[number]

@@ -1,90 +1,95 @@
-"""Knows a bad step when it comes, before the optimizer uses its gradient, by the judge's
-thresholds; on every rank alike.
+"""Knows a bad step when it comes, before the optimizer uses its gradient.
+
+It asks the predicates that checks declare (`@check(..., alarm=...)`) with the settings of those
+checks, on every rank alike: the judge's own word comes later, and on some ranks not at all.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from gradsight.health.usual import Usual
-from gradsight.measure.norms import Norms
+from gradsight.health.bad_steps import EarlyLook
+from gradsight.health.baseline import Baseline, logarithms
+from gradsight.health.registry import CheckSettings
+from gradsight.measure.clipping import ClipReading
+from gradsight.values.measured import Floats, Norms
 
-NAN, INF, SPIKE, EXPLODING = "GS103", "GS104", "GS201", "GS102"
 _SCALER_PATIENCE = 8
 """Overflows in a row that a GradScaler is trusted to settle by itself."""
-_STEPS_BEFORE_A_SPIKE = 11
 
 
 class Alarm:
-    """Takes the norms of step after step; tells under which code the judge will find the one under
-    way.
-    """
+    """Takes the norms of step after step; says under which code the judge will find this one."""
 
-    def __init__(self, limits: Mapping[str, Mapping[str, Any]]) -> None:
-        """`limits`: the thresholds of the checks by code; one that is silenced raises no alarm."""
-        self._limits = limits
-        self._usual = Usual()
-        self._steps, self._previous = 0, 0.0
-        self._bad_in_a_row = self._large_in_a_row = 0
-        self._raised = False  # in this stretch of steps that are not finite
+    def __init__(self, checks: Sequence[CheckSettings], whole_norms: bool = True) -> None:
+        """`checks`: those at work; one that is silenced raises no alarm.
 
-    def not_finite(
-        self, norms: Norms, scaler: torch.amp.GradScaler | None, loss: Tensor | None
-    ) -> str | None:
-        """A gradient has been looked at: the code if it begins an incident. What a GradScaler will
-        settle by itself is none.
+        `whole_norms`: whether a look sees the whole gradient. The norms of several optimizers in
+        turn tell nothing of spikes.
         """
-        if norms.counts is None or self._raised:
-            return None
-        scaled = scaler is not None and (loss is None or bool(torch.isfinite(loss.detach()).all()))
-        if scaled and self._bad_in_a_row < _SCALER_PATIENCE:
-            return None
-        code = NAN if norms.counts[0].any() else INF
-        self._raised = code in self._limits
-        return code if self._raised else None
+        self._checks = [each for each in checks if each.check.incident.alarm is not None]
+        self._whole_norms = whole_norms
+        self._baseline = Baseline()
+        self._steps_made = 0
+        self._previous_total = 0.0
+        self._bad_in_a_row = 0
+        self._not_finite_raised = False  # in this stretch of steps that are not finite
+        self._streaks: dict[str, int] = {}
+        self._raised_in_step: set[str] = set()
 
-    def too_large(self, total: float, clip_coef: Callable[[], float | None]) -> str | None:
-        """An optimizer is about to use a gradient of this norm: the code if that is too large, or a
-        spike.
+    def not_finite(self, norms: Norms, scaler_settles: bool) -> str | None:
+        """The code of the incident that this gradient begins, where it is not finite.
+
+        `scaler_settles`: a GradScaler is at work and the loss is finite, so it will leave the step
+        out and lower its scale. Only where that goes on and on is it an incident.
         """
-        exploding, spike = self._limits.get(EXPLODING), self._limits.get(SPIKE)
-        if (
-            exploding is not None
-            and total > exploding["limit"]
-            and total * (clip_coef() or 1.0) > exploding["limit"]
-        ):
-            self._large_in_a_row += 1
-            if self._large_in_a_row == exploding["patience"]:
-                return EXPLODING
-        else:
-            self._large_in_a_row = 0
-        return SPIKE if spike is not None and self._is_spike(total, spike) else None
+        if norms.counts is None or self._not_finite_raised:
+            return None
+        if scaler_settles and self._bad_in_a_row < _SCALER_PATIENCE:
+            return None
+        code = self._ask(self._look(norms, None))
+        self._not_finite_raised = code is not None
+        return code
 
-    def end_step(self, finite: bool, total: float) -> None:
-        """The step is made, with a gradient of this norm."""
+    def too_large(self, norms: Norms, clip: ClipReading | None) -> str | None:
+        """The code of the incident, where an optimizer is about to use far too large a gradient."""
+        if norms.counts is not None or not np.isfinite(norms.total) or not self._whole_norms:
+            return None
+        return self._ask(self._look(norms, clip))
+
+    def end_step(self, norms: Norms) -> None:
+        """The step is made, with gradients of these norms."""
+        finite = norms.counts is None and bool(np.isfinite(norms.total))
         self._bad_in_a_row = 0 if finite else self._bad_in_a_row + 1
-        self._raised &= not finite
         if finite:
-            self._steps += 1
-            self._previous = total
-            self._usual.enter(_logarithm(total))
+            self._not_finite_raised = False
+        for code in list(self._streaks):
+            if code not in self._raised_in_step:
+                del self._streaks[code]
+        self._raised_in_step.clear()
+        self._steps_made += 1
+        self._previous_total = norms.total
+        self._baseline.enter(_of_total(norms), finite)
 
-    def _is_spike(self, total: float, limits: Mapping[str, float]) -> bool:
-        enough = (
-            self._steps >= _STEPS_BEFORE_A_SPIKE
-            and total > limits["least"]
-            and total >= limits["jump"] * self._previous
-        )
-        excess = self._usual.excess(_logarithm(total)) if enough else None
-        return (
-            excess is not None
-            and excess[0] > math.log(limits["factor"])
-            and excess[1] > limits["sigmas"]
-        )
+    def _look(self, norms: Norms, clip: ClipReading | None) -> EarlyLook:
+        return EarlyLook(norms, clip, self._previous_total, self._steps_made + 1, self._baseline)
+
+    def _ask(self, look: EarlyLook) -> str | None:
+        """The first check whose patience is over at this step; once in a stretch of such steps."""
+        code = None
+        for each in self._checks:
+            alarm = each.check.incident.alarm
+            if alarm is None or not alarm(look, **each.thresholds):
+                continue
+            known = self._streaks.get(each.check.code, 0)
+            if each.check.code not in self._raised_in_step:
+                self._raised_in_step.add(each.check.code)
+                self._streaks[each.check.code] = known + 1
+                if known + 1 == each.patience and code is None:
+                    code = each.check.code
+        return code
 
 
-def _logarithm(total: float) -> float:
-    return math.log(max(total, 1e-40))
+def _of_total(norms: Norms) -> Floats:
+    """The baseline of a single column: that of the total."""
+    return logarithms(np.zeros(0), norms.total)

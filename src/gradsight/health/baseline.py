@@ -10,9 +10,8 @@ lasts is a new level, and the baseline starts again.
 from math import exp, log
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from gradsight.values.measured import Floats
 
 LENGTH = 50
 REFRESH = 10
@@ -23,8 +22,12 @@ WARM_UP = 10
 NEW_LEVEL = 25
 NORMAL = 1.4826
 LEAST_SPREAD = 0.05
-_FLOOR, _CEILING = -100.0, 700.0
-"""The logarithms that stand for zero and for infinity."""
+OUTLIER = (10.0, 8.0)
+"""From here on a step is kept out: tenfold the median, and this many spreads above it."""
+_FLOOR = -100.0
+"""The logarithm that stands for zero."""
+_CEILING = 700.0
+"""The logarithm that stands for infinity."""
 _LEAST = exp(_FLOOR)
 
 
@@ -56,21 +59,34 @@ class Baseline:
             )  # nothing at all has no multiple
         return self._bounds[key]
 
-    def enter(self, row: Floats, finite: bool, incident: bool) -> None:
-        """Take in the `logarithms` of a step, unless it is part of an incident or not finite."""
-        if incident or not finite:
+    def enter(self, row: Floats, finite: bool) -> None:
+        """Take in the `logarithms` of a step, unless they are far outside or not finite."""
+        if not finite or self._is_outlier(row):
             self._held += 1
             if self._held < NEW_LEVEL or not finite:
                 return
-            self._ring, self._count, self.median, self.spread = None, 0, None, None
-            self._bounds = {}
+            self._forget()
         self._held = 0
         if self._ring is None or self._ring.shape[1] != len(row):
-            self._ring, self._count = np.empty((LENGTH, len(row))), 0
+            self._ring = np.empty((LENGTH, len(row)))
+            self._count = 0
         self._ring[self._count % LENGTH] = row
         self._count += 1
         if self._count >= WARM_UP and self._count % REFRESH == 0:
             self._refresh(self._ring[: min(self._count, LENGTH)])
+
+    def _is_outlier(self, row: Floats) -> bool:
+        """Whether the step's total is far outside; single parameters may jump as they like."""
+        bound = self.bound(*OUTLIER, len(row))
+        return bound is not None and bool(row[-1] > bound[-1])
+
+    def _forget(self) -> None:
+        """Start again: what has stayed far outside is the new level."""
+        self._ring = None
+        self._count = 0
+        self.median = None
+        self.spread = None
+        self._bounds = {}
 
     def _refresh(self, rows: Floats) -> None:
         self._bounds = {}

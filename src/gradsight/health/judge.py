@@ -4,16 +4,17 @@ finding per code.
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any, get_args
+from typing import get_args
 
 from gradsight.health import checks
-from gradsight.health.registry import MISSING, Check, Fact, When, chosen
-from gradsight.health.window import Observed, RankLook, Subject, Window
+from gradsight.health.registry import MISSING, Check, CheckSettings, Fact, When, chosen
+from gradsight.health.window import Subject, Window
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SEVERITIES, Abstention
+from gradsight.values.measured import MeasuredStep, RankComparison
 
 for _module in pkgutil.iter_modules(checks.__path__):
     importlib.import_module(f"{checks.__name__}.{_module.name}")
@@ -21,19 +22,15 @@ for _module in pkgutil.iter_modules(checks.__path__):
 _STRETCH = 10
 _CALM = 10
 """Judgings without a fact before the next one counts as a new incident."""
-_OUTLIER = (10.0, 8.0)
-"""From here on a step is kept out of the baseline: tenfold the median, and this many spreads above
-it.
-"""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A check at work."""
+    """A check at work: how often it agreed with itself lately, and what came of it."""
 
-    check: Check
-    settings: dict[str, Any]
+    settings: CheckSettings
     patience: int
+    """The settings' own, kept here because it is asked for at every step."""
     streak: int = 0
     calm: int = 0
     began: int = 0
@@ -42,45 +39,51 @@ class _Running:
     incidents: int = 0
     evidence: str = ""
 
+    @property
+    def check(self) -> Check:
+        """The check itself."""
+        return self.settings.check
+
+
+def checks_at_work(settings: object) -> list[CheckSettings]:
+    """The checks to run with their thresholds: `health=` of `watch`, without False."""
+    return chosen(settings)
+
 
 class Judge:
-    """Takes one observed step after the other; `on_finding` hears of every new or changed finding."""
+    """Takes one measured step after the other, and returns every new or changed finding."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        settings: object = True,
-        on_finding: Callable[[Finding], None] | None = None,
-    ) -> None:
+    def __init__(self, subject: Subject, checks: Sequence[CheckSettings] | None = None) -> None:
+        """`checks`: those at work, by default all with their own thresholds."""
         self.window = Window(subject)
-        self._on_finding = on_finding
-        running = [
-            _Running(check, values, int(values.get("patience", 1)))
-            for check, values in chosen(settings)
-        ]
-        self._running = running
+        if checks is None:
+            checks = checks_at_work(True)
+        self._running = [_Running(each, each.patience) for each in checks]
+        self._news: list[Finding] = []
         self._ready: dict[str, tuple[int, list[_Running]]] = {}
-        self._by_when = {
-            when: [each for each in running if each.check.when == when] for when in get_args(When)
-        }
+        self._by_when: dict[str, list[_Running]] = {when: [] for when in get_args(When)}
+        for running in self._running:
+            self._by_when[running.check.asked.when].append(running)
 
-    def observe(self, observed: Observed, patient: bool = True) -> None:
+    def observe(self, measured: MeasuredStep, patient: bool = True) -> list[Finding]:
         """Judge one step. Without patience, one look must do."""
         window = self.window
-        window.take(observed)
+        window.take(measured)
         self._run("step", patient)
-        if observed.closer is not None:
+        if measured.details is not None:
             self._run("look", patient)
         if window.steps_seen % _STRETCH == 0 or not patient:
             self._run("stretch", patient)
-        if observed.l2 is not None:
-            finite = observed.counts is None and isfinite(observed.total)
-            window.baseline.enter(window.logarithms, finite, self._is_outlier())
+        if measured.norms is not None:
+            finite = measured.finite and isfinite(measured.norms.total)
+            window.baseline.enter(window.logarithms, finite)
+        return self._take_news()
 
-    def compare(self, look: RankLook) -> None:
+    def compare(self, comparison: RankComparison) -> list[Finding]:
         """Judge what every rank brought to the gradient of a step that was observed before."""
-        self.window.take_ranks(look)
+        self.window.take_ranks(comparison)
         self._run("ranks", patient=True)
+        return self._take_news()
 
     def findings(self) -> list[Finding]:
         """What has been found so far, the worst first."""
@@ -98,35 +101,32 @@ class Judge:
         """The checks that could not judge, and why."""
         result = []
         for each in self._running:
-            lacking = [need for need in each.check.needs if need not in self.window.signals]
+            lacking = [need for need in each.check.asked.needs if need not in self.window.signals]
             if lacking and each.finding is None:
                 result.append(Abstention(each.check.code, each.check.name, MISSING[lacking[0]]))
         return result
 
-    def limits(self) -> dict[str, Mapping[str, Any]]:
-        """The settings of every check at work, by code."""
-        return {each.check.code: each.settings for each in self._running}
-
-    def finish(self) -> None:
-        """The run is over: tell what the findings came to."""
+    def finish(self) -> list[Finding]:
+        """The run is over: the findings that came more than once, with their count."""
         for each in self._running:
             if each.finding is not None and each.incidents > 1:
-                self._tell(
-                    each,
-                    replace(
-                        each.finding, evidence=f"{each.evidence}; {each.incidents} times in all"
-                    ),
-                )
+                evidence = f"{each.evidence}; {each.incidents} times in all"
+                self._tell(each, replace(each.finding, evidence=evidence))
+        return self._take_news()
+
+    def _take_news(self) -> list[Finding]:
+        news = self._news
+        self._news = []
+        return news
 
     def _run(self, when: str, patient: bool) -> None:
         window = self.window
         for each in self._able(when):
-            gate = each.check.gate
-            facts = (
-                list(each.check.function(window, **each.settings))
-                if gate is None or gate(window)
-                else ()
-            )
+            check = each.settings.check
+            gate = check.asked.gate
+            facts: Sequence[Fact] = ()
+            if gate is None or gate(window):
+                facts = list(check.function(window, **each.settings.thresholds))
             if facts or each.streak or each.finding is not None:
                 self._weigh(each, facts, patient)
 
@@ -137,7 +137,9 @@ class Judge:
         seen, able = self._ready.get(when, (-1, []))
         signals = self.window.signals
         if seen != len(signals):
-            able = [each for each in self._by_when[when] if signals.issuperset(each.check.needs)]
+            able = [
+                each for each in self._by_when[when] if signals.issuperset(each.check.asked.needs)
+            ]
             self._ready[when] = (len(signals), able)
         return able
 
@@ -148,43 +150,54 @@ class Judge:
             each.calm += 1
             return
         if each.streak == 0:
-            each.began = self.window.now.step.step
+            each.began = self.window.step.step
         each.streak += 1
         if patient and each.streak < each.patience:
             return
-        fact = facts[0]
-        names = [name for one in facts for name in one.parameters]
-        severity = max((one.severity or each.check.severity for one in facts), key=SEVERITIES.index)
-        fresh = each.calm >= _CALM or each.finding is None
+        again = each.calm >= _CALM
         each.calm = 0
         if each.finding is None:
-            each.parameters = dict.fromkeys(names)
-            first = fact.first_step if fact.first_step is not None else each.began
-            each.incidents, each.evidence = 1, fact.evidence
-            self._tell(each, _finding(each, severity, first))
+            self._make(each, facts)
+        else:
+            each.incidents += again
+            self._widen(each, each.finding, facts)
+
+    def _make(self, each: _Running, facts: Sequence[Fact]) -> None:
+        """A new finding."""
+        each.parameters = dict.fromkeys(_parameters(facts))
+        each.incidents = 1
+        each.evidence = facts[0].evidence
+        first_step = facts[0].first_step
+        if first_step is None:
+            first_step = each.began
+        self._tell(each, _finding(each, _severity(each.check, facts), first_step))
+
+    def _widen(self, each: _Running, known: Finding, facts: Sequence[Fact]) -> None:
+        """A finding that is known already: told again only where it got worse or larger."""
+        severity = _severity(each.check, facts)
+        worse = SEVERITIES.index(severity) > SEVERITIES.index(known.severity)
+        names = _parameters(facts)
+        if not worse and each.parameters.keys() >= set(names):
             return
-        each.incidents += fresh
-        worse = SEVERITIES.index(severity) > SEVERITIES.index(each.finding.severity)
-        if worse or not each.parameters.keys() >= set(names):
-            each.parameters |= dict.fromkeys(names)
-            if worse:
-                each.evidence = fact.evidence
-            self._tell(
-                each,
-                _finding(
-                    each, severity if worse else each.finding.severity, each.finding.first_step
-                ),
-            )
+        each.parameters |= dict.fromkeys(names)
+        if worse:
+            each.evidence = facts[0].evidence
+        else:
+            severity = known.severity
+        self._tell(each, _finding(each, severity, known.first_step))
 
     def _tell(self, each: _Running, finding: Finding) -> None:
         each.finding = finding
-        if self._on_finding is not None:
-            self._on_finding(finding)
+        self._news.append(finding)
 
-    def _is_outlier(self) -> bool:
-        row = self.window.logarithms
-        bound = self.window.baseline.bound(*_OUTLIER, len(row))
-        return bound is not None and bool(row[-1] > bound[-1])
+
+def _parameters(facts: Sequence[Fact]) -> list[str]:
+    return [name for fact in facts for name in fact.parameters]
+
+
+def _severity(check: Check, facts: Sequence[Fact]) -> str:
+    """The worst severity of these facts."""
+    return max((fact.severity or check.severity for fact in facts), key=SEVERITIES.index)
 
 
 def _finding(each: _Running, severity: str, first_step: int) -> Finding:
@@ -197,7 +210,7 @@ def _finding(each: _Running, severity: str, first_step: int) -> Finding:
         first_step=first_step,
         evidence=each.evidence,
         message=check.meaning,
-        recommendation=check.recommendation,
-        fix=check.fix,
+        recommendation=check.advice.recommendation,
+        fix=check.advice.fix,
         family=check.family,
     )

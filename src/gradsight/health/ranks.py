@@ -7,16 +7,17 @@ our own group, and nobody waits for that: what has arrived is handed on at a lat
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor, nn
 
 from gradsight.core.group import PendingArrays, ProcessGroup
+from gradsight.core.problems import Problems
 from gradsight.core.sharing import replicated_parameters
-from gradsight.health.window import RankLook
-from gradsight.measure.local import LocalLook, LocalNorms
-from gradsight.measure.local_hooks import LocalGradients
+from gradsight.measure.local import LocalNorms, LocalReading
+from gradsight.values.measured import RankComparison
+from gradsight.values.steps import CloserLooks
 
 _SENTINELS = 4
 _LEAST_ENTRIES = 4
@@ -24,18 +25,24 @@ _PENDING = 64
 """Steps under way from which on the other ranks are taken to be gone."""
 
 
-class Ranks:
-    """What this rank's own gradients are like, exchanged with the other ranks."""
+class RankComparer:
+    """What this rank's own gradients are like, exchanged with the other ranks.
+
+    To be made on all ranks.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         parameters: Sequence[Tensor],
         group: ProcessGroup,
-        closer: Callable[[int], bool],
-        report: Callable[[str, str], None],
+        closer_looks: CloserLooks,
+        problems: Problems,
     ) -> None:
-        self._size, self._group, self._closer, self._report = len(parameters), group, closer, report
+        self._size = len(parameters)
+        self._group = group
+        self._closer_looks = closer_looks
+        self._problems = problems
         replicated = replicated_parameters(model)
         self._all = [
             row
@@ -44,55 +51,51 @@ class Ranks:
         ]
         self._few = sentinels(self._all, [tensor.numel() for tensor in parameters])
         self._rows: list[int] = []
-        self._norms = LocalNorms()
-        self._hooks = LocalGradients(parameters, self._norms.see, self._failed)
-        self._leaving: deque[tuple[int, list[int], LocalLook]] = deque()
+        self._norms = LocalNorms(parameters)
+        self._leaving: deque[tuple[int, list[int], LocalReading]] = deque()
         self._pending: deque[PendingArrays] = deque()
         self._works = bool(self._all)
+        self._look_at(closer_looks.first_step)
 
-    def begin(self, step: int) -> None:
-        """Look at this step."""
-        if self._works:
-            self._rows = self._all if self._closer(step) else self._few
-            self._hooks.watch(self._rows)
-
-    def end_step(self, step: int) -> list[RankLook]:
-        """The step is made: send what was seen, and give what has come from all ranks meanwhile."""
+    def end_step(self, step: int) -> list[RankComparison]:
+        """The step is made: send what was seen; what has come from all ranks meanwhile."""
         if not self._works:
             return []
         try:
+            if self._norms.failure is not None:
+                raise self._norms.failure
             self._leaving.append((step, self._rows, self._norms.take()))
-            self.begin(step + 1)
+            self._look_at(step + 1)
             self._send()
             if len(self._pending) > _PENDING:
                 raise TimeoutError("the other ranks do not answer")
             return self._landed()
         except Exception as error:
-            self._failed(error)
+            self._fail(error)
             return []
 
-    def stop(self, patience: float) -> list[RankLook]:
-        """Take the hooks away; give what still arrives within so many seconds, and nothing without
-        any patience.
-        """
-        self._hooks.watch(())
+    def stop(self, patience: float) -> list[RankComparison]:
+        """Take the hooks away; what still arrives within so many seconds, nothing without any."""
+        self._norms.watch(())
         if not patience:
             self._works = False
         until = time.monotonic() + patience
-        while (
-            self._works
-            and self._pending
-            and not self._pending[-1].done()
-            and time.monotonic() < until
-        ):
+        while self._works and self._pending and time.monotonic() < until:
+            if self._pending[-1].done():
+                break
             time.sleep(0.001)
         try:
             return self._landed() if self._works else []
         except Exception as error:
-            self._failed(error)
+            self._fail(error)
             return []
         finally:
             self._works = False
+
+    def _look_at(self, step: int) -> None:
+        if self._works:
+            self._rows = self._all if self._closer_looks.due(step) else self._few
+            self._norms.watch(self._rows)
 
     def _send(self) -> None:
         while self._leaving and self._leaving[0][2].ready():
@@ -101,8 +104,8 @@ class Ranks:
                 self._group.start_gather(np.append(look.read(self._size, rows), step))
             )
 
-    def _landed(self) -> list[RankLook]:
-        found = []
+    def _landed(self) -> list[RankComparison]:
+        comparisons = []
         while self._pending and self._pending[0].done():
             table = np.stack(self._pending.popleft().wait())
             rows = np.flatnonzero(
@@ -110,17 +113,16 @@ class Ranks:
             )
             if (table[:, -1] == table[0, -1]).all():
                 few = np.isin(rows, self._few)
-                found.append(RankLook(int(table[0, -1]), rows, table[:, rows], few))
-        return found
+                comparisons.append(RankComparison(int(table[0, -1]), rows, table[:, rows], few))
+        return comparisons
 
-    def _failed(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """Training goes on; ranks are not compared any more."""
         if self._works:
             self._works = False
-            self._hooks.watch(())
-            self._report(
-                "ranks", f"ranks are not compared any more: {type(error).__name__}: {error}"
-            )
+            self._norms.watch(())
+            text = f"ranks are not compared any more: {type(error).__name__}: {error}"
+            self._problems.report("ranks", text)
 
 
 def sentinels(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Checks by code. A check is a function of a window, with its thresholds as keyword arguments; the
 decorator files it.
 
-    @check("GS999", "name", "warning", needs=("norms",), recommendation="...", fix="...")
+    @check("GS999", "name", "warning", advice=Advice(recommendation="...", fix="..."))
     def name(window: Window, *, limit: float = 1.0, patience: int = 3) -> Iterator[Fact]:
         \"\"\"What it looks at, in one line.
 
@@ -41,20 +41,48 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do about a finding, in a sentence and as code."""
+
+    recommendation: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """When a check is asked, and what it cannot do without."""
+
+    when: When = "step"
+    needs: tuple[str, ...] = ("norms",)
+    """The signals without which it abstains; `MISSING` has the words for each."""
+    gate: Callable[[Any], bool] | None = None
+    """What must hold of the window for the check to find anything: cheap, and asked first."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsIncident:
+    """What the flight recorder does about a finding of this check."""
+
+    kept: Literal["when critical", "always", "never"] = "when critical"
+    """Which findings get an incident."""
+    alarm: Callable[..., bool] | None = None
+    """Knows such a step by an `EarlyLook`, before the optimizer uses the gradient.
+
+    The step is then diagnosed while everything is still as it was. Takes the check's settings too.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """One check: its words and its function."""
 
     code: str
     name: str
     severity: str
-    when: When
-    needs: tuple[str, ...]
-    recommendation: str
-    fix: str
+    asked: Asked
+    incident: AsIncident
+    advice: Advice
     function: Callable[..., Iterable[Fact]]
-    gate: Callable[[Any], bool] | None
-    """What must hold of the window for the check to find anything: cheap to ask, and asked first.
-    """
     defaults: Mapping[str, Any]
 
     @property
@@ -66,6 +94,19 @@ class Check:
     def meaning(self) -> str:
         """What it means when this check finds something: the first line of its docstring."""
         return (inspect.getdoc(self.function) or self.name).splitlines()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """A check that is at work, and its thresholds."""
+
+    check: Check
+    thresholds: Mapping[str, Any]
+
+    @property
+    def patience(self) -> int:
+        """How many judgings in a row must agree before a finding is made."""
+        return int(self.thresholds.get("patience", 1))
 
 
 CHECKS: dict[str, Check] = {}
@@ -80,7 +121,7 @@ MISSING = {
     "clearing": "no optimizer was watched from one step to the next",
     "batches": "the model was not called with tensors while training",
     "ranks": "no rank's own gradients were seen: there is one process, or no DistributedDataParallel (FSDP2 hides them)",
-    "closer": "no closer look was taken",
+    "details": "no closer look was taken",
 }
 """Why a check has to abstain, by the signal it lacks."""
 
@@ -90,11 +131,9 @@ def check(
     name: str,
     severity: Literal["warning", "critical"],
     *,
-    when: When = "step",
-    needs: tuple[str, ...] = ("norms",),
-    gate: Callable[[Any], bool] | None = None,
-    recommendation: str,
-    fix: str,
+    advice: Advice,
+    asked: Asked = Asked(),
+    incident: AsIncident = AsIncident(),
 ) -> Callable[[Callable[..., Iterable[Fact]]], Callable[..., Iterable[Fact]]]:
     """File a function as the check of this code."""
 
@@ -103,45 +142,40 @@ def check(
             raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
         parameters = list(inspect.signature(function).parameters.values())[1:]
         defaults = {parameter.name: parameter.default for parameter in parameters}
-        CHECKS[code] = Check(
-            code,
-            name,
-            severity,
-            when,
-            needs,
-            recommendation,
-            fix.strip("\n"),
-            function,
-            gate,
-            defaults,
-        )
+        tidy = Advice(advice.recommendation, advice.fix.strip("\n"))
+        CHECKS[code] = Check(code, name, severity, asked, incident, tidy, function, defaults)
         return function
 
     return file
 
 
-def chosen(settings: object) -> list[tuple[Check, dict[str, Any]]]:
-    """The checks to run with their thresholds. `settings`: True, {code: settings or False}, or the
-    path of a TOML file.
+def chosen(settings: object) -> list[CheckSettings]:
+    """The checks to run with their thresholds, by code.
+
+    `settings`: True, {code: settings or False}, or the path of a TOML file.
     """
-    if settings is True or settings is None:
-        wanted: Mapping[str, Any] = {}
-    elif isinstance(settings, (str, Path)):
-        wanted = read_settings(Path(settings))
-    elif isinstance(settings, Mapping):
-        wanted = settings
-    else:
-        raise UsageError(
-            f"health must be True, False, {{code: settings}} or a TOML file, got {type(settings).__name__}"
-        )
+    wanted = _wanted(settings)
     for code in wanted:
         if code not in CHECKS:
             raise UsageError(f"there is no check {code!r}; there are {', '.join(sorted(CHECKS))}")
     return [
-        (each, _merged(each, wanted.get(code, True)))
+        CheckSettings(each, _merged(each, wanted.get(code, True)))
         for code, each in sorted(CHECKS.items())
         if wanted.get(code) is not False
     ]
+
+
+def _wanted(settings: object) -> Mapping[str, Any]:
+    if settings is True or settings is None:
+        return {}
+    if isinstance(settings, (str, Path)):
+        return read_settings(Path(settings))
+    if isinstance(settings, Mapping):
+        return settings
+    raise UsageError(
+        "health must be True, False, {code: settings} or a TOML file, "
+        f"got {type(settings).__name__}"
+    )
 
 
 def _merged(each: Check, given: object) -> dict[str, Any]:

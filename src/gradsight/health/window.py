@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 import numpy as np
-import numpy.typing as npt
 
 from gradsight.health.baseline import Baseline, logarithms
+from gradsight.values.measured import (
+    Details,
+    Flags,
+    Floats,
+    MeasuredStep,
+    Norms,
+    RankComparison,
+    Rows,
+)
 from gradsight.values.steps import Step, block_of
-
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 _KEPT = 400
 """Steps of history that trends are read from."""
@@ -24,7 +29,7 @@ _LOOKS = 4
 """Closer looks that are remembered."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What is known of the model and its optimizers before any gradient is seen; lists are over the
     parameters.
@@ -51,69 +56,11 @@ class Subject:
 
 
 @dataclass(slots=True)
-class Closer:
-    """A closer look, taken on some steps only. Arrays are over all parameters, NaN where nothing is
-    known.
-    """
-
-    step: int
-    update_ratio: Floats
-    zero_share: Floats
-    """The share of entries that are exactly zero."""
-    tiny_share: Floats
-    """The share of entries that are not zero, but below float16's smallest normal number."""
-    dead_share: Floats
-    """The share of rows of a weight that stayed zero in every one of the last looks."""
-    weight: Floats
-    """Sum of squares of the weight before the step, where all of it was read."""
-
-
-@dataclass(slots=True)
-class RankLook:
-    """What every rank brought to the common gradient of one step, before reduction."""
-
-    step: int
-    rows: npt.NDArray[np.intp]
-    """The parameters that were looked at."""
-    norms: Floats
-    """Of each rank's own gradients, [ranks, rows]."""
-    always: Flags
-    """Which of the rows are looked at on every step, so that their norms can be compared over time.
-    """
-
-
-@dataclass(slots=True)
-class Observed:
-    """One step as it comes in. Arrays are over `rows`, or over all parameters where that is None."""
-
-    step: Step
-    rows: list[int] | None = None
-    l2: Floats | None = None
-    max_abs: Floats | None = None
-    counts: tuple[Floats, Floats] | None = None
-    total: float = 0.0
-    closer: Closer | None = None
-    loss: float | None = None
-    uncleared: bool | None = None
-    """Whether the optimizer stepped on gradients that nobody had cleared since its last step; None
-    where that is not known.
-    """
-    alike: int | None = None
-    """How many batches in a row were the same; None where no batch was seen."""
-    half: bool | None = None
-    """Whether the forward pass ran under float16 autocast."""
-    fixed: bool = False
-    """Whether every batch so far was the same one."""
-    guess: float | None = None
-    """What the loss would be if the model knew nothing; None where it is of no kind that tells."""
-
-
-@dataclass(slots=True)
 class Window:
     """The current step and its past. Only finite norms are in `totals` and in the baseline."""
 
     subject: Subject
-    now: Observed = field(default_factory=lambda: Observed(Step(0, 0.0)))
+    now: MeasuredStep = field(default_factory=lambda: MeasuredStep(Step(0, 0.0)))
     steps_seen: int = 0
     l2: Floats = field(default_factory=lambda: np.zeros(0))
     """Norm of every parameter's gradient at this step, NaN where it has none."""
@@ -134,8 +81,8 @@ class Window:
     clips: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     scales: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Loss scale, and whether the step was left out."""
-    closers: deque[Closer] = field(default_factory=lambda: deque(maxlen=_LOOKS))
-    looks_taken: int = 0
+    details: deque[Details] = field(default_factory=lambda: deque(maxlen=_LOOKS))
+    details_taken: int = 0
     ever_updated: bool = False
     """Whether any closer look found that a step had changed a weight."""
     alive: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -155,11 +102,11 @@ class Window:
     """How many steps in a row the optimizer used gradients that had not been cleared."""
     blocks: list[tuple[str, list[int]]] = field(default_factory=list)
     """Blocks of the model in its own order, with the rows of their matrices."""
-    _block_rows: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-    _block_of_row: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-    ranks: RankLook | None = None
+    _block_rows: Rows = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    _block_of_row: Rows = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    ranks: RankComparison | None = None
     """The newest comparison of ranks, which may be of a step before."""
-    rank_looks: deque[RankLook] = field(default_factory=lambda: deque(maxlen=_LOOKS))
+    rank_looks: deque[RankComparison] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     """The last comparisons over all parameters, of steps that were not left out and in which
     everything was finite.
     """
@@ -174,31 +121,110 @@ class Window:
 
     def __post_init__(self) -> None:
         size = len(self.subject.names)
-        self.alive, self.received, self.started_at_zero = (
-            np.zeros(size, dtype=bool) for _ in range(3)
-        )
-        found: dict[str, list[int]] = {}
+        self.alive = np.zeros(size, dtype=bool)
+        self.received = np.zeros(size, dtype=bool)
+        self.started_at_zero = np.zeros(size, dtype=bool)
+        blocks: dict[str, list[int]] = {}
         for row in self.subject.matrices:
             if self.subject.trainable[row]:
-                found.setdefault(block_of(self.subject.names[row]), []).append(row)
-        self.blocks = list(found.items())
-        self._block_rows = np.array([row for rows in found.values() for row in rows], dtype=np.intp)
+                blocks.setdefault(block_of(self.subject.names[row]), []).append(row)
+        self.blocks = list(blocks.items())
+        self._block_rows = np.array(
+            [row for rows in blocks.values() for row in rows], dtype=np.intp
+        )
         self._block_of_row = np.repeat(
-            np.arange(len(found)), [len(rows) for rows in found.values()]
+            np.arange(len(blocks)), [len(rows) for rows in blocks.values()]
         )
         if self.subject.memberships is not None:
             self.signals.add("optimizer")
 
-    def take(self, observed: Observed) -> None:
+    # The step just made.
+
+    @property
+    def step(self) -> Step:
+        """The step's own record."""
+        return self.now.step
+
+    @property
+    def norms(self) -> Norms | None:
+        """The norms of this step's gradients; None where none were measured."""
+        return self.now.norms
+
+    @property
+    def total(self) -> float:
+        """The norm of the whole gradient; 0 where none was measured."""
+        return 0.0 if self.now.norms is None else self.now.norms.total
+
+    @property
+    def finite(self) -> bool:
+        """Whether no gradient of this step holds a NaN or an infinity."""
+        return self.now.finite
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of this step, where one was seen."""
+        return self.now.signals.loss
+
+    # Taking in.
+
+    def take(self, measured: MeasuredStep) -> None:
         """Make this the current step."""
-        self.previous_total, self.now = self.now.total, observed
-        step = observed.step
+        self.previous_total = self.total
+        self.now = measured
         if self.steps_seen == 0:
-            self.first_step = step.step
+            self.first_step = self.step.step
         self.steps_seen += 1
-        self._take_norms(observed)
-        if observed.loss is not None:
-            self._take_loss(observed.loss / (step.scale or 1.0))
+        self._take_norms()
+        self._take_scaling()
+        self._take_signals()
+        if measured.details is not None:
+            self._take_details(measured.details)
+
+    def take_ranks(self, comparison: RankComparison) -> None:
+        """Make this the newest comparison of ranks."""
+        self.signals.add("ranks")
+        self.ranks = comparison
+        norms = comparison.norms
+        if comparison.step in self.left_out or not np.isfinite(norms).all():
+            return
+        if not comparison.always.all():
+            self.rank_looks.append(comparison)
+        whole = np.linalg.norm(norms[:, comparison.always], axis=1)
+        self.rank_steps.append(comparison.step)
+        self.rank_logarithms.append(np.log(np.maximum(whole, NOTHING)))
+
+    def _take_norms(self) -> None:
+        self.previous = self.l2
+        norms = self.norms
+        if norms is None:
+            self.l2 = np.full(len(self.subject.names), np.nan)
+            self.effective = 0.0
+            return
+        self.signals.add("norms")
+        rows = slice(None) if self.now.rows is None else list(self.now.rows)
+        if self.now.rows is None:
+            self.l2 = norms.l2
+        else:
+            self.l2 = np.full(len(self.subject.names), np.nan)
+            self.l2[rows] = norms.l2
+        self.has_zeros = not self.l2.min(initial=1.0) > 0  # a NaN is not above zero either
+        ordinary = not self.has_zeros and isfinite(norms.total)
+        self.logarithms = logarithms(self.l2, norms.total, ordinary)
+        if not self.all_alive:
+            self.received[rows] = True
+            self.alive[rows] |= norms.l2 != 0
+            self.all_alive = bool(self.alive.all())
+        same_total = 0 < norms.total == self.previous_total
+        same = same_total and np.array_equal(self.previous, self.l2, equal_nan=True)
+        self.repeats = self.repeats + 1 if same else 0
+        self.effective = norms.total
+        if self.step.clip_coef is not None:
+            self.effective *= self.step.clip_coef
+        if self.finite and isfinite(norms.total):
+            self.totals.append(norms.total)
+
+    def _take_scaling(self) -> None:
+        step = self.step
         if step.clip_coef is not None:
             self.signals.add("clipping")
             self.clips.append(step.clip_coef)
@@ -207,63 +233,19 @@ class Window:
             self.scales.append((step.scale, step.skipped))
         if step.skipped:
             self.left_out.append(step.step)
-        if observed.uncleared is not None:
+
+    def _take_signals(self) -> None:
+        signals = self.now.signals
+        if signals.loss is not None:
+            self._take_loss(signals.loss / (self.step.scale or 1.0))
+        if signals.uncleared is not None:
             self.signals.add("clearing")
-            self.uncleared = self.uncleared + 1 if observed.uncleared else 0
-        if observed.alike is not None:
+            self.uncleared = self.uncleared + 1 if signals.uncleared else 0
+        if signals.alike_batches is not None:
             self.signals.add("batches")
-        if (
-            observed.guess is not None
-            and observed.loss is not None
-            and len(self.starts) < 3
-            and self.steps_seen <= 3
-        ):
+        if signals.guess is not None and signals.loss is not None and self.steps_seen <= 3:
             self.signals.add("guess")
-            self.starts.append((observed.loss, observed.guess))
-        if observed.closer is not None:
-            self._take_closer(observed.closer)
-
-    def take_ranks(self, look: RankLook) -> None:
-        """Make this the newest comparison of ranks."""
-        self.signals.add("ranks")
-        self.ranks = look
-        if look.step not in self.left_out and np.isfinite(look.norms).all():
-            if not look.always.all():
-                self.rank_looks.append(look)
-            self.rank_steps.append(look.step)
-            self.rank_logarithms.append(
-                np.log(np.maximum(np.linalg.norm(look.norms[:, look.always], axis=1), NOTHING))
-            )
-
-    def _take_norms(self, observed: Observed) -> None:
-        self.previous = self.l2
-        if observed.l2 is None:
-            self.l2, self.effective = np.full(len(self.subject.names), np.nan), 0.0
-            return
-        self.signals.add("norms")
-        if observed.rows is None:
-            self.l2 = observed.l2
-            if not self.all_alive:
-                self.received[:] = True
-        else:
-            self.l2 = np.full(len(self.subject.names), np.nan)
-            self.l2[observed.rows] = observed.l2
-            self.received[observed.rows] = True
-        self.has_zeros = not self.l2.min(initial=1.0) > 0  # a NaN is not above zero either
-        self.logarithms = logarithms(
-            self.l2, observed.total, not self.has_zeros and isfinite(observed.total)
-        )
-        if not self.all_alive:
-            self.alive[slice(None) if observed.rows is None else observed.rows] |= observed.l2 != 0
-            self.all_alive = bool(self.alive.all())
-        same = 0 < observed.total == self.previous_total and np.array_equal(
-            self.previous, self.l2, equal_nan=True
-        )
-        self.repeats = self.repeats + 1 if same else 0
-        clip = observed.step.clip_coef
-        self.effective = observed.total * clip if clip is not None else observed.total
-        if observed.counts is None and isfinite(observed.total):
-            self.totals.append(observed.total)
+            self.starts.append((signals.loss, signals.guess))
 
     def _take_loss(self, loss: float) -> None:
         if isfinite(loss):
@@ -272,13 +254,14 @@ class Window:
             if len(self.first_losses) < 10:
                 self.first_losses.append(loss)
 
-    def _take_closer(self, closer: Closer) -> None:
-        self.signals.add("closer")
-        if self.looks_taken == 0:
-            self.started_at_zero = np.isnan(closer.update_ratio)
-        self.looks_taken += 1
-        self.ever_updated |= bool((closer.update_ratio > 0).any())
-        self.closers.append(closer)
+    def _take_details(self, details: Details) -> None:
+        self.signals.add("details")
+        ratios = details["update_ratio"]
+        if self.details_taken == 0:
+            self.started_at_zero = np.isnan(ratios)
+        self.details_taken += 1
+        self.ever_updated |= bool((ratios > 0).any())
+        self.details.append(details)
 
     def block_norms(self) -> Floats:
         """The norm over the matrices of every block, now."""
@@ -288,7 +271,7 @@ class Window:
     @property
     def broken(self) -> bool:
         """Whether this step's gradient is not finite, and reached the optimizer."""
-        return self.now.counts is not None and not self.now.step.skipped
+        return not self.finite and not self.step.skipped
 
     @property
     def converging(self) -> bool | None:
@@ -303,7 +286,7 @@ class Window:
         """Whether the gradient has come down to a thousandth of its largest: a minimum, where
         nothing has to move any more.
         """
-        return self.now.total < 1e-3 * max(self.totals, default=0.0)
+        return self.total < 1e-3 * max(self.totals, default=0.0)
 
     def named(self, rows: object) -> tuple[str, ...]:
         """The names of these rows."""

@@ -30,14 +30,14 @@ MOST_PARAMETER_BYTES = 2 * 10**9
 MOST_BATCH_BYTES = 2 * 10**9
 
 
-class Staged:
+class StagedIncident:
     """A bundle begun while the parameters were still those of the bad step."""
 
     def __init__(self, bundle: Bundle, facts: dict[str, Any]) -> None:
         self.bundle, self.facts = bundle, facts
 
 
-class Incidents:
+class IncidentWriter:
     """Writes bundles below a run directory, each rank its own."""
 
     def __init__(self, run_dir: str | os.PathLike[str], model: nn.Module, with_batch: bool) -> None:
@@ -45,18 +45,20 @@ class Incidents:
         self._model, self.with_batch = model, with_batch
         remove_leftovers(self._folder, rank())
 
-    def stage(self, passes: Sequence[RecordedCall]) -> Staged:
+    def stage(self, passes: Sequence[RecordedCall]) -> StagedIncident:
         """Begin a bundle: batch and parameters as they are now, if those are to be written at all."""
         bundle = Bundle(self._folder, rank())
         try:
-            return Staged(
+            return StagedIncident(
                 bundle, self._data(bundle, passes) if self.with_batch else {"replay": _NO_BATCH}
             )
         except BaseException:
             bundle.discard()
             raise
 
-    def write(self, name: str, staged: Staged, what: Mapping[str, Any], ring: Ring | None) -> Path:
+    def write(
+        self, name: str, staged: StagedIncident, what: Mapping[str, Any], ring: Ring | None
+    ) -> Path:
         """Finish a bundle under this name."""
         bundle = staged.bundle
         try:
@@ -142,7 +144,7 @@ def _circumstances() -> dict[str, Any]:
     }
 
 
-def of_finding(step: int, finding: Finding, diagnosis: Diagnosis | None) -> dict[str, Any]:
+def facts_of_finding(step: int, finding: Finding, diagnosis: Diagnosis | None) -> dict[str, Any]:
     """What an incident says of a finding."""
     found = {
         name: plain(getattr(finding, name))
@@ -159,7 +161,9 @@ def of_finding(step: int, finding: Finding, diagnosis: Diagnosis | None) -> dict
     }
 
 
-def of_ending(step: int, code: str, reason: str, diagnosis: Diagnosis | None) -> dict[str, Any]:
+def facts_of_ending(
+    step: int, code: str, reason: str, diagnosis: Diagnosis | None
+) -> dict[str, Any]:
     """What an incident says of a run that ended."""
     return {
         "step": step,
@@ -170,7 +174,7 @@ def of_ending(step: int, code: str, reason: str, diagnosis: Diagnosis | None) ->
     }
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception in one line: what, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

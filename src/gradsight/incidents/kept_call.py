@@ -44,7 +44,9 @@ class Call:
 
     def drop_gradients(self) -> None:
         """They take too much memory."""
-        self.too_large, self.gradients, self.gradient_bytes = True, [], 0
+        self.too_large = True
+        self.gradients = []
+        self.gradient_bytes = 0
 
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""

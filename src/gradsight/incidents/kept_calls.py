@@ -9,13 +9,13 @@ memory together than the limit.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsight.core import moments as interception
+from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
 from gradsight.core.calls import RecordedCall
 from gradsight.core.hooks import ModuleHook
@@ -35,50 +35,49 @@ _MOST = 256
 """Calls of one step that are kept, whatever they hold."""
 
 
-class Calls:
+@dataclass(frozen=True, slots=True)
+class KeptLimits:
+    """How much may be held until a step ends."""
+
+    argument_bytes: int
+    gradient_bytes: int
+    """Of the gradients that came back to the model's outputs."""
+    lasting: bool
+    """Whether calls are kept from the end of their step until the model is called again."""
+
+
+class KeptCalls:
     """Hooks one module; `calls` are those of the step under way, the oldest first."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        most_bytes: int,
-        most_gradient_bytes: int,
-        lasting: bool = False,
-        on_failure: Callable[[Exception], None] | None = None,
-    ) -> None:
-        """`lasting`: calls are kept from the end of their step until the model is called again."""
+    def __init__(self, model: nn.Module, limits: KeptLimits) -> None:
         self.model = called_module(model)
-        self._lasting, self._over, self._on_failure = lasting, False, on_failure
-        self._most_bytes, self._most_gradient_bytes = most_bytes, most_gradient_bytes
         self.calls: list[Call] = []
         self.dropped = 0
         """Calls of this step that were let go."""
         self.root: Tensor | None = None
         """What backward was last called on in this step."""
+        self.failure: Exception | None = None
+        """A fault of ours: nothing has been kept since."""
+        self._limits = limits
+        self._step_is_over = False
         self._held = 0
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._compiled: Any = None
-        self._spectral = [
-            (f"{name}.{key}" if name else key, buffer)
-            for name, module in model.named_modules()
-            if type(module).__name__ in _SPECTRAL
-            for key, buffer in module.named_buffers(recurse=False)
+        self._spectral = _spectral_buffers(model)
+        # Running statistics change with every call; they are no sign of a changed model.
+        normalising = {id(buffer) for buffer in _normalising_buffers(model)}
+        self._buffers = [
+            (name, buffer)
+            for name, buffer in model.named_buffers()
+            if id(buffer) not in normalising
         ]
-        normalising = {
-            id(b)
-            for m in model.modules()
-            if isinstance(m, nn.modules.batchnorm._NormBase)
-            for b in m.buffers()
-        }
-        self._buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in normalising]
 
     def start(self) -> None:
         """Begin to watch."""
-        interception.around_backward(self._before_backward, self._after_backward)
-        if (
-            getattr(self.model, "_compiled_call_impl", None) is not None
-        ):  # hooks inside a compiled call would break its graph
+        moments.listen(self)
+        # Hooks inside a compiled call would break its graph.
+        if getattr(self.model, "_compiled_call_impl", None) is not None:
             self._compiled = self.model._compiled_call_impl
             self.model._compiled_call_impl = around(self.before, self._compiled, self.after)
             return
@@ -89,41 +88,42 @@ class Calls:
 
     def stop(self) -> None:
         """Leave everything as it was found."""
-        interception.around_backward(self._before_backward, self._after_backward, wanted=False)
+        moments.leave(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if self._compiled is not None:
-            self.model._compiled_call_impl, self._compiled = self._compiled, None
+            self.model._compiled_call_impl = self._compiled
+            self._compiled = None
         self.release()
 
     def end_step(self) -> None:
         """The step is over."""
-        self._over = True
-        if not self._lasting:
+        self._step_is_over = True
+        if not self._limits.lasting:
             self.release()
 
     def release(self) -> None:
         """Hold on to nothing."""
         self.calls.clear()
         self.root = None
-        self.dropped = self._held = 0
-        self._over = False
+        self.dropped = 0
+        self._held = 0
+        self._step_is_over = False
 
     def name_samples(self, ids: Sequence[int | str] | Tensor) -> None:
         """What the samples of the next call are called."""
         given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        if not all(isinstance(each, (int, str)) for each in given):
-            raise UsageError(
-                f"sample ids must be integers or text, got {next(x for x in given if not isinstance(x, (int, str)))!r}"
-            )
+        for each in given:
+            if not isinstance(each, (int, str)):
+                raise UsageError(f"sample ids must be integers or text, got {each!r}")
         self._ids = tuple(given)
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
         if is_aside():
             return
-        if self._over:
+        if self._step_is_over:
             self.release()
         if torch.is_grad_enabled():
             self._guarded(self._before, args, kwargs)
@@ -135,15 +135,16 @@ class Calls:
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
         """Nothing of ours may reach the training loop."""
+        if self.failure is not None:
+            return
         try:
             action(*args)
         except Exception as error:
-            if self._on_failure is None:
-                raise
-            self._on_failure(error)
+            self.failure = error
 
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        ids, self._ids = self._ids, None
+        ids = self._ids
+        self._ids = None
         made = RecordedCall(
             args=args,
             kwargs=kwargs,
@@ -158,7 +159,9 @@ class Calls:
         call.buffer_versions = [buffer._version for _, buffer in self._buffers]
         self._held += call.bytes
         self.calls.append(call)
-        while len(self.calls) > 1 and (self._held > self._most_bytes or len(self.calls) > _MOST):
+        while len(self.calls) > 1 and (
+            self._held > self._limits.argument_bytes or len(self.calls) > _MOST
+        ):
             self._held -= self.calls.pop(0).bytes
             self.dropped += 1
 
@@ -213,7 +216,7 @@ class Calls:
         if call.changed():
             yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
         if call.too_large:
-            limit = f"{self._most_gradient_bytes / 2**20:.0f} MiB"
+            limit = f"{self._limits.gradient_bytes / 2**20:.0f} MiB"
             missing = "where they are missing, backward was not run again"
             yield f"gradients at the model's outputs beyond {limit} were not kept: {missing}"
         pairs = zip(self._buffers, call.buffer_versions, strict=True)
@@ -236,7 +239,7 @@ class Calls:
         return keep
 
     def _keep(self, call: Call, place: int, gradient: Tensor) -> None:
-        if not interception.inside_backward():  # torch.autograd.grad is not a step's backward
+        if not moments.inside_backward():  # torch.autograd.grad is not a step's backward
             return
         call.nodes[place] = torch._C._current_autograd_node()
         if call.too_large:
@@ -245,16 +248,15 @@ class Calls:
         call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
         call.gradient_bytes += gradient.nbytes if known is None else 0
         held = sum(each.gradient_bytes for each in self.calls)
-        for each in [
-            *(other for other in self.calls if other is not call),
-            call,
-        ]:  # the oldest go first, the newest last
-            if held <= self._most_gradient_bytes:
+        # The oldest go first; the call that has just got a gradient goes last.
+        for each in [*(other for other in self.calls if other is not call), call]:
+            if held <= self._limits.gradient_bytes:
                 return
             held -= each.gradient_bytes
             each.drop_gradients()
 
-    def _before_backward(self, tensors: Any) -> None:
+    def before_backward(self, tensors: Any) -> None:
+        """A backward pass begins, from these tensors."""
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
         caller = users_line() if self.calls else None
@@ -262,5 +264,18 @@ class Calls:
             if call.backward_caller is None:
                 call.backward_caller = caller
 
-    def _after_backward(self) -> None:
-        pass
+
+def _spectral_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The vectors of spectral norms by name: a call in training changes them."""
+    buffers = []
+    for name, module in model.named_modules():
+        if type(module).__name__ in _SPECTRAL:
+            for key, buffer in module.named_buffers(recurse=False):
+                buffers.append((f"{name}.{key}" if name else key, buffer))
+    return buffers
+
+
+def _normalising_buffers(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            yield from module.buffers()

@@ -1,51 +1,67 @@
-"""The flight recorder of a watched run: knows a bad step when it comes, has it diagnosed on the
-spot, writes the incident.
+"""The flight recorder of a watched run: has a bad step diagnosed on the spot, writes the incident.
 
 A gradient that is not finite is diagnosed at the look after backward, a spike when the optimizer is
 about to use it: in both cases the parameters are still those of the bad step. What is written waits
 for the judge's word.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gradsight.core import moments as interception
 from gradsight.core.calls import RecordedCall, suspended
 from gradsight.core.group import rank, world_size
 from gradsight.core.parameters import unwrapped
 from gradsight.core.problems import Problems
-from gradsight.health.alarm import EXPLODING, INF, NAN, SPIKE, Alarm
-from gradsight.health.instrument import Health
-from gradsight.incidents.incident import Incidents, Staged, of_ending, of_finding, told
-from gradsight.incidents.kept_calls import Calls
+from gradsight.incidents.incident import (
+    IncidentWriter,
+    StagedIncident,
+    describe_error,
+    facts_of_ending,
+    facts_of_finding,
+)
+from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
 from gradsight.incidents.ring import Ring
-from gradsight.measure.norms import Norms
-from gradsight.session.step_builder import Measured
 from gradsight.store.diagnoses import is_broken, numbered
 from gradsight.values.diagnoses import Diagnosis
-from gradsight.values.findings import ONE_LOOK, PRECISION, TREND, Finding
+from gradsight.values.findings import ONE_LOOK, PRECISION, TREND, Finding, IncidentRule
+from gradsight.values.measured import MeasuredStep
 
 SECONDS = 20.0
 """How long a diagnosis may take unless told otherwise."""
-_HELD = {False: (256 * 2**20, 64 * 2**20), True: (2**30, 2**30)}
-"""Bytes of arguments and of output gradients that may be held until a step ends; the latter where
-batches are to be written.
-"""
-_ALWAYS = 3
+_HELD = KeptLimits(argument_bytes=256 * 2**20, gradient_bytes=64 * 2**20, lasting=False)
+_HELD_WITH_BATCH = KeptLimits(argument_bytes=2**30, gradient_bytes=2**30, lasting=True)
+"""Where batches are to be written, they are kept until the model is called again."""
+_ALWAYS_DIAGNOSED = 3
 """Incidents that are all diagnosed; of later ones the 4th, 8th, 16th, ..."""
-_OWN = ("gradsight.core.", "gradsight.ghost.", "gradsight.incidents.", "gradsight.session.")
-RANK_APART = "GS503"
-_DIAGNOSED = (NAN, INF, SPIKE, EXPLODING)
+_OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "gradsight.core.")
+_OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
+"""Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = "the model itself was not called in this step since it is watched: there is nothing to run again"
-_TOO_LATE = "the step was seen to be bad only after the optimizer had used its gradient: it was not run again"
+_TOO_LATE = (
+    "the step was seen to be bad only after the optimizer had used its gradient: "
+    "it was not run again"
+)
 
 Kind = Literal["nonfinite", "spike"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderOptions:
+    """How a run is recorded for the case that something goes wrong."""
+
+    with_batch: bool
+    """Whether an incident holds the batch and the parameters, so that it can be replayed."""
+    seconds: float
+    """How long a diagnosis may take; 0 diagnoses nothing."""
+    rules: Mapping[str, IncidentRule]
+    """By the code of a check: which of its findings get an incident."""
+    names: Sequence[str]
+    """The parameters of the model."""
 
 
 @dataclass(slots=True)
@@ -55,43 +71,38 @@ class _Pending:
     step: int
     code: str
     diagnosis: Diagnosis | None
-    staged: Staged | None
+    staged: StagedIncident | None
     facts: dict[str, Any]
     """How it was diagnosed: for running it again."""
     path: str | None = None
 
 
-class Recorder:
-    """Stands by while a model trains. `look`, `before_update`, `end_step` and `delivered` tell it
-    what happens.
-    """
-
-    everywhere = True
+class FlightRecorder:
+    """Stands by while a model trains; told at the moments of a step, asked to explain findings."""
 
     def __init__(
-        self, model: nn.Module, mode: bool | str, seconds: float, names: list[str], run_dir: Any, health: Health | None,
-        problems: Problems, optimizers: int,
-    ) -> None:  # fmt: skip
-        with_batch = mode == "batch"
-        self.calls = Calls(model, *_HELD[with_batch], lasting=with_batch, on_failure=self._failed)
-        self._model, self._seconds, self._health, self._problems = (
-            unwrapped(model),
-            seconds,
-            health,
-            problems,
-        )
-        self._ring = Ring(names) if run_dir is not None and rank() == 0 else None
-        self._incidents = (
-            Incidents(run_dir, self._model, with_batch) if run_dir is not None else None
-        )
-        self._alarm = Alarm(_limits(health, optimizers))
-        self._with_batch, self._by_hand = with_batch, optimizers == 0
-        self._last: Norms | None = None
-        self._scale = 1.0
-        self._met = 0
-        self._innocent = 0  # calls of this step after which the gradient was still finite
+        self,
+        model: nn.Module,
+        run_dir: Path | None,
+        options: RecorderOptions,
+        problems: Problems,
+    ) -> None:
+        self.calls = KeptCalls(model, _HELD_WITH_BATCH if options.with_batch else _HELD)
+        self._model = unwrapped(model)
+        self._options = options
+        self._problems = problems
+        self._ring: Ring | None = None
+        self._writer: IncidentWriter | None = None
+        if run_dir is not None:
+            self._writer = IncidentWriter(run_dir, self._model, options.with_batch)
+            if rank() == 0:
+                self._ring = Ring(options.names)
+        self._incidents_seen = 0
+        self._clean_calls = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
-        self._told: list[Finding] = []
+        self._findings: dict[str, Finding] = {}
+        self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
+        """By code: what its first incident was found to come from, and where it is kept."""
         self._known: set[tuple[str, int]] = set()
         self._stopped = False
 
@@ -101,195 +112,182 @@ class Recorder:
 
     # At the look and at the update: is this step bad?
 
-    def look(self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None) -> None:
-        """The gradients are true now; a bad step is diagnosed at once, and once."""
-        if norms is None or self._stopped:
-            return
-        self._last, self._scale = norms, 1.0 if scaler is None else scaler.get_scale()
-        if norms.counts is None:
-            self._innocent = len(self.calls.used())
-            return
-        code = (
-            None
-            if interception.inside_backward()
-            else self._alarm.not_finite(norms, scaler, self.calls.root)
-        )
-        if code is not None:
-            with self._survives():
-                self._meet(step, "nonfinite", code)
+    @property
+    def loss(self) -> Tensor | None:
+        """What backward was last called on in this step."""
+        return self.calls.root
 
-    def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
-        """An optimizer is about to use a gradient of this norm."""
-        if self._stopped or not math.isfinite(total):
-            return
-        code = self._alarm.too_large(total, clip_coef)
-        if code is not None:
-            with self._survives():
-                self._meet(step, "spike", code)
+    def gradients_are_finite(self) -> None:
+        """The gradient is still finite after the calls so far."""
+        self._clean_calls = len(self.calls.used())
 
-    def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
+    def not_finite(self, step: int, code: str, scale: float) -> None:
+        """A gradient that is not finite begins an incident; a scaler's factor is in it."""
+        self._detected(step, "nonfinite", code, scale)
+
+    def too_large(self, step: int, code: str, scale: float) -> None:
+        """An optimizer is about to use far too large a gradient."""
+        self._detected(step, "spike", code, scale)
+
+    def end_step(self) -> None:
         """The step is made."""
-        norms, self._last = self._last, None
-        if norms is not None:
-            total = norms.total / self._scale
-            if self._by_hand:
-                self.before_update(step, total, lambda: None)
-            self._alarm.end_step(norms.counts is None, total)
-        self._innocent = 0
+        self._clean_calls = 0
         self.calls.end_step()
 
-    # What a bad step comes to.
-
-    def _meet(self, step: int, kind: Kind, code: str) -> None:
+    def _detected(self, step: int, kind: Kind, code: str, scale: float) -> None:
         """Keep and find out what can be while everything is as it was."""
-        self._met += 1
-        rare = self._met > _ALWAYS and self._met & (self._met - 1)
-        if rare or not (self._seconds or self._with_batch):
+        if self._is_stopped():
             return
+        self._incidents_seen += 1
+        count = self._incidents_seen
+        is_power_of_two = count & (count - 1) == 0
+        if count > _ALWAYS_DIAGNOSED and not is_power_of_two:
+            return
+        if not (self._options.seconds or self._options.with_batch):
+            return
+        with self._survives():
+            self._diagnose(step, kind, code, scale * world_size())
+
+    def _diagnose(self, step: int, kind: Kind, code: str, scale: float) -> None:
         self._forget()
         passes, notes = self.calls.passes()
-        first = self._innocent if kind == "nonfinite" else 0
-        facts: dict[str, Any] = {
-            "kind": kind,
-            "scale": self._scale * world_size(),
-            "first_pass": first,
-        }
-        self._pending = _Pending(step, code, None, self._stage(passes), facts)
-        if self._seconds:
-            found = self._run_again(passes[first:], kind, facts["scale"])
-            found = replace(found, notes=(*notes, *found.notes))
+        first = self._clean_calls if kind == "nonfinite" else 0
+        facts: dict[str, Any] = {"kind": kind, "scale": scale, "first_pass": first}
+        pending = _Pending(step, code, None, self._stage(passes), facts)
+        self._pending = pending
+        if self._options.seconds:
+            diagnosis = self._run_again(passes[first:], kind, scale)
+            diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
             dropped = self.calls.dropped
-            self._pending.diagnosis = numbered(
-                found, rank(), first + dropped, len(passes) + dropped
-            )
+            pending.diagnosis = numbered(diagnosis, rank(), first + dropped, len(passes) + dropped)
         if rank() != 0:
-            self._write_part(self._pending)
+            self._write_part(pending)
 
     def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
+        # Here, because it imports much that a healthy run never needs.
         from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 
         if not passes:
             return _nothing(_NOT_CALLED)
         root = self.calls.root
         with suspended(), _own_hooks_silent(self._model):
-            return diagnose(
-                self._model,
-                passes,
-                DiagnosisOptions(seconds=self._seconds, kind=kind, loss_root=root, scale=scale),
+            options = DiagnosisOptions(
+                seconds=self._options.seconds, kind=kind, loss_root=root, scale=scale
             )
+            return diagnose(self._model, passes, options)
 
-    def _stage(self, passes: list[Any]) -> Staged | None:
-        if self._incidents is None:
+    def _stage(self, passes: list[RecordedCall]) -> StagedIncident | None:
+        if self._writer is None:
             return None
         with self._survives_disk():
-            return self._incidents.stage(passes)
+            return self._writer.stage(passes)
         return None
 
     def _write_part(self, pending: _Pending) -> None:
-        """What a rank other than the first has found: beside the incident that the first one
-        writes.
-        """
-        found = pending.diagnosis is None or is_broken(pending.diagnosis)
-        found = found or (
-            pending.facts["kind"] == "spike"
-            and bool(pending.diagnosis and pending.diagnosis.samples)
-        )
-        if self._incidents is not None and pending.staged is not None and found:
-            what = of_ending(
-                pending.step,
-                f"rank{rank()}",
-                f"what rank {rank()} found",
-                pending.diagnosis,
-            )
+        """What a rank other than the first has found: beside the incident that the first writes."""
+        diagnosis = pending.diagnosis
+        tells_something = diagnosis is None or is_broken(diagnosis)
+        if diagnosis is not None and pending.facts["kind"] == "spike":
+            tells_something = tells_something or bool(diagnosis.samples)
+        if self._writer is not None and pending.staged is not None and tells_something:
+            code = f"rank{rank()}"
+            reason = f"what rank {rank()} found"
+            facts = facts_of_ending(pending.step, code, reason, diagnosis) | pending.facts
             with self._survives_disk():
-                name = f"step{pending.step}-rank{rank()}"
-                self._incidents.write(name, pending.staged, what | pending.facts, None)
+                self._writer.write(f"step{pending.step}-{code}", pending.staged, facts, None)
             pending.staged = None
         self._forget()
 
     # When the judge has spoken.
 
-    def judged(self, finding: Finding) -> None:
-        """A finding is new or has changed."""
-        key = (finding.code, finding.first_step)
-        critical = (
-            finding.severity == "critical" and finding.code != RANK_APART
-        )  # its NaN is in the mean too: that is the incident
-        if key not in self._known and (critical or finding.code == SPIKE):
-            self._known.add(key)
-            self._told.append(finding)
+    def explain(self, measured: MeasuredStep, findings: Sequence[Finding]) -> list[Finding]:
+        """The findings of a step with their causes; writes the incidents that they come to.
 
-    def delivered(self, measured: Measured) -> None:
-        """A step has been measured and judged: remember it, and write what it has come to."""
-        if self._stopped:
-            return
-        with self._survives():
-            norms = measured.norms
-            if self._ring is not None:
-                rows = (
-                    None
-                    if norms is None or len(measured.rows) == len(norms.l2) == self._ring.width
-                    else measured.rows
-                )
-                arrays = (None, None) if norms is None else (norms.l2, norms.max_abs)
-                self._ring.add(measured.step, measured.loss, rows, *arrays)
-            if self._told or self._pending is not None:
-                self._settle(measured)
+        A finding that was known before is among them where its cause is known only now.
+        """
+        explained = list(findings)
+        for finding in findings:
+            self._findings[finding.code] = finding
+        if not self._is_stopped():
+            with self._survives():
+                if self._ring is not None:
+                    self._ring.add(measured)
+                explained += self._write_incidents(measured, findings)
+        return self.with_causes(explained)
 
-    def _settle(self, measured: Measured) -> None:
-        found, self._told = self._told, []
+    def with_causes(self, findings: Sequence[Finding]) -> list[Finding]:
+        """The same findings, each with the cause of its first incident where that is known."""
+        explained = []
+        for finding in findings:
+            diagnosis, incident = self._causes.get(finding.code, (None, None))
+            explained.append(replace(finding, diagnosis=diagnosis, incident=incident))
+        return explained
+
+    def _write_incidents(
+        self, measured: MeasuredStep, findings: Sequence[Finding]
+    ) -> list[Finding]:
+        """Write what this step has come to; the known finding whose incident it is once more."""
         pending = self._pending
-        for finding in found:
-            if pending is not None and finding.family in (ONE_LOOK, TREND, PRECISION):
+        for finding in findings:
+            if not self._is_new_incident(finding):
+                continue
+            if pending is not None and finding.family in _OF_THE_GRADIENT:
                 self._write_pending(pending, finding)
             else:
                 self._write_late(measured.step.step, finding)
         if pending is None or measured.step.step < pending.step:
-            return
-        known = self._health.finding(pending.code) if self._health is not None else None
-        broken = measured.norms is not None and measured.norms.counts is not None
-        confirmed = (
-            known is not None
-            and not measured.step.skipped
-            and (broken or pending.facts["kind"] == "spike")
-        )
-        if known is not None and confirmed and pending.path is None and pending.staged is not None:
-            self._write_pending(
-                pending, known
-            )  # the same thing again: the judge tells of it once only
-        if not broken or pending.path is not None:
+            return []
+        known = self._findings.get(pending.code)
+        again: list[Finding] = []
+        if known is not None and pending.path is None and pending.staged is not None:
+            still_bad = not measured.finite or pending.facts["kind"] == "spike"
+            if still_bad and not measured.step.skipped:
+                # The same thing once more: the judge tells of it once only.
+                self._write_pending(pending, known)
+                again = [known]
+        if measured.finite or pending.path is not None:
             self._forget()
+        return again
+
+    def _is_new_incident(self, finding: Finding) -> bool:
+        rule = self._options.rules.get(finding.code)
+        key = (finding.code, finding.first_step)
+        if rule is None or key in self._known:
+            return False
+        if rule.kept == "never" or (rule.kept != "always" and finding.severity != "critical"):
+            return False
+        self._known.add(key)
+        return True
 
     def _write_pending(self, pending: _Pending, finding: Finding) -> None:
         """The incident of a diagnosed step; several findings of one step share it."""
         if pending.path is None:
             pending.path = self._write(pending.step, finding, pending)
             pending.staged = None
-        if self._health is not None:
-            self._health.explain(finding.code, pending.diagnosis, pending.path)
+        self._causes.setdefault(finding.code, (pending.diagnosis, pending.path))
 
     def _write_late(self, step: int, finding: Finding) -> None:
         """The incident of a step that was judged bad when its gradient had been used already."""
-        late = _nothing(_TOO_LATE) if self._seconds and finding.code in _DIAGNOSED else None
+        diagnosis = None
+        if self._options.seconds and self._options.rules[finding.code].known_early:
+            diagnosis = _nothing(_TOO_LATE)
         path = self._write(step, finding, None)
-        if self._health is not None:
-            self._health.explain(finding.code, late, path)
+        self._causes.setdefault(finding.code, (diagnosis, path))
 
     def _write(self, step: int, finding: Finding, pending: _Pending | None) -> str | None:
-        """Write one incident; its path inside the run directory, or None where it could not be
-        written.
-        """
-        if self._incidents is None:
+        """Write one incident; its path inside the run directory, None where that failed."""
+        if self._writer is None:
             return None
         name = f"step{step}-{finding.code}"
         with self._survives_disk():
-            staged = (pending.staged if pending else None) or self._incidents.stage(
-                self.calls.passes()[0]
-            )
-            what = of_finding(step, finding, pending.diagnosis if pending else None)
-            self._incidents.write(
-                name, staged, what | (pending.facts if pending else {"after": True}), self._ring
-            )
+            staged = None if pending is None else pending.staged
+            if staged is None:
+                staged = self._writer.stage(self.calls.passes()[0])
+            if pending is None:
+                facts = facts_of_finding(step, finding, None) | {"after": True}
+            else:
+                facts = facts_of_finding(step, finding, pending.diagnosis) | pending.facts
+            self._writer.write(name, staged, facts, self._ring)
             return f"incidents/{name}"
         return None
 
@@ -298,7 +296,7 @@ class Recorder:
     def failed(self, step: int, error: BaseException) -> None:
         """An exception ends the run."""
         if isinstance(error, Exception):
-            self._write_ending(step, "exception", told(error))
+            self._write_ending(step, "exception", describe_error(error))
 
     def asked_to_end(self, step: int) -> None:
         """SIGTERM has come."""
@@ -306,17 +304,24 @@ class Recorder:
             self._write_ending(step, "SIGTERM", "the process was asked to end")
 
     def _write_ending(self, step: int, code: str, reason: str) -> None:
-        if self._incidents is None or self._stopped:
+        if self._writer is None or self._is_stopped():
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         name = f"step{step}-{code}" if rank() == 0 else f"step{step}-rank{rank()}"
         with self._survives_disk():
-            staged = pending.staged if pending is not None else None
-            staged = staged or self._incidents.stage(self.calls.passes(everything=True)[0])
-            what = of_ending(step, code, reason, pending.diagnosis if pending is not None else None)
-            self._incidents.write(
-                name, staged, what | (pending.facts if pending else {}), self._ring
-            )
+            staged = None if pending is None else pending.staged
+            if staged is None:
+                staged = self._writer.stage(self.calls.passes(everything=True)[0])
+            diagnosis = None if pending is None else pending.diagnosis
+            facts = facts_of_ending(step, code, reason, diagnosis)
+            if pending is not None:
+                facts |= pending.facts
+            self._writer.write(name, staged, facts, self._ring)
+
+    def look_away(self) -> None:
+        """Keep no more calls of the model; what is pending can still be written."""
+        self.calls.stop()
 
     def stop(self) -> None:
         """Leave everything as it was found."""
@@ -325,42 +330,38 @@ class Recorder:
 
     def _forget(self) -> None:
         """Nobody has confirmed what was diagnosed, or it is written."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None and pending.staged is not None:
             pending.staged.bundle.discard()
 
-    def _failed(self, error: Exception) -> None:
+    def _is_stopped(self) -> bool:
+        """Whether a fault of ours has ended the recorder, here or while a call was kept."""
+        if self.calls.failure is not None and not self._stopped:
+            self._fail(self.calls.failure)
+        return self._stopped
+
+    def _fail(self, error: Exception) -> None:
         """A fault of ours: training and the rest of the watch go on."""
         self._stopped = True
         self.calls.stop()
-        self._problems.report(
-            "recorder", f"the flight recorder stopped: {type(error).__name__}: {error}"
-        )
+        text = f"the flight recorder stopped: {type(error).__name__}: {error}"
+        self._problems.report("recorder", text)
 
     @contextmanager
     def _survives(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._failed(error)
+            self._fail(error)
 
     @contextmanager
     def _survives_disk(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._problems.report(
-                "incident", f"an incident could not be written: {type(error).__name__}: {error}"
-            )
-
-
-def _limits(health: Health | None, optimizers: int) -> Mapping[str, Any]:
-    """The thresholds of the checks whose finding is an incident; norms of several optimizers in
-    turn tell nothing of spikes.
-    """
-    known = health.limits() if health is not None else {}
-    wanted = _DIAGNOSED if optimizers < 2 else (NAN, INF)
-    return {code: known[code] for code in wanted if code in known}
+            text = f"an incident could not be written: {type(error).__name__}: {error}"
+            self._problems.report("incident", text)
 
 
 def _nothing(note: str) -> Diagnosis:
@@ -378,7 +379,8 @@ def _own_hooks_silent(model: nn.Module) -> Iterator[None]:
                 for key, hook in hooks.items()
                 if str(getattr(hook, "__module__", "")).startswith(_OWN)
             ]
-            silenced += [(hooks, dict(hooks))] if ours else []
+            if ours:
+                silenced.append((hooks, dict(hooks)))
             for key in ours:
                 del hooks[key]
     try:

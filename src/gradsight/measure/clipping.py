@@ -7,6 +7,7 @@ coefficient; if not, there is no such number.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from gradsight.core.shards import local_part
 from gradsight.measure.flatten import flat
-from gradsight.measure.host_copy import Arrival
-from gradsight.measure.norms import PIECE, NormsLook, measure
+from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.norms import PIECE, NormReading, measure
 
 _ALIKE = 1e-4
 _ALIKE_IN_HALF = 2e-2
@@ -33,13 +34,16 @@ class ClipProbe:
     __slots__ = ("_after", "_alike", "_unchanged")
 
     def __init__(
-        self, look: NormsLook, allowed: Collection[int] | None, gradient_of: Callable[[int], Tensor]
+        self,
+        look: NormReading,
+        allowed: Collection[int] | None,
+        gradient_of: Callable[[int], Tensor],
     ) -> None:
         """`allowed`: the rows of the look that this optimizer uses, None for all.
 
         `gradient_of` gives a row's gradient now.
         """
-        self._after: list[tuple[Place, Arrival]] = []
+        self._after: list[tuple[Place, HostCopy]] = []
         self._alike = _ALIKE
         self._unchanged = False
         for place in _places(look, allowed):
@@ -53,9 +57,9 @@ class ClipProbe:
                 return
             if piece.numel():
                 with torch.no_grad():
-                    self._after.append((place, Arrival(torch.stack(measure(piece)))))
+                    self._after.append((place, HostCopy(torch.stack(measure(piece)))))
 
-    def coefficient(self, look: NormsLook, scale: float) -> float | None:
+    def coefficient(self, look: NormReading, scale: float) -> float | None:
         """What the optimizer used / the gradient, where the look saw `scale` times what it would
         see now without clipping.
         """
@@ -84,7 +88,9 @@ class ClipProbe:
         smallest, largest = torch.aminmax(piece.detach())
         return bool(float(smallest) == before[1] and float(largest) == before[2])
 
-    def _piece(self, look: NormsLook, place: Place, gradient_of: Callable[[int], Tensor]) -> Tensor:
+    def _piece(
+        self, look: NormReading, place: Place, gradient_of: Callable[[int], Tensor]
+    ) -> Tensor:
         rows = look.rows(place[0])
         row = rows[place[1]]
         number = place[1] - rows.index(row)
@@ -97,7 +103,28 @@ class ClipProbe:
         return entries[number * PIECE : (number + 1) * PIECE]
 
 
-def _places(look: NormsLook, allowed: Collection[int] | None) -> list[Place]:
+@dataclass(frozen=True, slots=True)
+class ClipReading:
+    """A probe with the look that it is compared with: read when somebody needs the number."""
+
+    probe: ClipProbe
+    look: NormReading
+    scale: HostCopy | None
+    """The factor of a GradScaler that was in the gradients when they were looked at."""
+    still_scaled: bool = False
+    """Whether it is in them still when the optimizer gets them: a fused one divides by itself."""
+
+    def read(self) -> float | None:
+        """The clip coefficient; None where there is no such number. Waits for the device."""
+        if not self.look.pieces:
+            self.look.read()
+        factor = 1.0
+        if self.scale is not None and not self.still_scaled:
+            factor = float(self.scale.read()[0])
+        return self.probe.coefficient(self.look, factor)
+
+
+def _places(look: NormReading, allowed: Collection[int] | None) -> list[Place]:
     """The piece with the largest entry, and a piece that is not zero of another row; anything where
     nothing is known yet.
     """
@@ -132,23 +159,6 @@ SAMPLED = 64
 """Entries of each gradient that a `ClipMeter` looks at."""
 
 
-class ClipReading:
-    """The clip coefficient of one step, on its way from the device."""
-
-    __slots__ = ("_look", "_probe", "_scale")
-
-    def __init__(self, look: NormsLook, probe: ClipProbe, scale: Tensor | None) -> None:
-        self._look = look
-        self._probe = probe
-        self._scale = scale
-
-    def coefficient(self) -> float | None:
-        """What the optimizer used / the gradient; None where there is no such number."""
-        self._look.read()
-        scale = 1.0 if self._scale is None else float(self._scale)
-        return self._probe.coefficient(self._look, scale)
-
-
 class ClipMeter:
     """The clip coefficient for those who do not look at whole gradients: from the first entries.
 
@@ -157,14 +167,14 @@ class ClipMeter:
 
     def __init__(self) -> None:
         self._parameters: list[Tensor] = []
-        self._look: NormsLook | None = None
-        self._scale: Tensor | None = None
+        self._look: NormReading | None = None
+        self._scale: HostCopy | None = None
 
     def after_backward(self, parameters: Sequence[Tensor], scale: Tensor | None) -> None:
         """Look at the gradients as backward left them, with the loss scale that they carry."""
         self._parameters = [p for p in parameters if p.grad is not None]
-        self._look = NormsLook(_sampled(self._parameters))
-        self._scale = scale
+        self._look = NormReading(_sampled(self._parameters))
+        self._scale = None if scale is None else HostCopy(scale.detach().reshape(1).clone())
 
     def before_update(self, still_scaled: bool) -> ClipReading | None:
         """Look at the gradients that reach the optimizer; None where nothing is to be told.
@@ -179,7 +189,7 @@ class ClipMeter:
         samples = _sampled(self._parameters)
         # The look is not read yet, so the probe takes no shortcut by the largest entry: a sample
         # is of all gradients, and clipping of some others would go unnoticed.
-        return ClipReading(look, ClipProbe(look, None, samples.__getitem__), self._scale)
+        return ClipReading(ClipProbe(look, None, samples.__getitem__), look, self._scale)
 
 
 def _sampled(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -1,16 +1,17 @@
 """One look at the distribution of a model's gradients, through whatever tracker there is."""
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from gradsight.core.group import shared_group
 from gradsight.core.parameters import named_parameters
-from gradsight.core.shards import are_spread, counts_here, local_part
+from gradsight.core.shards import are_spread, local_part
 from gradsight.errors import UsageError
-from gradsight.measure.histogram import HistogramLook, histograms, share_within_a_tenth
-from gradsight.measure.norms import NormsLook, look_closer, merge_ranks
+from gradsight.measure.histogram import HistogramReading, histograms, share_within_a_tenth
+from gradsight.measure.rank_table import left_out_here, norms_now
+from gradsight.values.measured import Floats
 
 
 def log_gradient_distribution(
@@ -31,28 +32,11 @@ def log_gradient_distribution(
         raise UsageError(
             f"a tracker needs a method log_scalar(name, value, step); {type(tracker).__name__} has none"
         )
-    found = [named for named in named_parameters(model) if named.tensor.grad is not None]
-    parts = [local_part(named.tensor.grad) for named in found if named.tensor.grad is not None]
-    norms = look_closer(parts, NormsLook(parts).read())
-    table = np.stack(
-        [
-            norms.l2,
-            norms.max_abs,
-            *(norms.counts or np.zeros((2, len(found)))),
-            np.ones(len(found)),
-        ],
-        axis=1,
-    )
-    counters = HistogramLook(parts, offset=step).read() if log_histogram and parts else None
-    group = shared_group() if are_spread([named.tensor for named in found]) else None
-    if group is not None:
-        left_out = [not counts_here(named.tensor) for named in found]
-        table[left_out, :4] = 0
-        table = merge_ranks(np.stack(group.start_gather(table).wait()))
-        if counters is not None:
-            counters[left_out] = 0
-            counters = group.start_sum(counters).wait()[0]
-    result = {named.name: float(norm) for named, norm in zip(found, table[:, 0], strict=True)}
+    with_gradient = [named for named in named_parameters(model) if named.tensor.grad is not None]
+    tensors = [named.tensor for named in with_gradient]
+    norms = norms_now(tensors).l2.tolist()
+    result = {named.name: norm for named, norm in zip(with_gradient, norms, strict=True)}
+    counters = _histogram_counters(tensors, step) if log_histogram and tensors else None
     for name, norm in result.items():
         tracker.log_scalar(f"gradients/{name}/norm", norm, step)
     if counters is not None and hasattr(tracker, "log_histogram"):
@@ -60,3 +44,14 @@ def log_gradient_distribution(
         tracker.log_histogram("gradients/histogram", everything, step)
         tracker.log_scalar("gradients/share_within_0.1", share_within_a_tenth(counters), step)
     return result
+
+
+def _histogram_counters(tensors: Sequence[Tensor], step: int) -> Floats:
+    """Counters of these parameters' gradients, summed over ranks where they are spread."""
+    parts = [local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
+    counters = HistogramReading(parts, offset=step).read()
+    group = shared_group() if are_spread(tensors) else None
+    if group is None:
+        return counters
+    counters[left_out_here(tensors)] = 0
+    return group.start_sum(counters).wait()[0]

@@ -9,13 +9,13 @@ exponent 255 holds infinity (mantissa 0) and NaN.
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.host_copy import Arrival
+from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.sample import Sample
 from gradsight.values.histograms import Histogram
+from gradsight.values.measured import Floats
 
 COLUMNS = 2**10
 """Counters per gradient: sign, exponent, and whether the mantissa is zero."""
@@ -24,9 +24,13 @@ _EXTRA = 3
 within +-0.1.
 """
 _LOWEST_EXPONENT = -126
+_FLOAT16_LEAST_EXPONENT = -14
+"""Of the smallest normal number of float16."""
+WIDTH = COLUMNS + _EXTRA
+"""How many numbers a gradient's counters are."""
 
 
-class HistogramLook:
+class HistogramReading:
     """Counters of n gradients, started on the device now and read on the host later as an array [n,
     COLUMNS + 3].
     """
@@ -42,11 +46,11 @@ class HistogramLook:
         for rows in by_device.values():
             sample = Sample([gradients[row] for row in rows], offset)
             counts = count_classes(sample.entries, sample.sizes)
-            self._parts.append((rows, Arrival(counts), sample.sizes, sample.full_sizes))
+            self._parts.append((rows, HostCopy(counts), sample.sizes, sample.full_sizes))
 
-    def read(self) -> npt.NDArray[np.float64]:
+    def read(self) -> Floats:
         """The counters; they add up over ranks."""
-        result = np.zeros((self._size, COLUMNS + _EXTRA))
+        result = np.zeros((self._size, WIDTH))
         for rows, arrival, sizes, full_sizes in self._parts:
             counts = arrival.read().reshape(len(rows), COLUMNS + 1)
             result[rows, :COLUMNS] = counts[:, :COLUMNS]
@@ -86,9 +90,7 @@ def _count(keys: Tensor, size: int) -> Tensor:
     )
 
 
-def histograms(
-    counters: npt.NDArray[np.float64], names: Sequence[str], step: int
-) -> list[Histogram]:
+def histograms(counters: Floats, names: Sequence[str], step: int) -> list[Histogram]:
     """One histogram per gradient, and last the one over all: there each sampled entry stands for
     those it was taken from.
     """
@@ -100,7 +102,17 @@ def histograms(
     return [*result, _histogram(everything, None, step)]
 
 
-def share_within_a_tenth(counters: npt.NDArray[np.float64]) -> float:
+def detail_columns(counters: Floats) -> dict[str, Floats]:
+    """Per gradient: the share of entries that are zero, and that float16 could not hold."""
+    sampled = np.maximum(counters[:, COLUMNS], 1)
+    table = counters[:, :COLUMNS].reshape(len(counters), 2, 256, 2)
+    zero = table[:, :, 0, 1].sum(axis=1)
+    normal_in_half = 127 + _FLOAT16_LEAST_EXPONENT  # as float32 stores the exponent
+    tiny = table[:, :, 1:normal_in_half].sum(axis=(1, 2, 3)) + table[:, :, 0, 0].sum(axis=1)
+    return {"zero_share": zero / sampled, "tiny_share": tiny / sampled}
+
+
+def share_within_a_tenth(counters: Floats) -> float:
     """The share of all gradient entries that lie within +-0.1."""
     weights = counters[:, COLUMNS + 1] / np.maximum(counters[:, COLUMNS], 1)
     return float(
@@ -108,7 +120,7 @@ def share_within_a_tenth(counters: npt.NDArray[np.float64]) -> float:
     )
 
 
-def _histogram(counters: npt.NDArray[np.float64], name: str | None, step: int) -> Histogram:
+def _histogram(counters: Floats, name: str | None, step: int) -> Histogram:
     """Read one gradient's counters: [sign, exponent, mantissa is zero]."""
     table = counters[:COLUMNS].reshape(2, 256, 2)
     bins = table[:, 1:255].sum(axis=2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Arrival:
+class HostCopy:
     """A small vector that is being copied to the host.
 
     On an accelerator the copy goes to pinned memory and an event marks its end; on the CPU the

@@ -1,25 +1,45 @@
-"""How large a rank's own gradients are: per parameter, over all backward passes of a step."""
+"""How large a rank's own gradients are: per parameter, over all backward passes of a step.
 
-from collections.abc import Sequence
+DistributedDataParallel reduces inside backward, so `.grad` never shows them. A hook on the
+parameter does: it runs before the gradient is accumulated, and so before DDP puts it into a bucket.
+Under FSDP2 the parameters that backward reaches are temporary, and what is left afterwards is
+reduced and scattered: there is nothing to see there.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gradsight.measure.flatten import flat
-from gradsight.measure.host_copy import Arrival
-
-Floats = npt.NDArray[np.float64]
+from gradsight.measure.host_copy import HostCopy
+from gradsight.values.measured import Floats
 
 
 class LocalNorms:
-    """Adds up squared norms on the device. Micro-batches count one by one: their gradients are
-    never added up here.
+    """Adds up squared norms on the device, as backward brings the gradients of some parameters.
+
+    Micro-batches count one by one: their gradients are never added up here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._handles: dict[int, Any] = {}
         self._squares: dict[int, Tensor] = {}
+        self.failure: Exception | None = None
+        """What went wrong in a hook: it must not reach the backward pass."""
+
+    def watch(self, rows: Collection[int]) -> None:
+        """See these parameters from now on, and no others."""
+        for row in self._handles.keys() - set(rows):
+            self._handles.pop(row).remove()
+        for row in rows:
+            if row not in self._handles:
+                hook = self._hook(row)
+                handle = self._parameters[row].register_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles[row] = handle
 
     def see(self, row: int, gradient: Tensor) -> None:
         """A backward pass brings this gradient to a parameter."""
@@ -29,13 +49,23 @@ class LocalNorms:
             known = self._squares.get(row)
             self._squares[row] = square if known is None else known + square
 
-    def take(self) -> "LocalLook":
+    def take(self) -> "LocalReading":
         """What has been seen since the last time."""
-        squares, self._squares = self._squares, {}
-        return LocalLook(squares)
+        squares = self._squares
+        self._squares = {}
+        return LocalReading(squares)
+
+    def _hook(self, row: int) -> Callable[[Tensor], None]:
+        def seen(gradient: Tensor) -> None:
+            try:
+                self.see(row, gradient)
+            except Exception as error:
+                self.failure = error
+
+        return seen
 
 
-class LocalLook:
+class LocalReading:
     """The norms of one step, on their way from the device."""
 
     def __init__(self, squares: dict[int, Tensor]) -> None:
@@ -43,7 +73,7 @@ class LocalLook:
         for row, square in squares.items():
             rows.setdefault(square.device, []).append(row)
         self._arrivals = [
-            (rows, Arrival(torch.stack([squares[row] for row in rows]))) for rows in rows.values()
+            (rows, HostCopy(torch.stack([squares[row] for row in rows]))) for rows in rows.values()
         ]
 
     def ready(self) -> bool:

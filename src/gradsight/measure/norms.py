@@ -7,50 +7,24 @@ concerned, while they are still what they were.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gradsight.measure.flatten import flat
-from gradsight.measure.host_copy import Arrival
-
-Floats = npt.NDArray[np.float64]
+from gradsight.measure.host_copy import HostCopy
+from gradsight.values.measured import Floats, Norms
 
 PIECE = 2**19
 """Entries read at a time on the CPU: the second reading of a piece finds it in the cache."""
 
-_TOO_SMALL_TO_SQUARE, _TOO_LARGE_TO_SQUARE = 1e-15, 1e18
+_TOO_SMALL_TO_SQUARE = 1e-15
+_TOO_LARGE_TO_SQUARE = 1e18
 _DOT_IS_PRECISE = (torch.float32, torch.float64)
 
 
-@dataclass(slots=True)
-class Norms:
-    """What a look says of n gradients, as arrays of length n."""
-
-    l2: Floats
-    max_abs: Floats
-    counts: tuple[Floats, Floats] | None = None
-    """How many entries are NaN and how many infinite, -1 where that is not known; None where all
-    are finite.
-    """
-    total: float = 0.0
-    """The norm over all of them."""
-    wide: bool = False
-    """Whether some norm may not fit a float32."""
-
-    def divided_by(self, factor: float) -> "Norms":
-        """The same of gradients without a scaler's factor."""
-        if factor == 1.0:
-            return self
-        return Norms(
-            self.l2 / factor, self.max_abs / factor, self.counts, self.total / factor, self.wide
-        )
-
-
-class NormsLook:
+class NormReading:
     """One look at a list of gradients: started on the device now, read on the host later."""
 
     __slots__ = ("_arrivals", "_size", "peaks", "pieces")
@@ -81,7 +55,7 @@ class NormsLook:
                     rows.append(row)
                     scalars += measure(piece)
             self._arrivals = [
-                (Arrival(torch.stack(scalars)), rows) for scalars, rows in devices.values()
+                (HostCopy(torch.stack(scalars)), rows) for scalars, rows in devices.values()
             ]
 
     @property
@@ -107,24 +81,20 @@ class NormsLook:
             squares, peaks = np.zeros(self._size), np.zeros(self._size)
             for (rows, values), largest in zip(self.pieces, self.peaks, strict=True):
                 _merge(values[:, 0], largest, rows, squares, peaks)
-        return summed_up(np.sqrt(squares), peaks)
+        return with_total(np.sqrt(squares), peaks)
 
 
-def summed_up(l2: Floats, peaks: Floats) -> Norms:
+def with_total(l2: Floats, peaks: Floats) -> Norms:
     """Norms with their total; what is not finite has counts that nobody knows yet."""
     square = float(l2.dot(l2))
-    if (
-        1e-60 < square < 1e60
-    ):  # the ordinary case: nothing overflowed, so nothing is NaN or infinite
+    # The ordinary case: nothing overflowed, so nothing is NaN or infinite.
+    if 1e-60 < square < 1e60:
         return Norms(l2, peaks, None, square**0.5)
-    unknown = None if np.isfinite(peaks).all() else np.where(np.isfinite(peaks), 0.0, -1.0)
-    return Norms(
-        l2,
-        peaks,
-        None if unknown is None else (unknown, unknown.copy()),
-        float(combine(l2)),
-        wide=True,
-    )
+    counts = None
+    if not np.isfinite(peaks).all():
+        unknown = np.where(np.isfinite(peaks), 0.0, -1.0)
+        counts = (unknown, unknown.copy())
+    return Norms(l2, peaks, counts, float(combine(l2)), wide=True)
 
 
 def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +124,7 @@ def _merge(
     peaks[found] = np.maximum.reduceat(largest, starts)
 
 
-def look_closer(gradients: Sequence[Tensor], norms: Norms) -> Norms:
+def recount(gradients: Sequence[Tensor], norms: Norms) -> Norms:
     """Put right what one pass could not say: exact norms of what overflowed or vanished, counts of
     NaN and Inf.
 
@@ -198,16 +168,6 @@ def combine(l2: Floats) -> Floats:
             ()
         ]
     return total
-
-
-def merge_ranks(tables: Floats) -> Floats:
-    """Tables [ranks, n, 5] of norm, largest, NaN, Inf, seen (0 or 1) as one: an unknown count (-1)
-    stays unknown.
-    """
-    counts = tables[:, :, 2:4]
-    counted = np.where((counts < 0).any(axis=0), -1.0, counts.sum(axis=0))
-    largest, seen = tables[:, :, 1:2].max(axis=0), tables[:, :, 4:].max(axis=0)
-    return np.concatenate([combine(tables[:, :, :1]), largest, counted, seen], axis=1)
 
 
 def exact_norms(gradients: Sequence[Tensor]) -> Norms:

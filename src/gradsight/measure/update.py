@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsight.measure.host_copy import Arrival
+from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.sample import Sample
+from gradsight.values.measured import Floats
 
-COLUMNS = 6
+WIDTH = 6
 """Per parameter: entries sampled, entries in all, sums of d**2, d**4, w**2, w**4 (d the update, w
 the weight before it).
 """
 
 
-class UpdateLook:
+class UpdateReading:
     """Samples of the parameters before an optimizer step, compared with the same entries after it."""
 
     __slots__ = ("_arrivals", "_before", "_offset", "_tensors")
@@ -30,7 +30,7 @@ class UpdateLook:
         self._before = [
             (rows, Sample([parameters[row] for row in rows], offset)) for rows in by_device.values()
         ]
-        self._arrivals: list[tuple[list[int], Sample, Arrival]] = []
+        self._arrivals: list[tuple[list[int], Sample, HostCopy]] = []
 
     def finish(self) -> None:
         """To be called when the optimizer has stepped; the samples from before are given back."""
@@ -39,14 +39,14 @@ class UpdateLook:
             with torch.no_grad():
                 moments = _moments(torch.split(after.entries - before.entries, before.sizes))
                 moments += _moments(torch.split(before.entries, before.sizes))
-                self._arrivals.append((rows, after, Arrival(torch.stack(moments))))
+                self._arrivals.append((rows, after, HostCopy(torch.stack(moments))))
         for _, sample, _ in self._arrivals:
             sample.entries = sample.entries.new_empty(0)
         self._before = []
 
-    def read(self) -> npt.NDArray[np.float64]:
-        """An array [n, COLUMNS]; rows add up over ranks."""
-        result = np.zeros((len(self._tensors), COLUMNS))
+    def read(self) -> Floats:
+        """An array [n, WIDTH]; rows add up over ranks."""
+        result = np.zeros((len(self._tensors), WIDTH))
         for rows, sample, arrival in self._arrivals:
             result[rows, 0], result[rows, 1] = sample.sizes, sample.full_sizes
             result[rows, 2:] = arrival.read().reshape(4, len(rows)).T
@@ -60,9 +60,22 @@ def _moments(parts: Sequence[Tensor]) -> list[Tensor]:
     return [square.sum() for square in squares] + [square.square().sum() for square in squares]
 
 
+def detail_columns(sums: Floats) -> dict[str, Floats]:
+    """Per parameter: its update-to-weight ratio, the error of that, and its weight's square."""
+    if not sums.any():
+        unknown = np.full(len(sums), np.nan)
+        return dict.fromkeys(("update_ratio", "update_ratio_error", "weight_square"), unknown)
+    ratio, error = update_ratios(sums)
+    return {
+        "update_ratio": ratio,
+        "update_ratio_error": error,
+        "weight_square": squares_of_whole(sums),
+    }
+
+
 def update_ratios(
-    sums: npt.NDArray[np.float64],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    sums: Floats,
+) -> tuple[Floats, Floats]:
     """Ratio and its standard error per parameter; NaN where the weight is zero or there are no
     entries.
 
@@ -82,16 +95,14 @@ def update_ratios(
         )
 
 
-def squares_of_whole(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def squares_of_whole(sums: Floats) -> Floats:
     """Sums of squares of the weights before the step, NaN where only a sample was read: two samples
     cannot be compared.
     """
     return np.where(sums[:, 0] == sums[:, 1], sums[:, 4], np.nan)
 
 
-def _relative_error(
-    n: npt.NDArray[np.float64], square: npt.NDArray[np.float64], fourth: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+def _relative_error(n: Floats, square: Floats, fourth: Floats) -> Floats:
     """Half the relative standard error of a mean of squares, 0 where all of them are zero."""
     spread = np.clip(n * fourth / np.where(square > 0, square, 1) ** 2 - 1, 0, None)
     return np.where(square > 0, 0.5 * np.sqrt(spread / np.maximum(n, 1)), 0.0)

@@ -6,53 +6,55 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.core import moments as interception
+from gradsight.core import moments
 from gradsight.core.sharing import reduces_gradients
-from gradsight.session.optimizer_steps import LOCAL, NONE, TRUE, Listener
+from gradsight.session.line import StepLine
+from gradsight.values.steps import LOCAL_GRADIENT, NO_GRADIENT, TRUE_GRADIENT
 
 
-class ManualCapture:
-    """For loops without a watched optimizer: `step()` is called after backward and before clipping."""
+class ManualSteps:
+    """`step()` is called after backward and before clipping."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], listener: Listener) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], line: StepLine) -> None:
         self._model = model
-        self._listener = listener
+        self._parameters = list(parameters)
+        self._line = line
         self._scaler: torch.amp.GradScaler | None = None
         self._local = False
-        self.set_parameters(parameters)
-
-    def set_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Which parameters the rows stand for."""
-        self._parameters = list(parameters)
 
     def start(self) -> None:
         """Begin to watch the loss scale."""
-        interception.observe(self)
+        moments.listen(self)
 
     def stop(self) -> None:
         """Leave everything as it was found."""
-        interception.forget(self)
+        moments.leave(self)
 
     def after_backward(self) -> None:
+        """A backward pass has returned."""
         self._local = not reduces_gradients(self._model)
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """The gradients of the next backward passes carry this scaler's factor."""
         self._scaler = scaler
 
-    def unscaled(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        """The gradients are without the factor again."""
         self._scaler = None
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
+        """The scaler is about to take its factor out."""
         self._scaler = None
-
-    def scaler_stepped(self, optimizer: Optimizer) -> None:
-        pass
 
     def step(self) -> None:
         """The gradient is true now, and this is the step."""
-        rows = [row for row, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        rows = [row for row, tensor in enumerate(self._parameters) if tensor.grad is not None]
+        gradient = LOCAL_GRADIENT if self._local else TRUE_GRADIENT
         if rows:
-            self._listener.look(rows, self._scaler)
-            self._listener.after_update(rows, None, self._scaler is not None, skipped=False)
-        self._listener.end_step(NONE if not rows else LOCAL if self._local else TRUE)
-        self._scaler, self._local = None, False
+            self._line.gradients_ready(rows, self._scaler)
+            self._line.after_update(rows, None, self._scaler is not None, skipped=False)
+        else:
+            gradient = NO_GRADIENT
+        self._line.end_step(gradient)
+        self._scaler = None
+        self._local = False

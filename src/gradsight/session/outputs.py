@@ -1,164 +1,152 @@
-"""Hands every measured step to the store and the sinks."""
+"""Where finished steps go: the record in the run directory, and the sinks."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 
-from gradsight.core.problems import Problems
-from gradsight.measure.histogram import histograms, share_within_a_tenth
+import numpy as np
+
 from gradsight.measure.norms import combine
-from gradsight.measure.update import update_ratios
-from gradsight.session.optimizer_steps import NONE
-from gradsight.session.step_builder import Measured
 from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.store import Store
 from gradsight.store.tail_format import pack_statistics
-from gradsight.values.steps import block_of
+from gradsight.values.findings import Finding
+from gradsight.values.health_report import Abstention
+from gradsight.values.measured import Floats, MeasuredStep
+from gradsight.values.steps import ParameterStat, block_of
 
 _MANY_PARAMETERS = 500
+"""From here on sinks get blocks: hundreds of charts are of no use to anybody."""
+_WITHIN = "gradients/share_within_0.1"
+_DETAILS = tuple(field.name for field in fields(ParameterStat) if field.default is None)
+"""Columns of a closer look that the record keeps of every parameter."""
 
 
-class Delivery:
-    """Where measured steps go."""
+class RecordOutput:
+    """Writes steps to the run directory."""
 
-    def __init__(
-        self,
-        names: list[str],
-        sink_detail: str | None,
-        store: Store | None,
-        feed: SinkQueue | None,
-        problems: Problems,
-        judge: Callable[[Measured], None] | None = None,
-        recorder: Callable[[Measured], None] | None = None,
-    ) -> None:
+    def __init__(self, store: Store, names: Sequence[str], first_step: int) -> None:
+        self._store = store
         self._names = names
-        wanted = sink_detail == "blocks" or (sink_detail is None and len(names) > _MANY_PARAMETERS)
-        self._blocks = [block_of(name) for name in names] if wanted else []
-        self._store, self._feed, self._problems, self._judge, self._recorder = (
-            store,
-            feed,
-            problems,
-            judge,
-            recorder,
-        )
+        self._first_step = first_step
 
-    def __call__(self, measured: Measured) -> None:
-        step = measured.step
-        self._problems.step = step.step
-        if step.gradient == NONE:
-            self._problems.report(
-                "no-gradient",
-                f"step {step.step}: no parameter of the model has a gradient. The record says so. "
-                "Look after backward() and before zero_grad(), at the model that is being trained.",
-            )
-        everything = len(measured.rows) == len(self._names)
-        names = self._names if everything else [self._names[row] for row in measured.rows]
-        columns = _columns(measured)
-        if self._store is not None:
-            packed = b""
-            if measured.norms is not None:
-                packed = pack_statistics(
-                    None if everything else measured.rows, columns, measured.norms.wide
-                )
-            self._store.add_step(step, self._names, packed)
-        if measured.histogram_counters is not None and measured.kept:
-            self._deliver_histograms(measured, names)
-        if self._feed is not None:
-            self._feed.scalars(_shown(measured, names, columns, self._blocks), step.step)
-        if self._judge is not None:
-            self._judge_it(self._judge, measured)
-        if self._recorder is not None:
-            self._recorder(measured)
-
-    def _judge_it(self, judge: Callable[[Measured], None], measured: Measured) -> None:
-        """A fault of the judge's own ends the judging, not the record."""
-        try:
-            judge(measured)
-        except Exception as error:
-            self._judge = None
-            self._problems.report(
-                "judge", f"Gradsight stopped judging: {type(error).__name__}: {error}"
-            )
-
-    def _deliver_histograms(self, measured: Measured, names: list[str]) -> None:
-        assert measured.histogram_counters is not None
+    def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
+        """One step, and every finding that is new or has changed."""
+        packed = b""
+        if measured.norms is not None:
+            columns = parameter_columns(measured)
+            packed = pack_statistics(measured.rows, columns, measured.norms.wide)
         number = measured.step.step
-        found = histograms(measured.histogram_counters, names, number)
-        within = {"gradients/share_within_0.1": share_within_a_tenth(measured.histogram_counters)}
-        if self._store is not None:
-            self._store.add_histograms(number, found)
-            self._store.add_step_scalars(number, within)
-        if self._feed is not None:
-            self._feed.scalars(within, number)
-            for histogram in found:
-                if histogram.parameter is None:
-                    self._feed.histogram("gradients/histogram", histogram, number)
-                elif not self._blocks:
-                    self._feed.histogram(
-                        f"gradients/{histogram.parameter}/histogram", histogram, number
-                    )
+        self._store.add_step(measured.step, self._names, packed)
+        details = measured.details
+        if details is not None and details.recorded:
+            self._store.add_histograms(number, details.histograms)
+            if details.share_within_a_tenth is not None:
+                self._store.add_step_scalars(number, {_WITHIN: details.share_within_a_tenth})
+        for finding in findings:
+            self._store.add_finding(finding)
+
+    def finish(self, findings: Sequence[Finding], abstained: Sequence[Abstention]) -> None:
+        """The run is over: the last word of its findings, and the checks that could not judge."""
+        for finding in findings:
+            self._store.add_finding(finding)
+        for each in abstained:
+            self._store.add_record("abstention", each.code, self._first_step, asdict(each))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars of a step that has been made already."""
+        self._store.add_step_scalars(step, values)
 
     def log_scalar(self, step: int, name: str, value: float) -> None:
         """A number that is not of an optimizer step, but of whatever the caller counts."""
-        if self._store is not None:
-            self._store.add_scalars(step, {name: value})
-        if self._feed is not None:
-            self._feed.scalars({name: value}, step)
+        self._store.add_scalars(step, {name: value})
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+
+class SinkOutput:
+    """Shows steps in other trackers: of every parameter, or of blocks where there are many."""
+
+    def __init__(self, queue: SinkQueue, names: Sequence[str], detail: str | None) -> None:
+        self._queue = queue
+        self._names = names
+        by_blocks = detail == "blocks" or (detail is None and len(names) > _MANY_PARAMETERS)
+        self._blocks = [block_of(name) for name in names] if by_blocks else []
+
+    def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
+        """One step. Sinks are told numbers, no findings."""
+        number = measured.step.step
+        self._queue.scalars(self._scalars(measured), number)
+        details = measured.details
+        if details is None or not details.recorded:
+            return
+        if details.share_within_a_tenth is not None:
+            self._queue.scalars({_WITHIN: details.share_within_a_tenth}, number)
+        for histogram in details.histograms:
+            if histogram.parameter is None:
+                self._queue.histogram("gradients/histogram", histogram, number)
+            elif not self._blocks:
+                name = f"gradients/{histogram.parameter}/histogram"
+                self._queue.histogram(name, histogram, number)
+
+    def finish(self, findings: Sequence[Finding], abstained: Sequence[Abstention]) -> None:
+        """The run is over. Sinks are told numbers, no findings."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of a step that has been made already."""
-        if self._store is not None:
-            self._store.add_step_scalars(step, values)
-        if self._feed is not None:
-            self._feed.scalars(values, step)
+        self._queue.scalars(values, step)
+
+    def log_scalar(self, step: int, name: str, value: float) -> None:
+        """A number that is not of an optimizer step, but of whatever the caller counts."""
+        self._queue.scalars({name: value}, step)
+
+    def _scalars(self, measured: MeasuredStep) -> dict[str, float]:
+        step = measured.step
+        known = {
+            "loss": step.loss,
+            "lr": step.lr,
+            "gradients/total_norm": step.total_norm,
+            "gradients/clip_coef": step.clip_coef,
+        }
+        shown = {name: value for name, value in known.items() if value is not None}
+        shown |= step.scalars
+        if measured.norms is None:
+            return shown
+        rows = range(len(self._names)) if measured.rows is None else measured.rows
+        if self._blocks:
+            return shown | _block_norms(measured.norms.l2, [self._blocks[row] for row in rows])
+        names = [self._names[row] for row in rows]
+        columns = parameter_columns(measured)
+        for name, value in zip(names, columns["l2"].tolist(), strict=True):
+            shown[f"gradients/{name}/norm"] = value
+        for column in ("nan", "inf", *_DETAILS):
+            if column in columns and not column.endswith("_error"):
+                for name, value in zip(names, columns[column].tolist(), strict=True):
+                    if value and value == value:
+                        shown[f"gradients/{name}/{column}"] = value
+        return shown
 
 
-def _columns(measured: Measured) -> dict[str, Any]:
-    """What is stored per parameter: counts only where there is something to count, ratios only
-    where they were measured.
+def parameter_columns(measured: MeasuredStep) -> dict[str, Floats]:
+    """The numbers of every parameter with a gradient, by the fields of `ParameterStat`.
+
+    Counts only where there is something to count, details only where they were measured.
     """
-    columns: dict[str, Any] = {}
-    if measured.norms is not None:
-        columns = {"l2": measured.norms.l2, "max_abs": measured.norms.max_abs}
-        if measured.norms.counts is not None:
-            columns["nan"], columns["inf"] = measured.norms.counts
-        if measured.kept and measured.update_sums is not None and measured.update_sums.any():
-            columns["update_ratio"], columns["update_ratio_error"] = update_ratios(
-                measured.update_sums
-            )
+    norms = measured.norms
+    if norms is None:
+        return {}
+    columns = {"l2": norms.l2, "max_abs": norms.max_abs}
+    if norms.counts is not None:
+        columns["nan"] = norms.counts[0]
+        columns["inf"] = norms.counts[1]
+    details = measured.details
+    if details is not None and details.recorded:
+        rows = slice(None) if measured.rows is None else list(measured.rows)
+        for name in _DETAILS:
+            values = details[name][rows]
+            if not np.isnan(values).all():
+                columns[name] = values
     return columns
 
 
-def _shown(
-    measured: Measured, names: list[str], columns: dict[str, Any], blocks: list[str]
-) -> dict[str, float]:
-    """What sinks get of a step."""
-    step = measured.step
-    known = {
-        "loss": step.loss,
-        "lr": step.lr,
-        "gradients/total_norm": step.total_norm,
-        "gradients/clip_coef": step.clip_coef,
-    }
-    shown = {name: value for name, value in known.items() if value is not None} | dict(step.scalars)
-    if not columns:
-        return shown
-    if blocks:
-        return shown | _block_norms(columns["l2"], [blocks[row] for row in measured.rows])
-    shown |= {
-        f"gradients/{name}/norm": value
-        for name, value in zip(names, columns["l2"].tolist(), strict=True)
-    }
-    for column, suffix in (("nan", "nan"), ("inf", "inf"), ("update_ratio", "update_ratio")):
-        values = columns[column].tolist() if column in columns else ()
-        shown |= {
-            f"gradients/{name}/{suffix}": value
-            for name, value in zip(names, values, strict=False)
-            if value and value == value
-        }
-    return shown
-
-
-def _block_norms(l2: Any, blocks: list[str]) -> dict[str, float]:
+def _block_norms(l2: Floats, blocks: Sequence[str]) -> dict[str, float]:
     members: dict[str, list[int]] = {}
     for position, block in enumerate(blocks):
         members.setdefault(block, []).append(position)

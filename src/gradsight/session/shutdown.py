@@ -1,5 +1,6 @@
-"""Something closes when the process exits or is asked to, and leaves both as they were. A forked
-child only lets go of it.
+"""A run closes when the process exits or is asked to, and leaves both as they were.
+
+A forked child only lets go of it.
 """
 
 import atexit
@@ -12,74 +13,83 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-_endings: "weakref.WeakSet[Ending]" = weakref.WeakSet()
+_installed: "weakref.WeakSet[ShutdownHooks]" = weakref.WeakSet()
 
 
-class Ending:
-    """Calls `close` at exit and on SIGTERM, and `let_go` in a forked child, unless cancelled
-    before.
+class Closable(Protocol):
+    """A run that has to be closed before the process ends."""
 
-    `asked` hears of SIGTERM first, `failed` of an exception that nobody has caught.
-    """
+    def close_at_exit(self) -> None:
+        """The process ends: write what is left, and wait for nobody."""
 
-    def __init__(
-        self,
-        close: Callable[[], None],
-        let_go: Callable[[], None] = lambda: None,
-        asked: Callable[[], None] | None = None,
-        failed: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        self._close, self._let_go, self._asked, self._failed = close, let_go, asked, failed
-        in_forked_children()
-        _endings.add(self)
+    def detach_in_child(self) -> None:
+        """This process was forked from the one that is being recorded."""
+
+    def asked_to_end(self) -> None:
+        """SIGTERM has come; `close_at_exit` follows."""
+
+    def ended_by(self, error: BaseException) -> None:
+        """An exception that nobody has caught ends the process."""
+
+
+class ShutdownHooks:
+    """Tells a run of the process's end, unless cancelled before."""
+
+    def __init__(self, run: Closable) -> None:
+        self._run = run
+        tell_forked_children()
+        _installed.add(self)
         self._process = os.getpid()
-        self._previous: Any = None
-        self._installed = False
+        self._previous_handler: Any = None
+        self._handles_signals = False
         self._previous_hook = sys.excepthook
         self._hook = self._on_exception
-        if failed is not None:
-            sys.excepthook = self._hook
+        sys.excepthook = self._hook
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-            self._installed = True
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
+            self._handles_signals = True
 
     def cancel(self) -> None:
         """Put everything back; where somebody has set a handler since, theirs stays."""
         atexit.unregister(self._at_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
-        _endings.discard(self)
+        _installed.discard(self)
         in_main = threading.current_thread() is threading.main_thread()
-        if self._installed and in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous
-            )
-            self._installed = False
+        is_ours = signal.getsignal(signal.SIGTERM) == self._on_signal
+        if self._handles_signals and in_main and is_ours:
+            previous = self._previous_handler
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+            self._handles_signals = False
+
+    def detach_in_child(self) -> None:
+        """This process was forked."""
+        self._run.detach_in_child()
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
-            self._close()
+            self._run.close_at_exit()
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Nobody has caught it: say so, then do what would have been done without us."""
-        if self._failed is not None and os.getpid() == self._process:
-            self._failed(error)
+        if os.getpid() == self._process:
+            self._run.ended_by(error)
         self._previous_hook(kind, error, trace)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        """Close, then do what would have been done without us. A forked child (a data loader's
-        worker) only does the latter.
+        """Close, then do what would have been done without us.
+
+        A forked child (a data loader's worker) only does the latter.
         """
-        previous: Callable[..., Any] | int | None = self._previous
+        previous: Callable[..., Any] | int | None = self._previous_handler
         if os.getpid() == self._process:
-            if self._asked is not None:
-                self._asked()
-            self._close()
+            self._run.asked_to_end()
+            self._run.close_at_exit()
         if callable(previous):
             previous(number, frame)
         elif previous != signal.SIG_IGN:
@@ -88,14 +98,12 @@ class Ending:
 
 
 @functools.cache
-def in_forked_children() -> None:
-    """From now on, tell forked children: they inherit all that watches their parent, and must not
-    touch its record.
-    """
+def tell_forked_children() -> None:
+    """From now on, tell forked children: they inherit all that watches their parent."""
 
     def forked() -> None:
-        for ending in list(_endings):
+        for hooks in list(_installed):
             with contextlib.suppress(Exception):
-                ending._let_go()
+                hooks.detach_in_child()
 
     os.register_at_fork(after_in_child=forked)

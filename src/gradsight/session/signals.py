@@ -1,8 +1,7 @@
-"""What a judge wants to know beyond gradients: the loss, whether gradients were cleared, whether
-batches are always the same.
+"""What a judge wants to know beyond gradients, noticed in passing.
 
-All of it is noticed in passing: references and version numbers on every step, a few hundred entries
-of the batch on a few.
+The loss, whether gradients were cleared, whether batches are always the same: references and
+version numbers on every step, a few hundred entries of the batch on a few.
 """
 
 import weakref
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsight.core import moments as interception
+from gradsight.core import moments
 from gradsight.core.autocast import is_autocast_to
 from gradsight.core.calls import is_suspended
 from gradsight.core.hooks import ModuleHook
 from gradsight.core.samples import tensors_in
 from gradsight.session.guess import loss_of_a_guess
+from gradsight.values.measured import StepSignals
 
 _GUESSES = 12
 """Backward passes whose loss is compared with a guess's: those of the first steps."""
@@ -28,99 +28,78 @@ _ENTRIES = 256
 _TENSORS = 4
 
 
-class Vitals:
-    """Watches one model; `uncleared`, `alike`, `half` and `take_loss()` say what was noticed."""
+class TrainingSignals:
+    """Watches one model and its optimizers; `take` gives what was noticed during a step."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
-        self._optimizers, self._handles = optimizers, list[Any]()
+        self._optimizers = optimizers
+        self._handles: list[Any] = []
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer) for optimizer in optimizers]
         self._batches = Batches()
-        self._handle: Any = None
+        self._forward_handle: Any = None
         self._loss: Tensor | None = None
         self._guesses = 0
-        self.guess: float | None = None
-        """What the loss of one of the first backward passes would have been without any knowledge.
-        """
-        self.half: bool | None = None
-        """Whether the last forward pass ran under float16 autocast."""
+        self._guess: float | None = None
+        self._half: bool | None = None
 
     def start(self) -> None:
         """Begin to watch."""
-        interception.around_backward(self._before_backward, self._after_backward)
+        moments.listen(self)
         for optimizer, clearing in zip(self._optimizers, self._clearing, strict=True):
             clearing.start()
             self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
             self._handles.append(optimizer.register_step_post_hook(self._step_ends))
-        if (
-            getattr(self._model, "_compiled_call_impl", None) is None
-        ):  # hooks inside a compiled call would break its graph
-            self._handle = self._model.register_forward_pre_hook(
+        # Hooks inside a compiled call would break its graph.
+        if getattr(self._model, "_compiled_call_impl", None) is None:
+            self._forward_handle = self._model.register_forward_pre_hook(
                 ModuleHook(self._on_forward), with_kwargs=True
             )
 
     def stop(self) -> None:
         """Leave everything as it was found."""
-        interception.around_backward(self._before_backward, self._after_backward, wanted=False)
+        moments.leave(self)
         for clearing in self._clearing:
             clearing.stop()
         while self._handles:
             self._handles.pop().remove()
         self._leave_model()
 
-    @property
-    def uncleared(self) -> bool | None:
-        """Whether some optimizer last stepped on gradients that nobody had cleared; None where none
-        has stepped twice.
-        """
-        known = [
-            clearing.uncleared for clearing in self._clearing if clearing.uncleared is not None
-        ]
+    def take(self) -> tuple[StepSignals, Tensor | None]:
+        """What was noticed in the step that has just ended; its loss is still on the device."""
+        loss = self._loss
+        guess = self._guess
+        self._loss = None
+        self._guess = None
+        signals = StepSignals(
+            uncleared=self._uncleared(),
+            alike_batches=self._batches.alike,
+            half=self._half,
+            one_batch=self._batches.fixed,
+            guess=guess,
+        )
+        return signals, loss
+
+    def _uncleared(self) -> bool | None:
+        """Whether some optimizer last stepped on gradients that nobody had cleared."""
+        known = [each.uncleared for each in self._clearing if each.uncleared is not None]
         return any(known) if known else None
 
-    @property
-    def alike(self) -> int | None:
-        """How many batches in a row were the same, made anew; None where no batch was seen."""
-        return self._batches.alike
+    # What torch tells.
 
-    @property
-    def fixed(self) -> bool:
-        """Whether every batch seen was the first one again, in the same tensors or in new ones."""
-        return self._batches.fixed
-
-    def take_loss(self) -> Tensor | None:
-        """What the last backward pass was called on, if that was a single number; once."""
-        loss, self._loss = self._loss, None
-        return loss
-
-    def take_guess(self) -> float | None:
-        """The same for what a guess would have given; once."""
-        guess, self.guess = self.guess, None
-        return guess
-
-    def _step_begins(self, *_: Any) -> None:
-        self._evaluations = 0
-
-    def _step_ends(self, *_: Any) -> None:
-        self._evaluations = None
-
-    def _before_backward(self, tensors: Any) -> None:
+    def before_backward(self, tensors: Any) -> None:
+        """A backward pass begins, from these tensors."""
         if self._evaluations is not None:
             self._evaluations += 1
-        if (self._evaluations or 0) <= 1:  # a step starts from the first evaluation of its closure
+        # A step starts from the first evaluation of its closure.
+        if (self._evaluations or 0) <= 1:
             self._note_loss(tensors)
         for clearing in self._clearing:
             clearing.before_backward()
 
-    def _note_loss(self, tensors: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
-        if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
-            self._loss = roots[0].detach()
-            if self._guesses < _GUESSES:
-                self.guess, self._guesses = loss_of_a_guess(roots[0]), self._guesses + 1
-
-    def _after_backward(self) -> None:
+    def after_backward(self) -> None:
+        """It has returned."""
         for clearing in self._clearing:
             clearing.after_backward()
 
@@ -130,15 +109,29 @@ class Vitals:
             return
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        self.half = is_autocast_to(torch.float16)
+        self._half = is_autocast_to(torch.float16)
         self._batches.see((*args, *kwargs.values()))
         if self._batches.count >= _BATCHES:
             self._leave_model()
 
+    def _step_begins(self, *_: Any) -> None:
+        self._evaluations = 0
+
+    def _step_ends(self, *_: Any) -> None:
+        self._evaluations = None
+
+    def _note_loss(self, tensors: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+        if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
+            self._loss = roots[0].detach()
+            if self._guesses < _GUESSES:
+                self._guess = loss_of_a_guess(roots[0])
+                self._guesses += 1
+
     def _leave_model(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._forward_handle is not None:
+            self._forward_handle.remove()
+            self._forward_handle = None
 
 
 class Clearing:
@@ -152,9 +145,8 @@ class Clearing:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._parameter: Tensor | None = None
-        self._left: tuple[weakref.ref[Tensor], int] | None = (
-            None  # the gradient when we last looked
-        )
+        # The gradient when we last looked, and its version.
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
         self._cleared = False
         self._passes = 0
         self._handle: Any = None
@@ -174,42 +166,45 @@ class Clearing:
         """A backward pass is about to add to the gradients."""
         if self._parameter is None or self._cleared:
             return
-        now = self._parameter.grad
-        touched = (
-            now is None
-            or self._left is None
-            or now is not self._left[0]()
-            or now._version != self._left[1]
-        )
-        self._cleared = touched or (
-            self._passes == 0 and now is not None and not bool((now != 0).any())
-        )
+        gradient = self._parameter.grad
+        self._cleared = self._was_touched(gradient)
+        if not self._cleared and self._passes == 0 and gradient is not None:
+            self._cleared = not bool((gradient != 0).any())
 
     def after_backward(self) -> None:
         """A backward pass may have added to them."""
         self._passes += 1
         self._look()
 
+    def _was_touched(self, gradient: Tensor | None) -> bool:
+        if gradient is None or self._left is None:
+            return True
+        return gradient is not self._left[0]() or gradient._version != self._left[1]
+
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if interception.inside_backward():
+        if moments.inside_backward():
             return
         if self._parameter is not None and self._passes:
             self.uncleared = not self._cleared
         if self._parameter is None or self._parameter.grad is None:
-            candidates = [
-                p
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None and p.numel()
-            ]
-            dense = [p for p in candidates if p.grad.layout is torch.strided]
-            self._parameter = min(dense, key=lambda p: p.numel(), default=None)
-        self._cleared, self._passes = False, 0
+            self._parameter = _smallest_dense(optimizer)
+        self._cleared = False
+        self._passes = 0
         self._look()
 
     def _look(self) -> None:
         gradient = self._parameter.grad if self._parameter is not None else None
-        self._left = (weakref.ref(gradient), gradient._version) if gradient is not None else None
+        self._left = None
+        if gradient is not None:
+            self._left = (weakref.ref(gradient), gradient._version)
+
+
+def _smallest_dense(optimizer: Optimizer) -> Tensor | None:
+    """The smallest parameter with a dense gradient that is not empty."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    with_gradient = [each for each in parameters if each.grad is not None and each.numel()]
+    dense = [each for each in with_gradient if each.grad.layout is torch.strided]
+    return min(dense, key=lambda parameter: parameter.numel(), default=None)
 
 
 class Batches:
@@ -220,6 +215,7 @@ class Batches:
         self._before: list[Tensor] = []
         self._objects: list[Callable[[], Tensor | None]] = []
         self.alike: int | None = None
+        """How many batches in a row were the same, made anew; None where none was seen."""
         self.fixed = False
         """Whether there has only been one, on purpose or not."""
 
@@ -230,21 +226,27 @@ class Batches:
         if not tensors:
             return
         samples = [_sample(tensor) for tensor in tensors]
-        same_objects = len(tensors) == len(self._objects) and all(
-            one is other() for one, other in zip(tensors, self._objects, strict=True)
-        )
-        alike = (
-            not same_objects
-            and len(samples) == len(self._before)
-            and all(
-                one.shape == other.shape and torch.equal(one, other)
-                for one, other in zip(samples, self._before, strict=True)
-            )
-            and any(sample.numel() > 1 and bool((sample != sample[0]).any()) for sample in samples)
-        )
+        same_objects = self._are_the_same_objects(tensors)
+        alike = not same_objects and self._are_alike(samples)
         self.alike = (self.alike or 0) + 1 if alike else 0
-        self.fixed = self.count > 1 and (alike or same_objects) and (self.fixed or self.count == 2)
-        self._before, self._objects = samples, [weakref.ref(tensor) for tensor in tensors]
+        seen_before = alike or same_objects
+        self.fixed = self.count > 1 and seen_before and (self.fixed or self.count == 2)
+        self._before = samples
+        self._objects = [weakref.ref(tensor) for tensor in tensors]
+
+    def _are_the_same_objects(self, tensors: Sequence[Tensor]) -> bool:
+        if len(tensors) != len(self._objects):
+            return False
+        return all(one is other() for one, other in zip(tensors, self._objects, strict=True))
+
+    def _are_alike(self, samples: Sequence[Tensor]) -> bool:
+        """Whether they are those of the batch before; batches of one value only tell nothing."""
+        if len(samples) != len(self._before):
+            return False
+        for one, other in zip(samples, self._before, strict=True):
+            if one.shape != other.shape or not torch.equal(one, other):
+                return False
+        return any(each.numel() > 1 and bool((each != each[0]).any()) for each in samples)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -1,340 +1,239 @@
-"""Puts together what capture sees and measure says: one value per step, read when it has arrived
-and merged over ranks.
+"""Builds one finished step from what is measured at its moments, merged over ranks.
+
+Steps are returned in order, each once, as soon as its numbers have arrived: a step is never waited
+for while the device may still be busy with it.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core.group import PendingArrays, ProcessGroup, rank
-from gradsight.core.shards import are_spread, counts_here, local_part
-from gradsight.errors import UsageError
-from gradsight.health.window import RankLook
-from gradsight.measure.clipping import ClipProbe
-from gradsight.measure.histogram import HistogramLook
-from gradsight.measure.host_copy import Arrival
-from gradsight.measure.norms import Norms, NormsLook, look_closer, merge_ranks, summed_up
+from gradsight.core.parameters import Named
+from gradsight.core.shards import are_spread, local_part
+from gradsight.measure.clipping import ClipProbe, ClipReading
+from gradsight.measure.details import details_in
+from gradsight.measure.histogram import HistogramReading
+from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.norms import NormReading, recount
+from gradsight.measure.rank_table import left_out_here, merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
-from gradsight.measure.update import COLUMNS as UPDATE_COLUMNS
-from gradsight.measure.update import UpdateLook
-from gradsight.values.steps import Schedule, Step
-
-Floats = npt.NDArray[np.float64]
+from gradsight.measure.update import UpdateReading
+from gradsight.session.readings import (
+    GradientReading,
+    StepInProgress,
+    UsedGradients,
+    arrived,
+    clip_coefficient,
+    detail_sums,
+    learning_rates,
+    norms_of,
+    scale_of,
+)
+from gradsight.values.measured import Floats, MeasuredStep, Norms, RankComparison, StepSignals
+from gradsight.values.steps import CloserLooks, Schedule, Step
 
 _LAG = 1
 """Steps that may be on their way from the device before somebody waits for the oldest."""
 
 
-@dataclass(slots=True)
-class Noted:
-    """What else was noticed during a step; None where it could not be seen."""
+@dataclass(frozen=True, slots=True)
+class MeasuringPlan:
+    """What is measured, and when."""
 
-    loss: Tensor | None = None
-    uncleared: bool | None = None
-    alike: int | None = None
-    half: bool | None = None
-    fixed: bool = False
-    guess: float | None = None
-    ranks: Sequence[RankLook] = ()
-    """What the ranks' own gradients were like, at steps before."""
+    first_step: int
+    norms: Schedule
+    histograms: Schedule
+    closer_looks: CloserLooks | None
+    """Details for the judge alone, beside those of the histograms' schedule."""
+    unit_rows: tuple[int, ...] = ()
+    """Weights whose dead units are counted."""
+    on_every_rank: bool = False
+    """Whether ranks look at their gradients also where rank 0's are the same."""
 
-
-@dataclass(slots=True)
-class Look:
-    """The gradients of some parameters at one moment."""
-
-    rows: list[int]
-    norms: NormsLook
-    histograms: HistogramLook | None
-    scale: Arrival | None
-    """The factor of a GradScaler that was in them."""
-    read: Norms | None = None
-
-    def ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self.norms.ready()
-
-    def numbers(self) -> Norms:
-        """The norms; on an accelerator without what only a closer look could have told."""
-        if self.read is None:
-            self.read = self.norms.read()
-        return self.read
-
-    def factor(self) -> float:
-        """What to divide by."""
-        return 1.0 if self.scale is None else float(self.scale.read()[0])
+    def wants_details(self, step: int) -> bool:
+        """Whether this step is looked at closely."""
+        if self.histograms.due(step):
+            return True
+        return self.closer_looks is not None and self.closer_looks.due(step)
 
 
-@dataclass(slots=True)
-class Used:
-    """What one optimizer stepped with."""
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """A step whose numbers are being gathered from all ranks."""
 
-    look: Look
-    rows: list[int]
-    scaled: bool
-    probe: ClipProbe | None
-    still_scaled: bool
-    update: UpdateLook | None
-    update_rows: list[int]
+    step: StepInProgress
+    tables: PendingArrays
+    details: PendingArrays | None
 
 
-@dataclass(slots=True)
-class Measured:
-    """One step, complete. Arrays are over `rows`, those parameters that had a gradient."""
-
-    step: Step
-    rows: list[int]
-    norms: Norms | None
-    histogram_counters: Floats | None
-    update_sums: Floats | None
-    kept: bool = True
-    """Whether histograms and updates go to the record; else they were measured for the judge alone.
-    """
-    dead_shares: dict[int, float] = field(default_factory=dict)
-    """By row: the share of a weight's units that got no gradient at any of the last closer looks.
-    """
-    notes: Noted = field(default_factory=Noted)
-    loss: float | None = None
-    """What backward was called on, where that was a single number."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step under way, then on its way from the device."""
-
-    step: int
-    time: float = 0.0
-    gradient: str = ""
-    scalars: dict[str, float | Arrival] = field(default_factory=dict)
-    used: list[Used] = field(default_factory=list)
-    probe: ClipProbe | None = None
-    still_scaled: bool = False
-    update: UpdateLook | None = None
-    update_rows: list[int] = field(default_factory=list)
-    lr: float | Tensor | None = None
-    group_lrs: dict[str, float] = field(default_factory=dict)
-    skipped: list[bool | Tensor] = field(default_factory=list)
-    notes: Noted = field(default_factory=Noted)
-    loss: Arrival | None = None
-
-    def ready(self) -> bool:
-        return all(used.look.ready() for used in self.used)
-
-
-class Companion(Protocol):
-    """One who needs the gradients themselves, at the same moments."""
-
-    everywhere: bool
-    """Whether every rank is to look at its gradients for this one, also where rank 0's are the
-    same.
-    """
-
-    def look(self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None) -> None:
-        """The gradients are true now, with these norms (a scaler's factor in them) where they are
-        known already.
-        """
-
-    def before_update(self, step: int, total: float, clip_coef: Callable[[], float | None]) -> None:
-        """An optimizer is about to use gradients of this total norm before clipping. Told where
-        that is known already.
-        """
-
-    def end_step(self, step: int, gradient: str, clip_coef: Callable[[], float | None]) -> None:
-        """The step is made, and `gradient` says what its gradients were."""
-
-
-class Assembler:
-    """Listens to capture. Delivers every step once, in order, as soon as its numbers are there."""
+class StepBuilder:
+    """Takes the readings of the step under way; returns finished steps."""
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        stats: Schedule,
-        histograms: Schedule,
-        first_step: int,
-        group: ProcessGroup | None,
-        deliver: Callable[[Measured], None],
-        on_failure: Callable[[Exception], None],
-        companions: "Sequence[Companion]" = (),
+        self, parameters: Sequence[Named], plan: MeasuringPlan, group: ProcessGroup | None
     ) -> None:
-        self._parameters = parameters
-        self._closer: Callable[[int], bool] = lambda step: False
-        self._units: UnitLife | None = None
-        self._notes: Callable[[int], Noted] = lambda step: Noted()
-        self._stats, self._histograms = stats, histograms
-        self._deliver, self._on_failure, self._companions = deliver, on_failure, companions
-        self._group = group if are_spread(parameters) else None
-        self._left_out = (
-            [not counts_here(parameter) for parameter in parameters] if self._group else []
-        )
+        self._parameters = [named.tensor for named in parameters]
+        self._names = [named.name for named in parameters]
+        self._plan = plan
+        self._group = group if are_spread(self._parameters) else None
+        self._left_out = left_out_here(self._parameters) if self._group is not None else []
         self._measures = self._group is not None or rank() == 0
-        self._looks_here = self._measures or any(companion.everywhere for companion in companions)
-        self._looks: dict[int, Look] = {}  # by row, until its optimizer has stepped
-        self._queue: deque[_Draft] = deque()
-        self._in_flight: tuple[_Draft, PendingArrays, PendingArrays | None] | None = None
-        self._draft = _Draft(first_step)
+        self._units = UnitLife(plan.unit_rows)
+        self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
+        self._queue: deque[StepInProgress] = deque()
+        self._merge: _Merge | None = None
+        self._current = StepInProgress(plan.first_step)
         self._looked = False
         self._sequence = -1
 
-    def serve(
-        self, closer: Callable[[int], bool], units: UnitLife, notes: Callable[[int], Noted]
-    ) -> None:
-        """Measure for a judge too: closer looks on these steps also, units, and what else was
-        noticed in a step.
-        """
-        self._closer, self._units, self._notes = closer, units, notes
+    # The moments of a step.
 
-    # What capture tells.
-
-    def look(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
-        """Measure these gradients now."""
+    def gradients_ready(
+        self, rows: Sequence[int], scaler: torch.amp.GradScaler | None
+    ) -> GradientReading | None:
+        """Measure these gradients now, if anything is due."""
         self._looked = True
-        look = self._measure(rows, scaler)
-        for companion in self._companions:
-            companion.look(self.step, scaler, None if look is None else look.read)
-
-    def _measure(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> Look | None:
-        """A look at these gradients, if anything is due."""
-        wants_histograms = self._measures and self._looks_closer()
-        if not self._looks_here or not (self._stats.due(self.step) or wants_histograms):
+        wants_details = self._measures and self._plan.wants_details(self.step)
+        wants_norms = self._plan.norms.due(self.step) or wants_details
+        if not wants_norms or not (self._measures or self._plan.on_every_rank):
             return None
         gradients = [self._gradient(row) for row in rows]
-        look = Look(list(rows), NormsLook(gradients), None, _scale_of(scaler))
-        if look.ready():
-            look.read = look_closer(gradients, look.numbers())
-        if wants_histograms:
-            look.histograms = HistogramLook(gradients, offset=self.step)
-            if self._units is not None:
-                self._units.look(self.step, rows, gradients)
+        reading = GradientReading(list(rows), NormReading(gradients), scale_of(scaler))
+        if reading.ready():
+            reading.known = recount(gradients, reading.read())
+        if wants_details:
+            reading.histograms = HistogramReading(gradients, offset=self.step)
+            self._units.look(self.step, rows, gradients)
         for row in rows:
-            self._looks[row] = look
-        return look
+            self._readings[row] = reading
+        return reading
 
-    def before_update(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
-        """See what the optimizer is about to use, and keep what it is about to change."""
-        looks = {id(look): look for row in rows if (look := self._looks.get(row)) is not None}
-        if len(looks) == 1:
-            look = next(iter(looks.values()))
-            mine = (
-                None
-                if len(rows) >= len(look.rows)
-                else {look.rows.index(row) for row in rows if row in look.rows}
-            )
-            self._draft.probe = ClipProbe(
-                look.norms, mine, lambda place: self._gradient(look.rows[place])
-            )
-            self._draft.still_scaled = scaler is not None
-            self._tell_companions(look, self._draft.probe)
-        if looks and self._measures and self._looks_closer():
-            self._draft.update_rows = list(rows)
-            self._draft.update = UpdateLook(
-                [local_part(self._parameters[row]) for row in rows], offset=self.step
-            )
+    def before_update(
+        self, rows: Sequence[int], scaler: torch.amp.GradScaler | None
+    ) -> tuple[GradientReading, ClipReading] | None:
+        """See what the optimizer is about to use, and keep what it is about to change.
 
-    def _tell_companions(self, look: Look, probe: ClipProbe) -> None:
-        """Of the norm that is about to be used, where knowing it takes no waiting."""
-        if self._companions and look.read is not None:
-            factor = look.factor()
-            still = factor if self._draft.still_scaled else 1.0
-            for companion in self._companions:
-                companion.before_update(
-                    self.step,
-                    look.read.total / factor,
-                    lambda: probe.coefficient(look.norms, factor / still),
-                )
+        The reading and how much of it is used, where all its gradients were looked at together.
+        `scaler`: its factor is still in them.
+        """
+        current = self._current
+        readings = [self._readings[row] for row in rows if row in self._readings]
+        if not readings:
+            return None
+        if self._measures and self._plan.wants_details(self.step):
+            weights = [local_part(self._parameters[row]) for row in rows]
+            current.update_rows = list(rows)
+            current.update = UpdateReading(weights, offset=self.step)
+        reading = readings[0]
+        if any(other is not reading for other in readings):
+            return None
+        mine = None
+        if len(rows) < len(reading.rows):
+            mine = {reading.rows.index(row) for row in rows if row in reading.rows}
+        probe = ClipProbe(reading.norms, mine, lambda place: self._gradient(reading.rows[place]))
+        current.clip = ClipReading(probe, reading.norms, reading.scale, scaler is not None)
+        return reading, current.clip
 
     def after_update(
-        self, rows: Sequence[int], optimizer: Optimizer | None, scaled: bool, skipped: bool | Tensor
+        self,
+        rows: Sequence[int],
+        optimizer: Optimizer | None,
+        scaled: bool,
+        skipped: bool | Tensor,
     ) -> None:
-        """Take what was looked at as what this optimizer stepped with."""
-        draft = self._draft
-        if draft.update is not None:
-            draft.update.finish()
-        by_look: dict[int, tuple[Look, list[int]]] = {}
+        """Take the readings of these rows as what this optimizer stepped with."""
+        current = self._current
+        if current.update is not None:
+            current.update.finish()
+        clip = current.clip
+        if clip is not None and not scaled:
+            clip = replace(clip, scale=None)
+        by_reading: dict[int, tuple[GradientReading, list[int]]] = {}
         for row in rows:
-            look = self._looks.pop(row, None)
-            if look is not None:
-                by_look.setdefault(id(look), (look, []))[1].append(row)
-        for look, taken in by_look.values():
-            draft.used.append(
-                Used(
-                    look,
-                    taken,
-                    scaled,
-                    draft.probe,
-                    draft.still_scaled,
-                    draft.update,
-                    draft.update_rows,
-                )
-            )
-            draft.update = None
-        draft.probe, draft.update, draft.update_rows = None, None, []
-        draft.skipped.append(skipped)
-        if draft.lr is None and optimizer is not None:
-            draft.lr, draft.group_lrs = _learning_rates(optimizer)
+            reading = self._readings.pop(row, None)
+            if reading is not None:
+                by_reading.setdefault(id(reading), (reading, []))[1].append(row)
+        for reading, taken in by_reading.values():
+            used = UsedGradients(reading, taken, scaled, clip, current.update, current.update_rows)
+            current.used.append(used)
+            current.update = None
+            current.update_rows = ()
+        current.clip = None
+        current.update = None
+        current.update_rows = ()
+        current.skipped.append(skipped)
+        if current.lr is None and optimizer is not None:
+            current.lr, current.group_lrs = learning_rates(optimizer)
 
-    def end_step(self, gradient: str) -> None:
-        """The step is made; hand on what has arrived."""
-        draft, self._draft = self._draft, _Draft(self.step + 1)
-        draft.time, draft.gradient = time.time(), gradient
-        draft.notes = self._notes(draft.step)
-        if draft.notes.loss is not None:
-            draft.loss = Arrival(draft.notes.loss.reshape(1).clone())
+    def end_step(
+        self,
+        gradient: str,
+        signals: StepSignals,
+        loss: Tensor | None,
+        rank_comparisons: Sequence[RankComparison],
+    ) -> list[MeasuredStep]:
+        """The step is made; the steps that have arrived by now."""
+        made = self._current
+        made.time = time.time()
+        made.gradient = gradient
+        made.signals = signals
+        made.rank_comparisons = tuple(rank_comparisons)
+        if loss is not None:
+            made.loss = HostCopy(loss.reshape(1).clone())
+        self._current = StepInProgress(made.number + 1)
         self._looked = False
         self._sequence = _sequence_number()
-        for companion in self._companions:
-            companion.end_step(draft.step, gradient, lambda: _clip_coefficient(draft.used))
-        self._queue.append(draft)
+        self._queue.append(made)
+        finished = []
         while self._queue and (len(self._queue) > _LAG or self._queue[0].ready()):
-            self._read(self._queue.popleft())
+            finished += self._read(self._queue.popleft())
+        return finished
 
-    def failed(self, error: Exception) -> None:
-        """Something of ours went wrong."""
-        self._on_failure(error)
+    def clip_coefficient(self) -> float | None:
+        """Of the step under way, once its optimizers have stepped. Waits for the device."""
+        return clip_coefficient(self._current.used)
 
-    # For the composer.
+    def flush(self) -> list[MeasuredStep]:
+        """Wait for everything that is on its way."""
+        finished = []
+        while self._queue:
+            finished += self._read(self._queue.popleft())
+        return finished + self._land()
+
+    # The step under way.
 
     @property
     def step(self) -> int:
-        """The step under way."""
-        return self._draft.step
+        """The number of the step under way."""
+        return self._current.number
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether finishing a step needs the other ranks."""
+        return self._group is not None
 
     @property
     def begun(self) -> bool:
-        """Whether the step under way has begun: its gradients were looked at, or autograd has
-        recorded a forward pass since.
+        """Whether the step under way has begun.
+
+        Its gradients were looked at, or autograd has recorded a forward pass since.
         """
         return self._looked or self._sequence < 0 or _sequence_number() != self._sequence
 
     def jump_to(self, step: int) -> None:
         """Give the step under way another number."""
-        self._draft.step = step
+        self._current.number = step
 
-    def log(self, values: Mapping[str, float | Arrival]) -> None:
+    def log(self, values: Mapping[str, float | HostCopy]) -> None:
         """Add to the step under way."""
-        self._draft.scalars.update(values)
-
-    def flush(self) -> None:
-        """Wait for everything that is on its way."""
-        while self._queue:
-            self._read(self._queue.popleft())
-        self._land()
-
-    def close(self, wait: bool) -> None:
-        """Hand on what is left; without waiting where other ranks may be gone."""
-        if wait or self._group is None:
-            self.flush()
-
-    def _looks_closer(self) -> bool:
-        return self._histograms.due(self.step) or self._closer(self.step)
+        self._current.scalars.update(values)
 
     def _gradient(self, row: int) -> Tensor:
         """This rank's part of a gradient; empty where it is gone by now."""
@@ -343,178 +242,75 @@ class Assembler:
 
     # Reading and merging.
 
-    def _read(self, draft: _Draft) -> None:
+    def _read(self, made: StepInProgress) -> list[MeasuredStep]:
         if not self._measures:
-            return
-        rows, norms = _norms_of(draft)
-        wide = _wide_of(draft, len(self._parameters))
+            return []
+        size = len(self._parameters)
+        rows, norms = norms_of(made, size)
+        sums = detail_sums(made, size)
         if self._group is None:
-            self._deliver(self._measured(draft, rows, norms, wide))
-            return
-        table = np.zeros((len(self._parameters), 5))
-        nan, inf = norms.counts or (np.zeros(len(rows)), np.zeros(len(rows)))
-        table[rows] = np.stack([norms.l2, norms.max_abs, nan, inf, np.ones(len(rows))], axis=1)
-        table[self._left_out, :4] = 0
-        self._land()
-        gathering = self._group.start_gather(table)
-        widest = None
-        if wide is not None:
-            wide[self._left_out] = 0
-            widest = self._group.start_sum(wide)
-        self._in_flight = (draft, gathering, widest)
+            return [self._finished(made, rows, norms, sums)]
+        landed = self._land()
+        tables = self._group.start_gather(rank_table(norms, rows, size, self._left_out))
+        details = None
+        if sums is not None:
+            sums[self._left_out] = 0
+            details = self._group.start_sum(sums)
+        self._merge = _Merge(made, tables, details)
+        return landed
 
-    def _land(self) -> None:
-        """Finish the merge under way and hand the step on."""
-        if self._in_flight is None:
-            return
-        draft, gathering, widest = self._in_flight
-        self._in_flight = None
-        table = merge_ranks(np.stack(gathering.wait()))
-        wide = widest.wait()[0] if widest is not None else None
-        if rank() == 0:
-            rows = np.flatnonzero(table[:, 4]).tolist()
-            norms = summed_up(table[rows, 0], table[rows, 1])
-            if norms.counts is not None:
-                norms.counts = (table[rows, 2], table[rows, 3])
-            self._deliver(self._measured(draft, rows, norms, wide))
+    def _land(self) -> list[MeasuredStep]:
+        """Finish the merge under way."""
+        merge = self._merge
+        if merge is None:
+            return []
+        self._merge = None
+        table = merge_tables(np.stack(merge.tables.wait()))
+        sums = None if merge.details is None else merge.details.wait()[0]
+        if rank() != 0:
+            return []
+        rows, norms = norms_in(table)
+        return [self._finished(merge.step, rows, norms, sums)]
 
-    def _measured(
-        self, draft: _Draft, rows: list[int], norms: Norms, wide: Floats | None
-    ) -> Measured:
-        kept = norms if rows and self._stats.due(draft.step) else None
-        scalars = draft.scalars
-        step = Step(
-            step=draft.step,
-            time=draft.time,
-            loss=_arrived(scalars.pop("loss", None)),
-            lr=_arrived(scalars.pop("lr", None)) if "lr" in scalars else _plain(draft.lr),
-            total_norm=kept.total if kept is not None else None,
-            clip_coef=_clip_coefficient(draft.used),
-            scale=next((used.look.factor() for used in draft.used if used.scaled), None),
-            skipped=any(bool(skipped) for skipped in draft.skipped),
-            gradient=draft.gradient,
-            scalars={name: _arrived(value) for name, value in scalars.items()} | draft.group_lrs,  # type: ignore[arg-type]
+    def _finished(
+        self, made: StepInProgress, rows: list[int], norms: Norms, sums: Floats | None
+    ) -> MeasuredStep:
+        has_norms = bool(rows) and self._plan.norms.due(made.number)
+        step = _step_record(made, norms.total if has_norms else None)
+        details = None
+        if sums is not None:
+            recorded = self._plan.histograms.due(made.number)
+            names = self._names if recorded else None
+            details = details_in(sums, rows, self._units.dead_shares(), made.number, names)
+        loss = step.loss if made.loss is None else arrived(made.loss)
+        return MeasuredStep(
+            step=step,
+            rows=None if len(rows) == len(self._parameters) else tuple(rows),
+            norms=norms if has_norms else None,
+            details=details,
+            signals=replace(made.signals, loss=loss),
+            rank_comparisons=made.rank_comparisons,
         )
-        measured = Measured(
-            step, rows, kept, None, None, notes=draft.notes, loss=_arrived(draft.loss)
-        )
-        if wide is not None:
-            measured.histogram_counters, measured.update_sums = (
-                wide[rows, :-UPDATE_COLUMNS],
-                wide[rows, -UPDATE_COLUMNS:],
-            )
-            measured.kept = self._histograms.due(draft.step)
-            measured.dead_shares = self._units.dead_shares() if self._units is not None else {}
-        return measured
 
 
-def _norms_of(draft: _Draft) -> tuple[list[int], Norms]:
-    """This rank's norms, and the parameters they are of, in the model's order."""
-    if len(draft.used) == 1 and len(draft.used[0].rows) == len(draft.used[0].look.rows):
-        look = draft.used[0].look
-        return look.rows, look.numbers().divided_by(look.factor() if draft.used[0].scaled else 1.0)
-    table: dict[int, tuple[float, ...]] = {}
-    for used in draft.used:
-        norms = used.look.numbers().divided_by(used.look.factor() if used.scaled else 1.0)
-        nan, inf = norms.counts or (np.zeros(len(norms.l2)), np.zeros(len(norms.l2)))
-        for row in used.rows:
-            place = used.look.rows.index(row)
-            table[row] = (norms.l2[place], norms.max_abs[place], nan[place], inf[place])
-    rows = sorted(table)
-    columns = np.array([table[row] for row in rows]).reshape(len(rows), 4).T
-    norms = summed_up(columns[0], columns[1])
-    if norms.counts is not None:
-        norms.counts = (columns[2], columns[3])
-    return rows, norms
-
-
-def _wide_of(draft: _Draft, size: int) -> Floats | None:
-    """On histogram steps, per parameter: the counters of its histogram and the sums of its update."""
-    wide = None
-    for used in draft.used:
-        if used.look.histograms is None:
-            continue
-        counters = used.look.histograms.read()
-        wide = np.zeros((size, counters.shape[1] + UPDATE_COLUMNS)) if wide is None else wide
-        wide[used.rows, :-UPDATE_COLUMNS] = counters[
-            [used.look.rows.index(row) for row in used.rows]
-        ]
-        if used.update is not None:
-            wide[used.update_rows, -UPDATE_COLUMNS:] = used.update.read()
-    return wide
-
-
-def _clip_coefficient(all_used: Sequence[Used]) -> float | None:
-    """The one number by which every optimizer's gradients were scaled down; None where there is
-    none.
-    """
-    found = []
-    for used in all_used:
-        if used.probe is None:
-            return None
-        factor = used.look.factor() if used.scaled else 1.0
-        used.look.numbers()
-        found.append(
-            used.probe.coefficient(used.look.norms, factor / (factor if used.still_scaled else 1.0))
-        )
-    first = found[0] if found else None
-    alike = first is not None and all(
-        value is not None and abs(value - first) <= 1e-4 * first for value in found
+def _step_record(made: StepInProgress, total_norm: float | None) -> Step:
+    """The step as the record keeps it; loss and lr are what was logged, where it was."""
+    scalars = {name: arrived(value) for name, value in made.scalars.items()}
+    lr = None if made.lr is None else float(made.lr)
+    return Step(
+        step=made.number,
+        time=made.time,
+        loss=scalars.pop("loss", None),
+        lr=scalars.pop("lr", lr),
+        total_norm=total_norm,
+        clip_coef=clip_coefficient(made.used),
+        scale=next((used.reading.factor() for used in made.used if used.scaled), None),
+        skipped=any(bool(skipped) for skipped in made.skipped),
+        gradient=made.gradient,
+        scalars=scalars | dict(made.group_lrs),
     )
-    return first if alike else None
-
-
-def _learning_rates(optimizer: Optimizer) -> tuple[float | Tensor | None, dict[str, float]]:
-    """The first group's learning rate, and all of them by name where groups differ."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    plain = [rate for rate in rates if isinstance(rate, (int, float))]
-    named = (
-        {f"lr/{number}": float(rate) for number, rate in enumerate(plain)}
-        if len(set(plain)) > 1
-        else {}
-    )
-    first = rates[0] if rates else None
-    return (first.detach().clone() if isinstance(first, Tensor) else first), named
-
-
-def _scale_of(scaler: torch.amp.GradScaler | None) -> Arrival | None:
-    """The scaler's factor at this moment, without waiting for it."""
-    if scaler is None:
-        return None
-    factor = getattr(scaler, "_scale", None)
-    return Arrival(
-        factor.detach().clone().view(1)
-        if isinstance(factor, Tensor)
-        else torch.tensor([scaler.get_scale()])
-    )
-
-
-def _plain(value: float | Tensor | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def _arrived(value: float | Arrival | None) -> float | None:
-    return float(value.read().reshape(-1)[0]) if isinstance(value, Arrival) else value
 
 
 def _sequence_number() -> int:
     """Autograd's count of the operations it has recorded in this thread."""
     return int(torch._C._autograd._get_sequence_nr())
-
-
-def take_scalars(values: Mapping[str, object]) -> dict[str, float | Arrival]:
-    """What a user logs: numbers as they are, tensors on their way to the host."""
-    taken: dict[str, float | Arrival] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            tensor = value.detach().reshape(-1)
-            if tensor.numel() != 1:
-                raise UsageError(
-                    f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}"
-                )
-            taken[name] = float(tensor) if tensor.device.type == "cpu" else Arrival(tensor.clone())
-        elif isinstance(value, (int, float, np.number)):
-            taken[name] = float(value)
-        else:
-            raise UsageError(f"{name} must be a single number, got {type(value).__name__}")
-    return taken

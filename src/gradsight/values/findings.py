@@ -58,6 +58,16 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class IncidentRule:
+    """What the flight recorder does about the findings of a check."""
+
+    kept: str = "when critical"
+    """Which of them get an incident: "when critical", "always" or "never"."""
+    known_early: bool = False
+    """Whether such a step can be known before the optimizer uses its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """A fault of Gradsight's own that training survived: said once, counted, reported."""
 

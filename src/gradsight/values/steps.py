@@ -34,6 +34,21 @@ class Schedule:
         return (step - self.start_step) % self.step_interval == 0
 
 
+@dataclass(frozen=True, slots=True)
+class CloserLooks:
+    """When the judge wants details: early and often at first, then every 50 steps.
+
+    Most faults of a set-up show at once.
+    """
+
+    first_step: int
+
+    def due(self, step: int) -> bool:
+        """Whether this step is looked at closely."""
+        made = step - self.first_step
+        return made % 50 == 0 or made in (1, 2, 4, 8, 16, 24, 32)
+
+
 def block_of(name: str) -> str:
     """The block of a parameter: its name up to the first number, or else without its last part.
 
@@ -61,6 +76,14 @@ class Parameter:
     """Further names of the same tensor (tied weights)."""
 
 
+TRUE_GRADIENT = "true"
+"""Accumulated over micro-batches, reduced over ranks, unscaled, before clipping."""
+LATE_GRADIENT = "at the optimizer"
+"""Seen only when the optimizer stepped, so possibly clipped already."""
+LOCAL_GRADIENT = "not reduced over ranks"
+NO_GRADIENT = "none seen"
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One optimizer step.
@@ -83,7 +106,7 @@ class Step:
     """The loss scale of automatic mixed precision; None without a GradScaler."""
     skipped: bool = False
     """Whether the GradScaler left this step out."""
-    gradient: str = "true"
+    gradient: str = TRUE_GRADIENT
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Whatever else was logged for this step."""
 

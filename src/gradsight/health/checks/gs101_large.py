@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from gradsight.health.fixes import CLIP
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Fact, check
 from gradsight.health.window import Window
 
 
@@ -11,10 +11,12 @@ from gradsight.health.window import Window
     "GS101",
     "large gradient",
     "warning",
-    recommendation=(
-        "Clip the gradient to a norm of 1, and check that inputs and targets are normalised and the loss is a mean."
+    advice=Advice(
+        recommendation=(
+            "Clip the gradient to a norm of 1, and check that inputs and targets are normalised and the loss is a mean."
+        ),
+        fix=CLIP,
     ),
-    fix=CLIP,
 )
 def large(
     window: Window, *, limit: float = 100.0, critical: float = 1000.0, patience: int = 3
@@ -24,5 +26,5 @@ def large(
     Why: a step is as long as the gradient times the learning rate; the outer guard for what no
     baseline has seen yet.
     """
-    if limit < window.effective <= critical and not window.now.step.skipped:
+    if limit < window.effective <= critical and not window.step.skipped:
         yield Fact(f"norm {window.effective:.4g}, limit {limit:g}", window.largest())

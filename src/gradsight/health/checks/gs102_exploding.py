@@ -2,25 +2,34 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.bad_steps import EarlyLook, is_exploding
 from gradsight.health.fixes import CLIP
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, AsIncident, Fact, check
 from gradsight.health.window import Window
+
+
+def _about_to_be_used(look: EarlyLook, *, limit: float, patience: int) -> bool:
+    # The norm before clipping is known already; what is left of it has to be read.
+    return is_exploding(look.norms.total, limit) and is_exploding(look.used_norm, limit)
 
 
 @check(
     "GS102",
     "exploding gradient",
     "critical",
-    recommendation=(
-        "Clip the gradient at once and lower the learning rate; then look for missing normalisation or too large "
-        "an initialisation."
-    ),
-    fix=CLIP
-    + """
+    incident=AsIncident(alarm=_about_to_be_used),
+    advice=Advice(
+        recommendation=(
+            "Clip the gradient at once and lower the learning rate; then look for missing normalisation or too large "
+            "an initialisation."
+        ),
+        fix=CLIP
+        + """
 # and a tenth of the learning rate
 for group in optimizer.param_groups:
     group["lr"] *= 0.1
 """,
+    ),
 )
 def exploding(window: Window, *, limit: float = 1000.0, patience: int = 3) -> Iterator[Fact]:
     """The gradient that the optimizer uses is exploding.
@@ -28,6 +37,6 @@ def exploding(window: Window, *, limit: float = 1000.0, patience: int = 3) -> It
     Why: a few such steps carry the weights to where the loss overflows. What clipping has tamed
     does not count.
     """
-    finite = window.now.counts is None
-    if window.effective > limit and finite and not window.now.step.skipped:
+    reached_the_optimizer = window.finite and not window.step.skipped
+    if reached_the_optimizer and is_exploding(window.effective, limit):
         yield Fact(f"norm {window.effective:.4g}, limit {limit:g}", window.largest())

@@ -2,20 +2,28 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.registry import Fact, check
-from gradsight.health.window import Flags, Window
+from gradsight.health.bad_steps import EarlyLook, nan_rows
+from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
+from gradsight.health.window import Window
+from gradsight.values.measured import Flags
+
+
+def _in_sight(look: EarlyLook) -> bool:
+    return bool(nan_rows(look.norms).any())
 
 
 @check(
     "GS103",
     "NaN gradient",
     "critical",
-    gate=lambda window: window.now.counts is not None,
-    recommendation=(
-        "Look at the loss and the batch of this step first (log of 0, division by 0, a NaN in the data or the "
-        "labels), then lower the learning rate."
-    ),
-    fix="""
+    asked=Asked(gate=lambda window: not window.finite),
+    incident=AsIncident(alarm=_in_sight),
+    advice=Advice(
+        recommendation=(
+            "Look at the loss and the batch of this step first (log of 0, division by 0, a NaN in the data or the "
+            "labels), then lower the learning rate."
+        ),
+        fix="""
 # a loss that cannot make a NaN
 loss = F.cross_entropy(logits, targets, label_smoothing=0.1)
 
@@ -25,6 +33,7 @@ def safe_log(x, eps=1e-8):
 # a batch that cannot bring one
 assert torch.isfinite(inputs).all() and torch.isfinite(targets).all()
 """,
+    ),
 )
 def nan(window: Window) -> Iterator[Fact]:
     """A gradient is NaN.
@@ -33,24 +42,24 @@ def nan(window: Window) -> Iterator[Fact]:
     runs from the last layer to the first: the fault sits where the first broken layer follows a
     clean one.
     """
-    if window.broken and window.now.counts is not None:
-        yield from broken_rows(window, window.now.counts[0] != 0, "NaN")
+    if window.broken and window.norms is not None:
+        yield from broken_rows(window, nan_rows(window.norms), "NaN")
 
 
 def broken_rows(window: Window, broken: Flags, what: str) -> Iterator[Fact]:
     """The parameters with such entries, and where backward first met them."""
-    rows = window.now.rows if window.now.rows is not None else list(range(len(window.l2)))
+    rows = window.now.rows
+    if rows is None:
+        rows = tuple(range(len(window.l2)))
     bad = [row for row, count in zip(rows, broken.tolist(), strict=True) if count]
     if not bad:
         return
     names = window.named(bad)
     clean = [row for row in rows if row > bad[-1]]
-    where = (
-        f"backward is clean down to {window.subject.names[clean[0]]}"
-        if clean
-        else "from the last layer on"
-    )
+    where = "from the last layer on"
+    if clean:
+        where = f"backward is clean down to {window.subject.names[clean[0]]}"
     yield Fact(
-        f"{what} in {len(bad)} of {len(rows)} parameters at step {window.now.step.step}, {where}",
+        f"{what} in {len(bad)} of {len(rows)} parameters at step {window.step.step}, {where}",
         names[::-1],
     )

@@ -2,21 +2,28 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.bad_steps import EarlyLook, infinite_rows
 from gradsight.health.checks.gs103_nan import broken_rows
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import Window
+
+
+def _in_sight(look: EarlyLook) -> bool:
+    return bool(infinite_rows(look.norms).any())
 
 
 @check(
     "GS104",
     "infinite gradient",
     "critical",
-    gate=lambda window: window.now.counts is not None,
-    recommendation=(
-        "Something overflowed: clip, lower the learning rate, keep exponentials and half precision in range; with "
-        "float16 use a GradScaler."
-    ),
-    fix="""
+    asked=Asked(gate=lambda window: not window.finite),
+    incident=AsIncident(alarm=_in_sight),
+    advice=Advice(
+        recommendation=(
+            "Something overflowed: clip, lower the learning rate, keep exponentials and half precision in range; with "
+            "float16 use a GradScaler."
+        ),
+        fix="""
 # exponentials in range
 loss = F.cross_entropy(logits, targets)          # not log(softmax(...)) or exp(...) by hand
 x = x.clamp(-50, 50).exp()
@@ -27,6 +34,7 @@ scaler.scale(loss).backward()
 scaler.step(optimizer)
 scaler.update()
 """,
+    ),
 )
 def inf(window: Window) -> Iterator[Fact]:
     """A gradient is infinite.
@@ -34,5 +42,5 @@ def inf(window: Window) -> Iterator[Fact]:
     Why: clipping turns one infinity into zeros everywhere, or into NaN; either way the step is lost
     or the weights are.
     """
-    if window.broken and window.now.counts is not None:
-        yield from broken_rows(window, window.now.counts[1] > 0, "Inf")
+    if window.broken and window.norms is not None:
+        yield from broken_rows(window, infinite_rows(window.norms), "Inf")

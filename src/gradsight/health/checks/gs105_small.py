@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from gradsight.health.fixes import KEEP_THE_SIZE, LIST_FROZEN
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Fact, check
 from gradsight.health.window import Window
 
 
@@ -11,11 +11,13 @@ from gradsight.health.window import Window
     "GS105",
     "small gradient",
     "warning",
-    recommendation=(
-        "Check the architecture (saturating activations, missing skip connections or normalisation) and the "
-        "initialisation; look for frozen parameters."
+    advice=Advice(
+        recommendation=(
+            "Check the architecture (saturating activations, missing skip connections or normalisation) and the "
+            "initialisation; look for frozen parameters."
+        ),
+        fix=LIST_FROZEN + KEEP_THE_SIZE,
     ),
-    fix=LIST_FROZEN + KEEP_THE_SIZE,
 )
 def small(window: Window, *, limit: float = 0.001, patience: int = 10) -> Iterator[Fact]:
     """The gradient is small from the start: it may be vanishing.
@@ -24,9 +26,9 @@ def small(window: Window, *, limit: float = 0.001, patience: int = 10) -> Iterat
     the trend checks.
     """
     if (
-        0 < window.now.total < limit
-        and window.now.counts is None
+        0 < window.total < limit
+        and window.finite
         and window.steps_seen <= 2 * patience
         and not window.at_rest
     ):
-        yield Fact(f"norm {window.now.total:.3g}, limit {limit:g}")
+        yield Fact(f"norm {window.total:.3g}, limit {limit:g}")

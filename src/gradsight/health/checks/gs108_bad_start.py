@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -12,13 +12,13 @@ from gradsight.health.window import Window
     "GS108",
     "starts worse than guessing",
     "warning",
-    when="look",
-    needs=("guess",),
-    recommendation=(
-        "A new model should begin near the loss of a guess: initialise the last layer (or all layers) smaller, "
-        "normalise the inputs, and check that labels and classes match."
-    ),
-    fix="""
+    asked=Asked(when="look", needs=("guess",)),
+    advice=Advice(
+        recommendation=(
+            "A new model should begin near the loss of a guess: initialise the last layer (or all layers) smaller, "
+            "normalise the inputs, and check that labels and classes match."
+        ),
+        fix="""
 # logits near zero at the start
 nn.init.zeros_(model.head.bias)
 nn.init.normal_(model.head.weight, std=0.02)
@@ -26,6 +26,7 @@ nn.init.normal_(model.head.weight, std=0.02)
 # inputs with mean 0 and deviation 1
 inputs = (inputs - inputs.mean(dim=0)) / (inputs.std(dim=0) + 1e-6)
 """,
+    ),
 )
 def start(window: Window, *, first: float = 3.0, soon: float = 2.0) -> Iterator[Fact]:
     """The first losses are far above what equal probabilities would give.
@@ -34,7 +35,7 @@ def start(window: Window, *, first: float = 3.0, soon: float = 2.0) -> Iterator[
     tear that down: weights or inputs are too large, or the labels are not what the model was
     trained for. Judged where the loss is a cross-entropy.
     """
-    if len(window.starts) < 3 or window.looks_taken > 5:
+    if len(window.starts) < 3 or window.details_taken > 5:
         return
     ratios = [loss / guess for loss, guess in window.starts]
     if ratios[0] > first and np.median(ratios) > soon:

@@ -4,24 +4,46 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.bad_steps import EarlyLook, Jump, spiking
+from gradsight.health.baseline import logarithms
 from gradsight.health.fixes import CLIP
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, AsIncident, Fact, check
 from gradsight.health.window import Window
+
+_NO_PARAMETERS = np.zeros(0)
+
+
+def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
+    """The same for the total alone: it is all that is known on every rank before the update."""
+    total = look.norms.total
+    jumped = Jump(
+        l2=_NO_PARAMETERS,
+        total=total,
+        previous_l2=_NO_PARAMETERS,
+        previous_total=look.previous_total,
+        logarithms=logarithms(_NO_PARAMETERS, total),
+        steps_seen=look.steps_seen,
+    )
+    high = spiking(jumped, look.baseline, limits)
+    return high is not None and bool(high[-1])
 
 
 @check(
     "GS201",
     "gradient spike",
     "warning",
-    recommendation=(
-        "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: one such step can undo many."
-    ),
-    fix=CLIP
-    + """
+    incident=AsIncident(kept="always", alarm=_about_to_be_used),
+    advice=Advice(
+        recommendation=(
+            "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: one such step can undo many."
+        ),
+        fix=CLIP
+        + """
 # find the batches
 if norm > 10 * usual_norm:
     torch.save(batch, f"suspicious-{step}.pt")
 """,
+    ),
 )
 def spike(
     window: Window,
@@ -41,27 +63,24 @@ def spike(
     parameter of its own counts only where it alone exceeds what the whole gradient usually is: a
     layer that wakes up is no accident. Nor is a jump of what is next to nothing.
     """
-    now = window.now
-    if now.counts is not None or now.total <= least or now.step.skipped or window.steps_seen < 12:
+    if not window.finite or window.step.skipped:
         return
-    bound, usual = (
-        window.baseline.bound(factor, sigmas, len(window.logarithms)),
-        window.baseline.median,
+    jumped = Jump(
+        l2=window.l2,
+        total=window.total,
+        previous_l2=window.previous,
+        previous_total=window.previous_total,
+        logarithms=window.logarithms,
+        steps_seen=window.steps_seen,
     )
-    if bound is None or usual is None or not (high := window.logarithms > bound).any():
+    limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "share": share, "least": least}
+    high = spiking(jumped, window.baseline, limits)
+    if high is None or window.baseline.median is None or not high.any():
         return
-    above = window.logarithms - usual
-    current, before = (
-        np.append(window.l2, now.total),
-        np.append(window.previous, window.previous_total),
+    rows = np.flatnonzero(high[:-1])
+    above = window.logarithms - window.baseline.median
+    worst = float(np.exp(min(50.0, above[np.append(rows, len(above) - 1)].max())))
+    yield Fact(
+        f"step {window.step.step}: norm {window.total:.4g}, up to {worst:.3g} times the usual",
+        window.named(rows),
     )
-    with np.errstate(invalid="ignore"):
-        high &= ~(current < jump * before)
-    matters = current > share * np.exp(usual[-1])
-    rows = np.flatnonzero((high & matters)[:-1])
-    if len(rows) or (high & matters)[-1]:
-        worst = float(np.exp(min(50.0, above[np.append(rows, len(above) - 1)].max())))
-        yield Fact(
-            f"step {now.step.step}: norm {now.total:.4g}, up to {worst:.3g} times the usual",
-            window.named(rows),
-        )

@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from gradsight.health.fixes import CLIP
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -14,12 +14,14 @@ from gradsight.health.window import Window
     "GS202",
     "rising gradient",
     "warning",
-    when="stretch",
-    recommendation=(
-        "The gradient builds up to an explosion: clip before it comes, lower the learning rate, look for a loss "
-        "that rises with it."
+    asked=Asked(when="stretch"),
+    advice=Advice(
+        recommendation=(
+            "The gradient builds up to an explosion: clip before it comes, lower the learning rate, look for a loss "
+            "that rises with it."
+        ),
+        fix=CLIP,
     ),
-    fix=CLIP,
 )
 def rise(
     window: Window, *, factor: float = 10.0, least: float = 10.0, stretch: int = 40

@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -13,18 +13,19 @@ from gradsight.health.window import Window
     "GS203",
     "decaying gradient",
     "warning",
-    when="stretch",
-    needs=("norms", "loss"),
-    recommendation=(
-        "Training stalls although the loss is not solved: check the learning rate, saturating activations, and dead units."
-    ),
-    fix="""
+    asked=Asked(when="stretch", needs=("norms", "loss")),
+    advice=Advice(
+        recommendation=(
+            "Training stalls although the loss is not solved: check the learning rate, saturating activations, and dead units."
+        ),
+        fix="""
 # is the learning rate still alive?
 print([group["lr"] for group in optimizer.param_groups])
 
 # units that do not saturate or die
 nn.GELU()             # instead of nn.Sigmoid(), nn.Tanh() or nn.ReLU()
 """,
+    ),
 )
 def decay(
     window: Window, *, factor: float = 1000.0, limit: float = 0.001, patience: int = 2
@@ -35,7 +36,7 @@ def decay(
     With one batch for ever, a gradient of nothing is a minimum; with a new one every time its noise
     would keep the gradient up, were it not cut off.
     """
-    if window.now.fixed:
+    if window.now.signals.one_batch:
         return
     if (
         len(window.totals) < 20

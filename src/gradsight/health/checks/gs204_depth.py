@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradsight.health.fixes import KEEP_THE_SIZE, LIST_FROZEN
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -13,17 +13,19 @@ from gradsight.health.window import Window
     "GS204",
     "gradient changes with depth",
     "warning",
-    when="stretch",
-    recommendation=(
-        "The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead of sigmoid and tanh, add "
-        "skip connections or normalisation, initialise for the activation."
-    ),
-    fix=LIST_FROZEN
-    + KEEP_THE_SIZE
-    + """
+    asked=Asked(when="stretch"),
+    advice=Advice(
+        recommendation=(
+            "The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead of sigmoid and tanh, add "
+            "skip connections or normalisation, initialise for the activation."
+        ),
+        fix=LIST_FROZEN
+        + KEEP_THE_SIZE
+        + """
 # a block that keeps its signal
 x = x + self.layer(self.norm(x))
 """,
+    ),
 )
 def depth(
     window: Window, *, ratio: float = 1000.0, blocks: int = 4, patience: int = 2
@@ -34,7 +36,7 @@ def depth(
     Compared are the medians of the first and the last quarter of the blocks, over their matrices:
     biases and lookup tables have sizes of their own.
     """
-    if window.now.counts is not None or len(window.blocks) < blocks:
+    if not window.finite or len(window.blocks) < blocks:
         return
     found = window.block_norms().tolist()
     if max(found) < ratio * min(found):

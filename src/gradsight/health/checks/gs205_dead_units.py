@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradsight.health.fixes import LIVING_UNITS
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -13,14 +13,14 @@ from gradsight.health.window import Window
     "GS205",
     "dead units",
     "warning",
-    when="look",
-    needs=("closer",),
-    recommendation=(
-        "Units that never get a gradient do not come back by themselves: use LeakyReLU or GELU, lower the learning"
-        " rate, initialise biases at zero."
-    ),
-    fix=LIVING_UNITS
-    + """
+    asked=Asked(when="look", needs=("details",)),
+    advice=Advice(
+        recommendation=(
+            "Units that never get a gradient do not come back by themselves: use LeakyReLU or GELU, lower the learning"
+            " rate, initialise biases at zero."
+        ),
+        fix=LIVING_UNITS
+        + """
 def init_weights(module):
     if isinstance(module, nn.Linear):
         nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
@@ -28,6 +28,7 @@ def init_weights(module):
 
 model.apply(init_weights)
 """,
+    ),
 )
 def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterator[Fact]:
     """Most units of a layer get no gradient at any look.
@@ -36,15 +37,13 @@ def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterato
     capacity lost. A few dead units are ordinary, and so are lookup tables whose rows are not in the
     batch.
     """
-    if window.looks_taken < looks or window.now.total == 0:
+    if window.details_taken < looks or window.total == 0:
         return
+    dead = window.details[-1]["dead_share"]
     with np.errstate(invalid="ignore"):
-        rows = np.flatnonzero(window.closers[-1].dead_share > share)
+        rows = np.flatnonzero(dead > share)
     if len(rows):
-        shares = ", ".join(
-            f"{window.subject.names[row]} {window.closers[-1].dead_share[row]:.0%}"
-            for row in rows[:3]
-        )
+        shares = ", ".join(f"{window.subject.names[row]} {dead[row]:.0%}" for row in rows[:3])
         yield Fact(
             f"units without a gradient in the last {looks} looks: {shares}", window.named(rows)
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -12,13 +12,13 @@ from gradsight.health.window import Window
     "GS301",
     "never gets a gradient",
     "warning",
-    when="stretch",
-    needs=("norms", "optimizer"),
-    recommendation=(
-        "The optimizer has these parameters, but the loss never reaches them: look for detach(), no_grad(), .data,"
-        " a branch that is not used, or take them out."
-    ),
-    fix="""
+    asked=Asked(when="stretch", needs=("norms", "optimizer")),
+    advice=Advice(
+        recommendation=(
+            "The optimizer has these parameters, but the loss never reaches them: look for detach(), no_grad(), .data,"
+            " a branch that is not used, or take them out."
+        ),
+        fix="""
 for name, parameter in model.named_parameters():
     if parameter.requires_grad and parameter.grad is None:
         print(f"Cut off from the loss: {name}")
@@ -26,6 +26,7 @@ for name, parameter in model.named_parameters():
 # what is not meant to learn
 model.branch.requires_grad_(False)
 """,
+    ),
 )
 def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Iterator[Fact]:
     """Parameters that the optimizer holds never get a gradient.

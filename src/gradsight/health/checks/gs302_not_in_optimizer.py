@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -12,19 +12,25 @@ from gradsight.health.window import Window
     "GS302",
     "missing from the optimizer",
     "warning",
-    when="look",
-    needs=("norms", "optimizer"),
-    gate=lambda window: window.subject.memberships is not None and 0 in window.subject.memberships,
-    recommendation=(
-        "These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also "
-        "saves their part of backward."
+    asked=Asked(
+        when="look",
+        needs=("norms", "optimizer"),
+        gate=lambda window: (
+            window.subject.memberships is not None and 0 in window.subject.memberships
+        ),
     ),
-    fix="""
+    advice=Advice(
+        recommendation=(
+            "These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also "
+            "saves their part of backward."
+        ),
+        fix="""
 optimizer = torch.optim.AdamW(model.parameters(), lr=...)    # all of them, after the model is complete
 
 # or, if they are not meant to learn
 model.backbone.requires_grad_(False)
 """,
+    ),
 )
 def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     """Parameters get a gradient, but no optimizer holds them.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -10,16 +10,17 @@ from gradsight.health.window import Window
     "GS303",
     "twice in the optimizer",
     "warning",
-    when="look",
-    needs=("optimizer",),
-    recommendation=(
-        "These parameters are updated more than once per step, with a learning rate that is in effect higher: give"
-        " each to one optimizer, once."
-    ),
-    fix="""
+    asked=Asked(when="look", needs=("optimizer",)),
+    advice=Advice(
+        recommendation=(
+            "These parameters are updated more than once per step, with a learning rate that is in effect higher: give"
+            " each to one optimizer, once."
+        ),
+        fix="""
 parameters = list({id(p): p for group in (encoder, head) for p in group.parameters()}.values())
 optimizer = torch.optim.AdamW(parameters, lr=...)
 """,
+    ),
 )
 def twice(window: Window) -> Iterator[Fact]:
     """Parameters are held by optimizers more than once.

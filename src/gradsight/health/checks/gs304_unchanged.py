@@ -4,21 +4,22 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
-from gradsight.health.window import Closer, Flags, Window
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+from gradsight.values.measured import Details, Flags
 
 
 @check(
     "GS304",
     "does not change",
     "warning",
-    when="look",
-    needs=("closer", "optimizer"),
-    recommendation=(
-        "They have a gradient and an optimizer, but their values stay the same: check the learning rate of their group, a "
-        "copy that the optimizer holds instead, code that puts old weights back, or bf16 weights that round updates away."
-    ),
-    fix="""
+    asked=Asked(when="look", needs=("details", "optimizer")),
+    advice=Advice(
+        recommendation=(
+            "They have a gradient and an optimizer, but their values stay the same: check the learning rate of their group, a "
+            "copy that the optimizer holds instead, code that puts old weights back, or bf16 weights that round updates away."
+        ),
+        fix="""
 for number, group in enumerate(optimizer.param_groups):
     print(number, group["lr"], sum(p.numel() for p in group["params"]))
 
@@ -26,6 +27,7 @@ for number, group in enumerate(optimizer.param_groups):
 with torch.autocast(device, dtype=torch.bfloat16):
     loss = model(x)
 """,
+    ),
 )
 def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fact]:
     """Parameters do not change although they get a gradient.
@@ -36,20 +38,20 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
     those of every fine-tuning recipe.
     """
     if (
-        len(window.closers) < looks
-        or window.looks_taken < looks + 1
-        or window.now.step.skipped
+        len(window.details) < looks
+        or window.details_taken < looks + 1
+        or window.step.skipped
         or window.converging
         or window.at_rest
     ):
         return
-    recent = list(window.closers)[-looks:]
-    nothing_moves = window.now.step.lr == 0 and not any(
-        (look.update_ratio > 0).any() for look in recent
+    recent = list(window.details)[-looks:]
+    nothing_moves = window.step.lr == 0 and not any(
+        (look["update_ratio"] > 0).any() for look in recent
     )
     if nothing_moves and (window.ever_updated or window.steps_seen < steps):
         return  # a learning rate of zero for everything: a warm-up's first steps, or the end of a decay
-    still = np.all([look.update_ratio == 0 for look in recent], axis=0) | _put_back(recent)
+    still = np.all([look["update_ratio"] == 0 for look in recent], axis=0) | _put_back(recent)
     still &= window.l2 > 0
     held = np.array(window.subject.memberships or [0] * len(still)) > 0
     rows = np.flatnonzero(still & held)
@@ -58,9 +60,9 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
         yield Fact(text, window.named(rows), first_step=recent[0].step)
 
 
-def _put_back(looks: Sequence[Closer]) -> Flags:
+def _put_back(looks: Sequence[Details]) -> Flags:
     """Whether a step changed a weight every time, and yet it was the same before each of them."""
-    weights = np.array([look.weight for look in looks])
-    moved = np.all([look.update_ratio > 0 for look in looks], axis=0)
+    weights = np.array([look["weight_square"] for look in looks])
+    moved = np.all([look["update_ratio"] > 0 for look in looks], axis=0)
     same: Flags = moved & (weights == weights[0]).all(axis=0)
     return same

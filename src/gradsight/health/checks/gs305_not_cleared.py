@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -10,14 +10,15 @@ from gradsight.health.window import Window
     "GS305",
     "gradients are not cleared",
     "critical",
-    needs=("clearing",),
-    gate=lambda window: window.uncleared > 0,
-    recommendation="Every step uses the sum of all gradients so far: clear them once per step.",
-    fix="""
+    asked=Asked(needs=("clearing",), gate=lambda window: window.uncleared > 0),
+    advice=Advice(
+        recommendation="Every step uses the sum of all gradients so far: clear them once per step.",
+        fix="""
 optimizer.zero_grad()    # before loss.backward(), or after optimizer.step()
 loss.backward()
 optimizer.step()
 """,
+    ),
 )
 def uncleared(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     """The optimizer steps on gradients that were not cleared since its last step.
@@ -27,4 +28,4 @@ def uncleared(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     """
     if window.uncleared >= steps:
         text = f"{window.uncleared} steps in a row used gradients that still hold those of the step before"
-        yield Fact(text, first_step=window.now.step.step - window.uncleared + 1)
+        yield Fact(text, first_step=window.step.step - window.uncleared + 1)

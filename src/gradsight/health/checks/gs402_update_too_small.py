@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -12,15 +12,16 @@ from gradsight.health.window import Window
     "GS402",
     "updates too small",
     "warning",
-    when="look",
-    needs=("closer",),
-    recommendation=(
-        "Steps change the weights by less than rounding does: raise the learning rate, or look for a gradient that"
-        " is divided away."
-    ),
-    fix="""
+    asked=Asked(when="look", needs=("details",)),
+    advice=Advice(
+        recommendation=(
+            "Steps change the weights by less than rounding does: raise the learning rate, or look for a gradient that"
+            " is divided away."
+        ),
+        fix="""
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 """,
+    ),
 )
 def slow(window: Window, *, ratio: float = 1e-7, patience: int = 4) -> Iterator[Fact]:
     """Steps hardly change any weight.
@@ -28,12 +29,7 @@ def slow(window: Window, *, ratio: float = 1e-7, patience: int = 4) -> Iterator[
     Why: training runs and nothing is learned. A step of a warm-up or at the end of a decay may be
     small; several looks in a row, no.
     """
-    ratios = window.closers[-1].update_ratio[window.subject.matrices]
+    ratios = window.details[-1]["update_ratio"][window.subject.matrices]
     known = ratios[~np.isnan(ratios)]
-    if (
-        len(known)
-        and window.now.step.lr != 0
-        and not window.now.step.skipped
-        and 0 < known.max() < ratio
-    ):
+    if len(known) and window.step.lr != 0 and not window.step.skipped and 0 < known.max() < ratio:
         yield Fact(f"the largest update of a matrix is {known.max():.1e} of its size")

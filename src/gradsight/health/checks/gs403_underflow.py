@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -12,13 +12,13 @@ from gradsight.health.window import Window
     "GS403",
     "underflow in float16",
     "warning",
-    when="look",
-    needs=("closer",),
-    recommendation=(
-        "Small gradients are rounded to zero in float16: scale the loss with a GradScaler, or use bfloat16, which "
-        "has the range of float32."
-    ),
-    fix="""
+    asked=Asked(when="look", needs=("details",)),
+    advice=Advice(
+        recommendation=(
+            "Small gradients are rounded to zero in float16: scale the loss with a GradScaler, or use bfloat16, which "
+            "has the range of float32."
+        ),
+        fix="""
 scaler = torch.amp.GradScaler()
 scaler.scale(loss).backward()
 scaler.step(optimizer)
@@ -28,6 +28,7 @@ scaler.update()
 with torch.autocast(device, dtype=torch.bfloat16):
     loss = model(x)
 """,
+    ),
 )
 def underflow(window: Window, *, share: float = 0.5, patience: int = 3) -> Iterator[Fact]:
     """Much of the gradient is lost below float16's range.
@@ -35,16 +36,17 @@ def underflow(window: Window, *, share: float = 0.5, patience: int = 3) -> Itera
     Why: what is rounded to zero is not learned. Judged only where values really are float16:
     parameters, or the forward pass.
     """
-    look, subject = window.closers[-1], window.subject
-    if not any(subject.half) and not window.now.half:
+    look, subject = window.details[-1], window.subject
+    if not any(subject.half) and not window.now.signals.half:
         return
-    unscaled = window.now.step.scale is None
+    unscaled = window.step.scale is None
     matrices = np.array(
-        [row for row in subject.matrices if subject.half[row] or window.now.half], dtype=np.intp
+        [row for row in subject.matrices if subject.half[row] or window.now.signals.half],
+        dtype=np.intp,
     )
     if not len(matrices) or not unscaled:
         return
-    lost = look.zero_share[matrices] + look.tiny_share[matrices]
+    lost = look["zero_share"][matrices] + look["tiny_share"][matrices]
     rows = matrices[np.nan_to_num(lost) > share]
     if len(rows) > 0.5 * len(matrices):
         text = f"{float(np.nanmedian(lost)):.0%} of the entries are zero or below 2**-14"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -10,17 +10,19 @@ from gradsight.health.window import Window
     "GS404",
     "loss scale collapses",
     "critical",
-    needs=("scale",),
-    recommendation=(
-        "Every step overflows, so the GradScaler halves its scale and leaves the step out: find what is infinite "
-        "(see the layers), use bfloat16, or lower the learning rate."
-    ),
-    fix="""
+    asked=Asked(needs=("scale",)),
+    advice=Advice(
+        recommendation=(
+            "Every step overflows, so the GradScaler halves its scale and leaves the step out: find what is infinite "
+            "(see the layers), use bfloat16, or lower the learning rate."
+        ),
+        fix="""
 with torch.autocast(device, dtype=torch.bfloat16):    # no scaler needed
     loss = model(x)
 loss.backward()
 optimizer.step()
 """,
+    ),
 )
 def scale(
     window: Window, *, least: float = 1.0, share: float = 0.5, steps: int = 20

@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -13,15 +13,16 @@ from gradsight.health.window import Window
     "GS405",
     "clipped at every step",
     "warning",
-    when="stretch",
-    needs=("norms", "clipping"),
-    recommendation=(
-        "The limit lies far below the usual norm, so it sets the length of every step: raise max_norm to the usual"
-        " norm, and lower the learning rate if that is unstable."
-    ),
-    fix="""
+    asked=Asked(when="stretch", needs=("norms", "clipping")),
+    advice=Advice(
+        recommendation=(
+            "The limit lies far below the usual norm, so it sets the length of every step: raise max_norm to the usual"
+            " norm, and lower the learning rate if that is unstable."
+        ),
+        fix="""
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.5 * usual_norm)
 """,
+    ),
 )
 def clipped(
     window: Window, *, share: float = 0.95, coefficient: float = 0.05, steps: int = 100

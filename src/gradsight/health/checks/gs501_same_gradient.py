@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -10,17 +10,19 @@ from gradsight.health.window import Window
     "GS501",
     "the same gradient again",
     "warning",
-    gate=lambda window: window.repeats > 0,
-    recommendation=(
-        "Neither the batch nor the weights change: check that the loader advances, that backward() runs on the new"
-        " loss, and that the learning rate is not zero."
-    ),
-    fix="""
+    asked=Asked(gate=lambda window: window.repeats > 0),
+    advice=Advice(
+        recommendation=(
+            "Neither the batch nor the weights change: check that the loader advances, that backward() runs on the new"
+            " loss, and that the learning rate is not zero."
+        ),
+        fix="""
 for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time
     optimizer.zero_grad()
     loss_fn(model(inputs), targets).backward()
     optimizer.step()
 """,
+    ),
 )
 def repeats(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     """The gradient is exactly that of the step before.
@@ -29,6 +31,4 @@ def repeats(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     that is as it should be.
     """
     if window.repeats >= steps and window.converging is not True and not window.at_rest:
-        yield Fact(
-            f"{window.repeats} steps in a row", first_step=window.now.step.step - window.repeats
-        )
+        yield Fact(f"{window.repeats} steps in a row", first_step=window.step.step - window.repeats)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.registry import Fact, check
+from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 
@@ -10,17 +10,18 @@ from gradsight.health.window import Window
     "GS502",
     "the same batch again",
     "warning",
-    needs=("batches",),
-    gate=lambda window: bool(window.now.alike),
-    recommendation=(
-        "Every step is given the same batch, made anew: check that the loader advances (next(iter(loader)) starts "
-        "over) and that its random state is not reset. If this is full-batch training on purpose, silence it with "
-        "health={'GS502': False}."
-    ),
-    fix="""
+    asked=Asked(needs=("batches",), gate=lambda window: bool(window.now.signals.alike_batches)),
+    advice=Advice(
+        recommendation=(
+            "Every step is given the same batch, made anew: check that the loader advances (next(iter(loader)) starts "
+            "over) and that its random state is not reset. If this is full-batch training on purpose, silence it with "
+            "health={'GS502': False}."
+        ),
+        fix="""
 for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time
     ...
 """,
+    ),
 )
 def stuck(window: Window, *, batches: int = 8) -> Iterator[Fact]:
     """The model is given the same batch again and again.
@@ -28,6 +29,6 @@ def stuck(window: Window, *, batches: int = 8) -> Iterator[Fact]:
     Why: the loss falls nicely and nothing general is learned. A script that holds one batch and
     passes it itself does so on purpose and is left alone: only equal batches in new tensors count.
     """
-    alike = window.now.alike
+    alike = window.now.signals.alike_batches
     if alike is not None and alike >= batches:
         yield Fact(f"{alike} batches in a row are the same", first_step=window.first_step)

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.registry import Fact, check
-from gradsight.health.window import NOTHING, Floats, RankLook, Window
+from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
+from gradsight.health.window import NOTHING, Window
+from gradsight.values.measured import Floats, RankComparison
 
 _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
 
@@ -14,13 +15,15 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
     "GS503",
     "a rank stands apart",
     "warning",
-    when="ranks",
-    needs=("ranks",),
-    recommendation=(
-        "One rank brings gradients unlike the others', and the mean carries them into every replica: look at that "
-        "rank's data (shard, augmentation, labels), its loss, and its hardware."
-    ),
-    fix="""
+    asked=Asked(when="ranks", needs=("ranks",)),
+    # A NaN of one rank is in the mean too: that one is the incident.
+    incident=AsIncident(kept="never"),
+    advice=Advice(
+        recommendation=(
+            "One rank brings gradients unlike the others', and the mean carries them into every replica: look at that "
+            "rank's data (shard, augmentation, labels), its loss, and its hardware."
+        ),
+        fix="""
 # what does every rank train on?
 print(torch.distributed.get_rank(), inputs.std().item(), loss.item())
 
@@ -28,6 +31,7 @@ print(torch.distributed.get_rank(), inputs.std().item(), loss.item())
 sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True)
 loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
 """,
+    ),
 )
 def rank_apart(
     window: Window,
@@ -61,7 +65,7 @@ def rank_apart(
         yield from _in_single_parameters(window, np.log(jump), full_looks)
 
 
-def _not_finite(window: Window, look: RankLook) -> Iterator[Fact]:
+def _not_finite(window: Window, look: RankComparison) -> Iterator[Fact]:
     broken = ~np.isfinite(look.norms)
     ranks = np.flatnonzero(broken.any(axis=1))
     if len(ranks) < len(broken):  # else the fault is not of a rank
@@ -94,7 +98,7 @@ def _all_the_time(window: Window, apart: Floats, limit: float) -> Iterator[Fact]
         yield Fact(text, first_step=window.rank_steps[-len(apart)])
 
 
-def _suddenly(look: RankLook, logs: Floats, limit: float, sigmas: float) -> Iterator[Fact]:
+def _suddenly(look: RankComparison, logs: Floats, limit: float, sigmas: float) -> Iterator[Fact]:
     """Far above its own past, in comparison with the other ranks and by itself."""
     apart = _apart(logs)
     before, own = apart[:-1], logs[-1] - np.median(logs[:-1], axis=0)

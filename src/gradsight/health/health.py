@@ -1,0 +1,111 @@
+"""The judge of a watched run, with the ranks that it compares and the alarm that goes before it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from gradsight.core.group import ProcessGroup
+from gradsight.core.optimizers import innermost_optimizer, optimizer_list
+from gradsight.core.parameters import Named
+from gradsight.core.problems import Problems
+from gradsight.core.shards import is_sharded
+from gradsight.health.alarm import Alarm
+from gradsight.health.judge import Judge
+from gradsight.health.one_look import verdict_of
+from gradsight.health.ranks import RankComparer
+from gradsight.health.registry import CheckSettings
+from gradsight.health.subject import memberships_of, subject_of
+from gradsight.values.findings import Finding, IncidentRule
+from gradsight.values.health_report import Abstention, HealthReport
+from gradsight.values.measured import MeasuredStep, RankComparison
+from gradsight.values.steps import CloserLooks
+
+_MEMBERSHIPS = 50
+"""Steps from one look at the optimizers' parameters to the next: groups may be added."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthOptions:
+    """What is judged, and from which step on."""
+
+    checks: Sequence[CheckSettings]
+    closer_looks: CloserLooks
+
+
+class Health:
+    """Judges every step of a watched run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Named],
+        optimizers: Any,
+        options: HealthOptions,
+        group: ProcessGroup | None,
+        problems: Problems,
+    ) -> None:
+        self._parameters = parameters
+        self._options = options
+        self._optimizers = [innermost_optimizer(each) for each in optimizer_list(optimizers)]
+        self._optimizers_elsewhere: list[Any] = []
+        subject = subject_of(model, parameters, self._optimizers)
+        self._judge = Judge(subject, options.checks)
+        whole = [row for row in subject.matrices if not is_sharded(parameters[row].tensor)]
+        self.unit_rows = tuple(row for row in whole if subject.trainable[row])
+        """Weights whose dead units are to be counted."""
+        self.alarm = Alarm(options.checks, whole_norms=len(self._optimizers) < 2)
+        self._late: list[RankComparison] = []
+        self._ranks: RankComparer | None = None
+        if group is not None:
+            tensors = [named.tensor for named in parameters]
+            self._ranks = RankComparer(model, tensors, group, options.closer_looks, problems)
+
+    def incident_rules(self) -> dict[str, IncidentRule]:
+        """By code: which findings are incidents, and whether they can be known early."""
+        rules = {}
+        for each in self._options.checks:
+            incident = each.check.incident
+            rules[each.check.code] = IncidentRule(incident.kept, incident.alarm is not None)
+        return rules
+
+    def also_optimized_by(self, optimizer: Any) -> None:
+        """An optimizer that holds some of these parameters, but is watched elsewhere."""
+        self._optimizers_elsewhere += optimizer_list(optimizer)
+
+    def compare_ranks(self, step: int) -> list[RankComparison]:
+        """The step is made: what has come from all ranks meanwhile, of steps before."""
+        return [] if self._ranks is None else self._ranks.end_step(step)
+
+    def judge(self, measured: MeasuredStep) -> list[Finding]:
+        """The findings that are new or have changed with this step."""
+        window = self._judge.window
+        if self._optimizers and window.steps_seen % _MEMBERSHIPS == 0:
+            optimizers = [*self._optimizers, *self._optimizers_elsewhere]
+            memberships = memberships_of(self._parameters, optimizers)
+            window.subject = replace(window.subject, memberships=memberships)
+        findings = self._judge.observe(measured)
+        for comparison in measured.rank_comparisons:
+            findings += self._judge.compare(comparison)
+        return findings
+
+    def report(self) -> HealthReport:
+        """The verdict so far."""
+        return verdict_of(self._judge, self._judge.window.steps_seen)
+
+    def stop(self, patience: float = 0.0) -> None:
+        """Take every hook away; wait so many seconds for what other ranks are still sending."""
+        if self._ranks is not None:
+            self._late += self._ranks.stop(patience)
+
+    def finish(self) -> list[Finding]:
+        """The run is over: the last word of every finding that has one."""
+        findings = []
+        for comparison in self._late:
+            findings += self._judge.compare(comparison)
+        return findings + self._judge.finish()
+
+    def abstentions(self) -> list[Abstention]:
+        """The checks that could not judge, and why."""
+        return self._judge.abstentions()

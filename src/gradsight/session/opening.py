@@ -1,0 +1,129 @@
+"""Opens the record and the sinks of a run: on rank 0; all ranks learn the first step."""
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradsight.core.group import ProcessGroup, rank, world_size
+from gradsight.core.parameters import Named
+from gradsight.core.problems import Problems
+from gradsight.errors import RunError, UsageError
+from gradsight.session.line import Output
+from gradsight.session.options import WatchOptions
+from gradsight.session.outputs import RecordOutput, SinkOutput
+from gradsight.store.run_files import write_config
+from gradsight.store.sinks import open_sinks
+from gradsight.store.sinks.queue import SinkQueue
+from gradsight.store.store import Store, open_store
+
+GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
+_FAILED = -1
+"""Stands for the first step where rank 0 could not open the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """Where a run's steps go, and the number of its first one. Only rank 0 has a store and sinks."""
+
+    first_step: int
+    problems: Problems
+    """The faults of the run, shared by all who have its record open."""
+    store: Store | None = None
+    sinks: SinkQueue | None = None
+
+    def outputs(self, names: Sequence[str], sink_detail: str | None) -> list[Output]:
+        """What finished steps are written to."""
+        outputs: list[Output] = []
+        if self.store is not None:
+            outputs.append(RecordOutput(self.store, names, self.first_step))
+        if self.sinks is not None:
+            outputs.append(SinkOutput(self.sinks, names, sink_detail))
+        return outputs
+
+
+def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> OpenedRun:
+    """Open store and sinks, on rank 0; tell the first step, on all ranks."""
+    if group is None:
+        return _open_here(options)
+    opened: OpenedRun | None = None
+    first_step = _FAILED
+    try:
+        if rank() == 0:
+            opened = _open_here(options)
+            first_step = opened.first_step
+    finally:
+        first_step = group.from_first(first_step)
+    if first_step == _FAILED:
+        raise RunError("rank 0 could not open the run; its own error says why")
+    return OpenedRun(first_step, Problems()) if opened is None else opened
+
+
+def _open_here(options: WatchOptions) -> OpenedRun:
+    first_step = options.start_step or 0
+    problems = Problems()
+    store: Store | None = None
+    try:
+        if options.run_dir is not None:
+            store = open_store(options.run_dir)
+            problems = store.problems
+            first_step = _claim(store, options)
+        sinks = open_sinks(options.sinks, store.path if store is not None else None)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    queue = SinkQueue(sinks, problems) if sinks else None
+    return OpenedRun(first_step, problems, store, queue)
+
+
+def _claim(store: Store, options: WatchOptions) -> int:
+    """Make the store this watch's own, from the step that is returned on."""
+    if store.recording:
+        raise UsageError(
+            f"this process is already recording steps into {options.run_dir}; "
+            "give each watch its own run_dir"
+        )
+    if options.start_step is None:
+        last = store.last_step()
+        first_step = 0 if last is None else last + 1
+    else:
+        first_step = options.start_step
+        store.forget_from(first_step)
+    store.recording = True
+    return first_step
+
+
+def write_run_config(
+    store: Store,
+    options: WatchOptions,
+    first_step: int,
+    parameters: Sequence[Named],
+    optimizers: Sequence[Any],
+) -> None:
+    """Write config.json: what ran, on what, with which settings."""
+    described = [parameter.describe() for parameter in parameters]
+    config = {
+        "settings": {"watch": options.for_the_record(first_step)},
+        "versions": {
+            "gradsight": metadata.version("gradsight"),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "started": time.time(),
+        "world_size": world_size(),
+        "gradient": GRADIENT,
+        "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+        "parameters": [_fields(parameter) for parameter in described],
+    }
+    write_config(store.path, config)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}

@@ -1,0 +1,186 @@
+"""What is measured while a step is under way: started on the device, read when it has arrived."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradsight.errors import UsageError
+from gradsight.measure.clipping import ClipReading
+from gradsight.measure.details import DetailTable
+from gradsight.measure.histogram import HistogramReading
+from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.norms import NormReading
+from gradsight.measure.rank_table import norms_in, rank_table
+from gradsight.measure.update import UpdateReading
+from gradsight.values.measured import Floats, Norms, RankComparison, StepSignals
+
+_CLIPPED_ALIKE = 1e-4
+"""Relative difference up to which two optimizers' gradients count as scaled by one number."""
+
+
+@dataclass(slots=True)
+class GradientReading:
+    """The gradients of some parameters at one moment."""
+
+    rows: list[int]
+    norms: NormReading
+    scale: HostCopy | None
+    """The factor of a GradScaler that was in them."""
+    known: Norms | None = None
+    """The norms, once they have arrived; a scaler's factor is still in them."""
+    histograms: HistogramReading | None = None
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self.norms.ready()
+
+    def read(self) -> Norms:
+        """The norms; on an accelerator without what only a recount could have told."""
+        if self.known is None:
+            self.known = self.norms.read()
+        return self.known
+
+    def factor(self) -> float:
+        """The scaler's factor."""
+        return 1.0 if self.scale is None else float(self.scale.read()[0])
+
+
+@dataclass(frozen=True, slots=True)
+class UsedGradients:
+    """What one optimizer stepped with."""
+
+    reading: GradientReading
+    rows: list[int]
+    scaled: bool
+    """Whether a scaler's factor was in the gradients when they were looked at."""
+    clip: ClipReading | None
+    update: UpdateReading | None = None
+    update_rows: Sequence[int] = ()
+
+    def norms(self) -> Norms:
+        """The norms of everything that was looked at, without a scaler's factor."""
+        norms = self.reading.read()
+        return norms.divided_by(self.reading.factor()) if self.scaled else norms
+
+    def places(self) -> list[int]:
+        """Where this optimizer's parameters are among those that were looked at."""
+        return [self.reading.rows.index(row) for row in self.rows]
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """A step under way, then on its way from the device."""
+
+    number: int
+    time: float = 0.0
+    gradient: str = ""
+    scalars: dict[str, float | HostCopy] = field(default_factory=dict)
+    used: list[UsedGradients] = field(default_factory=list)
+    clip: ClipReading | None = None
+    """Of the optimizer that is about to step; so are the next two."""
+    update: UpdateReading | None = None
+    update_rows: Sequence[int] = ()
+    lr: float | Tensor | None = None
+    group_lrs: Mapping[str, float] = field(default_factory=dict)
+    skipped: list[bool | Tensor] = field(default_factory=list)
+    signals: StepSignals = field(default_factory=StepSignals)
+    loss: HostCopy | None = None
+    rank_comparisons: tuple[RankComparison, ...] = ()
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(used.reading.ready() for used in self.used)
+
+
+def norms_of(step: StepInProgress, size: int) -> tuple[list[int], Norms]:
+    """This rank's norms, and the parameters they are of, in the model's order."""
+    if len(step.used) == 1 and len(step.used[0].rows) == len(step.used[0].reading.rows):
+        return step.used[0].reading.rows, step.used[0].norms()
+    table = np.zeros((size, 5))
+    for used in step.used:
+        seen = rank_table(used.norms(), used.reading.rows, size)
+        table[used.rows] = seen[used.rows]
+    return norms_in(table)
+
+
+def detail_sums(step: StepInProgress, size: int) -> Floats | None:
+    """This rank's sums of a closer look; None where the step has none."""
+    if all(used.reading.histograms is None for used in step.used):
+        return None
+    table = DetailTable(size)
+    for used in step.used:
+        if used.reading.histograms is not None:
+            counters = used.reading.histograms.read()
+            table.add_histograms(used.rows, counters[used.places()])
+            if used.update is not None:
+                table.add_updates(used.update_rows, used.update.read())
+    return table.sums
+
+
+def clip_coefficient(all_used: Sequence[UsedGradients]) -> float | None:
+    """The one number by which every optimizer's gradients were scaled down; None without one."""
+    coefficients = []
+    for used in all_used:
+        coefficient = None if used.clip is None else used.clip.read()
+        if coefficient is None:
+            return None
+        coefficients.append(coefficient)
+    if not coefficients:
+        return None
+    first = coefficients[0]
+    if any(abs(each - first) > _CLIPPED_ALIKE * first for each in coefficients):
+        return None
+    return first
+
+
+def learning_rates(optimizer: Optimizer) -> tuple[float | Tensor | None, dict[str, float]]:
+    """The first group's learning rate, and all of them by name where groups differ."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    plain = [float(rate) for rate in rates if isinstance(rate, (int, float))]
+    named: dict[str, float] = {}
+    if len(set(plain)) > 1:
+        named = {f"lr/{number}": rate for number, rate in enumerate(plain)}
+    first = rates[0] if rates else None
+    if isinstance(first, Tensor):
+        first = first.detach().clone()
+    return first, named
+
+
+def scale_of(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
+    """The scaler's factor at this moment, without waiting for it."""
+    if scaler is None:
+        return None
+    factor = getattr(scaler, "_scale", None)
+    if isinstance(factor, Tensor):
+        return HostCopy(factor.detach().clone().view(1))
+    return HostCopy(torch.tensor([scaler.get_scale()]))
+
+
+def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
+    """The numbers that a user logs: as they are, or as tensors on their way to the host."""
+    taken: dict[str, float | HostCopy] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            tensor = value.detach().reshape(-1)
+            if tensor.numel() != 1:
+                raise UsageError(
+                    f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}"
+                )
+            on_host = tensor.device.type == "cpu"
+            taken[name] = float(tensor) if on_host else HostCopy(tensor.clone())
+        elif isinstance(value, (int, float, np.number)):
+            taken[name] = float(value)
+        else:
+            raise UsageError(f"{name} must be a single number, got {type(value).__name__}")
+    return taken
+
+
+def arrived(value: float | HostCopy) -> float:
+    """A number that may be on its way; waits for it."""
+    if isinstance(value, HostCopy):
+        return float(value.read().reshape(-1)[0])
+    return value

@@ -1,0 +1,111 @@
+"""A finished step, as it goes from the builder to the judge, the recorder and the outputs. No torch.
+
+Arrays are never written to after a value has been made: whoever gets one only reads it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gradsight.values.histograms import Histogram
+from gradsight.values.steps import Step
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """L2 norm and largest magnitude of n gradients, as arrays of length n."""
+
+    l2: Floats
+    max_abs: Floats
+    counts: tuple[Floats, Floats] | None = None
+    """How many entries are NaN and how many infinite; None where all are finite.
+
+    -1 stands for a count that is not known.
+    """
+    total: float = 0.0
+    """The norm over all of them."""
+    wide: bool = False
+    """Whether some norm may not fit a float32."""
+
+    def divided_by(self, factor: float) -> "Norms":
+        """The norms of the same gradients without a scaler's factor."""
+        if factor == 1.0:
+            return self
+        return Norms(
+            self.l2 / factor, self.max_abs / factor, self.counts, self.total / factor, self.wide
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """A closer look, taken on some steps only."""
+
+    step: int
+    columns: Mapping[str, Floats]
+    """By name, one number for every parameter of the model; NaN where it is not known."""
+    recorded: bool = False
+    """Whether the record gets it; else it was taken for the judge alone."""
+    histograms: tuple[Histogram, ...] = ()
+    """Of every gradient and, last, of all together, where they are recorded."""
+    share_within_a_tenth: float | None = None
+    """The share of all gradient entries within +-0.1, where histograms are recorded."""
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+
+@dataclass(frozen=True, slots=True)
+class RankComparison:
+    """What every rank brought to the common gradient of one step, before reduction."""
+
+    step: int
+    rows: Rows
+    """The parameters that were looked at."""
+    norms: Floats
+    """The norms of each rank's own gradients, [ranks, rows]."""
+    always: Flags
+    """Which of the rows are looked at on every step, so that they can be compared over time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSignals:
+    """What was noticed during a step beside its gradients; None where it could not be seen."""
+
+    loss: float | None = None
+    """The single number that backward was called on, or else the loss that was logged."""
+    uncleared: bool | None = None
+    """Whether the optimizer stepped on gradients that nobody had cleared since its last step."""
+    alike_batches: int | None = None
+    """How many batches in a row were the same; None where no batch was seen."""
+    half: bool | None = None
+    """Whether the forward pass ran under float16 autocast."""
+    one_batch: bool = False
+    """Whether every batch so far was the same one."""
+    guess: float | None = None
+    """The loss of a model that knows nothing; None where the loss is of no kind that tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step, complete. Norms are of `rows`, those parameters that had a gradient."""
+
+    step: Step
+    rows: tuple[int, ...] | None = None
+    """Positions in the model's list of parameters; None: all of them."""
+    norms: Norms | None = None
+    """None where norms were not due, or no gradient was seen."""
+    details: Details | None = None
+    signals: StepSignals = field(default_factory=StepSignals)
+    rank_comparisons: tuple[RankComparison, ...] = ()
+    """Comparisons that have arrived since the step before; they are of earlier steps."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether no gradient that was seen holds a NaN or an infinity."""
+        return self.norms is None or self.norms.counts is None
