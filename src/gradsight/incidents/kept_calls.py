@@ -1,5 +1,6 @@
-"""Keeps what a model was called with during the step under way: references, so that a bad step can
-be run again.
+"""Keeps what a model was called with during the step under way.
+
+References, so that a bad step can be run again.
 
 Only the module given is hooked, and only calls that record gradients are kept. Nothing is copied
 but the state of the random numbers (5 kB) and the few vectors of spectral norms, nothing waits for
@@ -25,9 +26,9 @@ from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
 from gradsight.errors import UsageError
 from gradsight.incidents.kept_call import (
-    Call,
+    KeptCall,
     around,
-    is_aside,
+    is_not_training,
 )
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
@@ -51,7 +52,7 @@ class KeptCalls:
 
     def __init__(self, model: nn.Module, limits: KeptLimits) -> None:
         self.model = called_module(model)
-        self.calls: list[Call] = []
+        self.calls: list[KeptCall] = []
         self.dropped = 0
         """Calls of this step that were let go."""
         self.root: Tensor | None = None
@@ -121,7 +122,7 @@ class KeptCalls:
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if is_aside():
+        if is_not_training():
             return
         if self._step_is_over:
             self.release()
@@ -130,7 +131,7 @@ class KeptCalls:
 
     def after(self, args: tuple[Any, ...], output: Any) -> None:
         """It has returned."""
-        if self.calls and torch.is_grad_enabled() and not is_aside():
+        if self.calls and torch.is_grad_enabled() and not is_not_training():
             self._guarded(self._after, output)
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
@@ -155,7 +156,7 @@ class KeptCalls:
             caller=users_line(),
             sample_ids=ids,
         )
-        call = Call(made, tensors_in(*args, *kwargs.values()))
+        call = KeptCall(made, tensors_in(*args, *kwargs.values()))
         call.buffer_versions = [buffer._version for _, buffer in self._buffers]
         self._held += call.bytes
         self.calls.append(call)
@@ -168,17 +169,21 @@ class KeptCalls:
     def _after(self, output: Any) -> None:
         call = self.calls[-1]
         found = tensors_in(output)
+        # An evaluation inside the step: nothing can come back to it.
         if not any(tensor.requires_grad for tensor in found):
             self._held -= self.calls.pop().bytes
             return
         call.gradients = [None] * len(found)
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
-                tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
+                # A weak reference: the hook lives as long as the graph, the call only for its step.
+                keeper = self._keeper(weakref.ref(call), place)
+                tensor.register_hook(keeper)  # type: ignore[no-untyped-call]
 
-    def used(self) -> list[Call]:
-        """The calls whose outputs a gradient came back to: those that the step is made of. Before
-        backward, all of them.
+    def used(self) -> list[KeptCall]:
+        """The calls whose outputs a gradient came back to: those that the step is made of.
+
+        Before backward, all of them.
         """
         return [call for call in self.calls if call.nodes] or self.calls
 
@@ -186,14 +191,18 @@ class KeptCalls:
         """The calls of this step with the gradients that came back to their outputs, and what is
         missing or in doubt.
 
-        `everything`: also calls that no gradient has come back to, such as one that has just raised an exception.
+        `everything`: also calls that no gradient has come back to, such as one that has just
+        raised an exception.
         """
         used = self.calls if everything else self.used()
         notes: dict[str, None] = {}
         made: list[RecordedCall] = []
         if self.dropped:
             notes[
-                f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"
+                (
+                    f"{self.dropped} earlier micro-batches of this step were not kept: they "
+                    "hold too much memory"
+                )
             ] = None
         for call in used:
             notes.update(dict.fromkeys(self._doubts(call)))
@@ -211,10 +220,13 @@ class KeptCalls:
             )
         return made, list(notes)
 
-    def _doubts(self, call: Call) -> Iterator[str]:
+    def _doubts(self, call: KeptCall) -> Iterator[str]:
         """Why running this call again may not be what it was."""
         if call.changed():
-            yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
+            yield (
+                "the batch was changed in place after the model had seen it: what is run again is "
+                "the changed one"
+            )
         if call.too_large:
             limit = f"{self._limits.gradient_bytes / 2**20:.0f} MiB"
             missing = "where they are missing, backward was not run again"
@@ -228,7 +240,7 @@ class KeptCalls:
         if changed:
             yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
 
-    def _keeper(self, reference: "weakref.ref[Call]", place: int) -> Callable[[Tensor], None]:
+    def _keeper(self, reference: "weakref.ref[KeptCall]", place: int) -> Callable[[Tensor], None]:
         """Keeps the gradient at one output, as long as the limit allows."""
 
         def keep(gradient: Tensor) -> None:
@@ -238,7 +250,7 @@ class KeptCalls:
 
         return keep
 
-    def _keep(self, call: Call, place: int, gradient: Tensor) -> None:
+    def _keep(self, call: KeptCall, place: int, gradient: Tensor) -> None:
         if not moments.inside_backward():  # torch.autograd.grad is not a step's backward
             return
         call.nodes[place] = torch._C._current_autograd_node()

@@ -46,6 +46,8 @@ class ClipProbe:
         self._after: list[tuple[Place, HostCopy]] = []
         self._alike = _ALIKE
         self._unchanged = False
+        # Two small pieces instead of all gradients: reading everything again would double the cost
+        # of a look, and clipping scales all of it by one number anyway.
         for place in _places(look, allowed):
             piece = self._piece(look, place, gradient_of)
             if (
@@ -57,7 +59,7 @@ class ClipProbe:
                 return
             if piece.numel():
                 with torch.no_grad():
-                    self._after.append((place, HostCopy(torch.stack(measure(piece)))))
+                    self._after.append((place, HostCopy.of(torch.stack(measure(piece)))))
 
     def coefficient(self, look: NormReading, scale: float) -> float | None:
         """What the optimizer used / the gradient, where the look saw `scale` times what it would
@@ -125,8 +127,9 @@ class ClipReading:
 
 
 def _places(look: NormReading, allowed: Collection[int] | None) -> list[Place]:
-    """The piece with the largest entry, and a piece that is not zero of another row; anything where
-    nothing is known yet.
+    """The piece with the largest entry, and a piece that is not zero of another row.
+
+    Anything where nothing is known yet.
     """
     if not look.pieces:
         return (
@@ -174,7 +177,7 @@ class ClipMeter:
         """Look at the gradients as backward left them, with the loss scale that they carry."""
         self._parameters = [p for p in parameters if p.grad is not None]
         self._look = NormReading(_sampled(self._parameters))
-        self._scale = None if scale is None else HostCopy(scale.detach().reshape(1).clone())
+        self._scale = None if scale is None else HostCopy.of(scale.detach().reshape(1).clone())
 
     def before_update(self, still_scaled: bool) -> ClipReading | None:
         """Look at the gradients that reach the optimizer; None where nothing is to be told.

@@ -29,7 +29,10 @@ _FAILED = -1
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
-    """Where a run's steps go, and the number of its first one. Only rank 0 has a store and sinks."""
+    """Where a run's steps go, and the number of its first one.
+
+    Only rank 0 has a store and sinks.
+    """
 
     first_step: int
     problems: Problems
@@ -58,6 +61,7 @@ def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> Opene
             opened = _open_here(options)
             first_step = opened.first_step
     finally:
+        # Also where opening failed: the other ranks are waiting for this number.
         first_step = group.from_first(first_step)
     if first_step == _FAILED:
         raise RunError("rank 0 could not open the run; its own error says why")

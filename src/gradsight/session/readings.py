@@ -100,6 +100,7 @@ def norms_of(step: StepInProgress, size: int) -> tuple[list[int], Norms]:
     """This rank's norms, and the parameters they are of, in the model's order."""
     if len(step.used) == 1 and len(step.used[0].rows) == len(step.used[0].reading.rows):
         return step.used[0].reading.rows, step.used[0].norms()
+    # Several optimizers, or several looks: each has its own rows of one table.
     table = np.zeros((size, 5))
     for used in step.used:
         seen = rank_table(used.norms(), used.reading.rows, size)
@@ -154,10 +155,11 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
     """The scaler's factor at this moment, without waiting for it."""
     if scaler is None:
         return None
+    # Not get_scale(): it reads the number on the host, and so waits for the device.
     factor = getattr(scaler, "_scale", None)
     if isinstance(factor, Tensor):
-        return HostCopy(factor.detach().clone().view(1))
-    return HostCopy(torch.tensor([scaler.get_scale()]))
+        return HostCopy.of(factor.detach().clone().view(1))
+    return HostCopy.of(torch.tensor([scaler.get_scale()]))
 
 
 def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
@@ -171,7 +173,7 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
                     f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}"
                 )
             on_host = tensor.device.type == "cpu"
-            taken[name] = float(tensor) if on_host else HostCopy(tensor.clone())
+            taken[name] = float(tensor) if on_host else HostCopy.of(tensor.clone())
         elif isinstance(value, (int, float, np.number)):
             taken[name] = float(value)
         else:

@@ -20,8 +20,9 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
     incident=AsIncident(kept="never"),
     advice=Advice(
         recommendation=(
-            "One rank brings gradients unlike the others', and the mean carries them into every replica: look at that "
-            "rank's data (shard, augmentation, labels), its loss, and its hardware."
+            "One rank brings gradients unlike the others', and the mean carries them into "
+            "every replica: look at that rank's data (shard, augmentation, labels), its loss, "
+            "and its hardware."
         ),
         fix="""
 # what does every rank train on?
@@ -69,7 +70,10 @@ def _not_finite(window: Window, look: RankComparison) -> Iterator[Fact]:
     broken = ~np.isfinite(look.norms)
     ranks = np.flatnonzero(broken.any(axis=1))
     if len(ranks) < len(broken):  # else the fault is not of a rank
-        text = f"step {look.step}: NaN or Inf on {_told(ranks)} alone, before the gradients were averaged over {len(broken)} ranks"
+        text = (
+            f"step {look.step}: NaN or Inf on {_told(ranks)} alone, before the gradients were "
+            f"averaged over {len(broken)} ranks"
+        )
         yield Fact(text, window.named(look.rows[broken.any(axis=0)]), "critical", look.step)
 
 
@@ -87,13 +91,12 @@ def _all_the_time(window: Window, apart: Floats, limit: float) -> Iterator[Fact]
     """At every one of the last looks, on the same side."""
     middle, least = np.median(apart, axis=0), np.abs(apart).min(axis=0)
     same_side = np.abs(np.sign(apart).sum(axis=0)) == len(apart)
-    found = np.flatnonzero((np.abs(middle) > limit) & (least > limit / 2) & same_side)
-    if len(middle) == 2 and len(
-        found
-    ):  # each is apart from the other: the one with next to nothing, else the larger
+    ranks = np.flatnonzero((np.abs(middle) > limit) & (least > limit / 2) & same_side)
+    # Of two ranks each is apart from the other: the one with next to nothing, else the larger.
+    if len(middle) == 2 and len(ranks):
         lower = int(middle.argmin())
-        found = np.array([lower if middle.min() < np.log(NOTHING) / 4 else 1 - lower])
-    for rank in found:
+        ranks = np.array([lower if middle.min() < np.log(NOTHING) / 4 else 1 - lower])
+    for rank in ranks:
         text = f"at each of {len(apart)} looks, rank {rank} brings {_times(middle[rank])}"
         yield Fact(text, first_step=window.rank_steps[-len(apart)])
 
@@ -122,7 +125,10 @@ def _in_single_parameters(window: Window, limit: float, looks: int) -> Iterator[
     for rank in np.flatnonzero(above.any(axis=1)):
         rows = np.flatnonzero(above[rank])
         middle = float(np.median(apart[:, rank, rows]))
-        text = f"in {len(rows)} of {above.shape[1]} parameters, at {looks} closer looks, rank {rank} brings {_times(middle)}"
+        text = (
+            f"in {len(rows)} of {above.shape[1]} parameters, at {looks} closer looks, rank "
+            f"{rank} brings {_times(middle)}"
+        )
         yield Fact(text, window.named(full[-1].rows[rows]), first_step=full[0].step)
 
 
