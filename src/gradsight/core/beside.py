@@ -50,6 +50,7 @@ def replaying(root: nn.Module, call: RecordedCall) -> Iterator[None]:
         stack.enter_context(_parameters_kept(root))
         stack.enter_context(beside_training(root))
         stack.enter_context(_hooks_silent(list(root.parameters())))
+        # Whoever asks may be in no_grad or in inference mode: backward has to work in here.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_plain_checkpoints())
@@ -104,6 +105,7 @@ def _modules_kept(root: nn.Module) -> Iterator[None]:
     try:
         for module in root.modules():
             for name, buffer in module._buffers.items():
+                # By identity: a buffer that two modules share stays one.
                 if buffer is not None:
                     module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
