@@ -87,7 +87,7 @@ def watch(
     """
     options = WatchOptions(
         run_dir=run_dir,
-        sinks=tuple(sinks),
+        sinks=(sinks,) if isinstance(sinks, str) else tuple(sinks),
         stats=stats,
         histograms=histograms,
         health=health,
