@@ -39,21 +39,26 @@ def owner_of(filename: str) -> Owner:
 
 def users_frames() -> Iterator[FrameType]:
     """The frames of the stack that are the user's own, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = _users_frame(sys._getframe(1))
     while frame is not None:
-        if owner_of(frame.f_code.co_filename) == "user":
-            yield frame
-        frame = frame.f_back
+        yield frame
+        frame = _users_frame(frame.f_back)
 
 
 def users_place() -> tuple[str, int] | None:
     """File and line of the innermost frame that is the user's own."""
-    for frame in users_frames():
-        return frame.f_code.co_filename, frame.f_lineno
-    return None
+    frame = _users_frame(sys._getframe(1))
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def users_line() -> str | None:
     """The same as "file:line"."""
     place = users_place()
     return None if place is None else f"{place[0]}:{place[1]}"
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    """This frame or the nearest one around it that is the user's own."""
+    while frame is not None and owner_of(frame.f_code.co_filename) != "user":
+        frame = frame.f_back
+    return frame

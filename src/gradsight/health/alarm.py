@@ -16,6 +16,7 @@ from gradsight.values.measured import Floats, Norms
 
 _SCALER_PATIENCE = 8
 """Overflows in a row that a GradScaler is trusted to settle by itself."""
+_NO_PARAMETERS = np.zeros(0)
 
 
 class Alarm:
@@ -93,4 +94,4 @@ class Alarm:
 
 def _of_total(norms: Norms) -> Floats:
     """The baseline of a single column: that of the total."""
-    return logarithms(np.zeros(0), norms.total)
+    return logarithms(_NO_PARAMETERS, norms.total, ordinary=0 < norms.total < np.inf)

@@ -39,6 +39,11 @@ def is_exploding(used_norm: float, limit: float) -> bool:
     return used_norm > limit
 
 
+def is_sudden(norm: float, before: float, times: float) -> bool:
+    """Whether a norm is not just so many times the one before, but jumped there; NaN counts."""
+    return not norm < times * before
+
+
 @dataclass(frozen=True, slots=True)
 class Jump:
     """The norms of one step and of the step before: of every parameter, and of the whole."""

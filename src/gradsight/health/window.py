@@ -63,6 +63,16 @@ class Window:
 
     subject: Subject
     now: MeasuredStep = field(default_factory=lambda: MeasuredStep(Step(0, 0.0)))
+    """The step just made; the next five are its own, for every check asks for them."""
+    step: Step = field(default_factory=lambda: Step(0, 0.0))
+    norms: Norms | None = None
+    """The norms of its gradients; None where none were measured."""
+    total: float = 0.0
+    """The norm of its whole gradient; 0 where none was measured."""
+    finite: bool = True
+    """Whether none of its gradients holds a NaN or an infinity."""
+    loss: float | None = None
+    """Its loss, where one was seen."""
     steps_seen: int = 0
     l2: Floats = field(default_factory=lambda: np.zeros(0))
     """Norm of every parameter's gradient at this step, NaN where it has none."""
@@ -141,39 +151,17 @@ class Window:
         if self.subject.memberships is not None:
             self.signals.add("optimizer")
 
-    # The step just made.
-
-    @property
-    def step(self) -> Step:
-        """The step's own record."""
-        return self.now.step
-
-    @property
-    def norms(self) -> Norms | None:
-        """The norms of this step's gradients; None where none were measured."""
-        return self.now.norms
-
-    @property
-    def total(self) -> float:
-        """The norm of the whole gradient; 0 where none was measured."""
-        return 0.0 if self.now.norms is None else self.now.norms.total
-
-    @property
-    def finite(self) -> bool:
-        """Whether no gradient of this step holds a NaN or an infinity."""
-        return self.now.finite
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of this step, where one was seen."""
-        return self.now.signals.loss
-
     # Taking in.
 
     def take(self, measured: MeasuredStep) -> None:
         """Make this the current step."""
         self.previous_total = self.total
         self.now = measured
+        self.step = measured.step
+        self.norms = measured.norms
+        self.total = 0.0 if measured.norms is None else measured.norms.total
+        self.finite = measured.finite
+        self.loss = measured.signals.loss
         if self.steps_seen == 0:
             self.first_step = self.step.step
         self.steps_seen += 1

@@ -126,17 +126,18 @@ class StepBuilder:
         `scaler`: its factor is still in them.
         """
         current = self._current
-        readings = [self._readings[row] for row in rows if row in self._readings]
+        known = [self._readings[row] for row in rows if row in self._readings]
+        readings = {id(reading): reading for reading in known}
         if not readings:
             return None
         if self._measures and self._plan.wants_details(self.step):
             weights = [local_part(self._parameters[row]) for row in rows]
             current.update_rows = list(rows)
             current.update = UpdateReading(weights, offset=self.step)
-        reading = readings[0]
         # Gradients of several looks have no one clip coefficient.
-        if any(other is not reading for other in readings):
+        if len(readings) > 1:
             return None
+        reading = known[0]
         mine = None
         if len(rows) < len(reading.rows):
             mine = {reading.rows.index(row) for row in rows if row in reading.rows}
@@ -156,7 +157,7 @@ class StepBuilder:
         if current.update is not None:
             current.update.finish()
         clip = current.clip
-        if clip is not None and not scaled:
+        if clip is not None and clip.scale is not None and not scaled:
             clip = replace(clip, scale=None)
         by_reading: dict[int, tuple[GradientReading, list[int]]] = {}
         for row in rows:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.bad_steps import EarlyLook, Jump, spiking
+from gradsight.health.bad_steps import EarlyLook, Jump, is_sudden, spiking
 from gradsight.health.baseline import logarithms
 from gradsight.health.fixes import CLIP
 from gradsight.health.registry import Advice, AsIncident, Fact, check
@@ -16,12 +16,15 @@ _NO_PARAMETERS = np.zeros(0)
 def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
     """The same for the total alone: it is all that is known on every rank before the update."""
     total = look.norms.total
+    # Nearly every step ends here: what did not jump is no spike, however large it is.
+    if not is_sudden(total, look.previous_total, limits["jump"]):
+        return False
     jumped = Jump(
         l2=_NO_PARAMETERS,
         total=total,
         previous_l2=_NO_PARAMETERS,
         previous_total=look.previous_total,
-        logarithms=logarithms(_NO_PARAMETERS, total),
+        logarithms=logarithms(_NO_PARAMETERS, total, ordinary=total > 0),
         steps_seen=look.steps_seen,
     )
     high = spiking(jumped, look.baseline, limits)
