@@ -27,7 +27,7 @@ def main(run_dir: Path) -> None:
     order = Order(np.ones(len(open_samples(run.config["settings"]))), seed=0)
     poisoned = planned.poisoned_sample(order)
     texts = SampleTexts(run_dir)
-    _, lines = demo_summary(run, summarize(run), texts, planned, poisoned, colour=True)
+    _, lines = demo_summary(run.path, summarize(run), texts, planned, poisoned, colour=True)
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(Text.from_ansi("\n".join(["$ gradsight demo", "", *lines])), soft_wrap=True)
     drawn = console.export_svg(title="gradsight demo", unique_id="demo")

@@ -1,6 +1,7 @@
 """The shape of the package: one front door, imports in one direction, nothing heavy at import time."""
 
 import ast
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -57,25 +58,47 @@ def may_import(importer: str, imported: str) -> bool:
     return LEVEL[imported] < LEVEL[importer]
 
 
+INSTRUMENTS = {"health", "incidents", "dump", "ghost", "memory"}
+HANDLES = {
+    "GhostEngine",
+    "GradientDumper",
+    "ModelGroup",
+    "ProcessGroup",
+    "Problems",
+    "RunProblems",
+    "SampleTexts",
+    "SinkQueue",
+    "Store",
+    "Watch",
+}
+"""Classes that parts hand to each other to be used, not to be read; everything else is a value."""
+MOST_HANDLES = 10
+
+
 def part(module: str) -> str:
     return module.split(".")[1] if "." in module else "gradsight"
 
 
+def modules(package: Path = PACKAGE) -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = ("gradsight", *path.relative_to(package).with_suffix("").parts)
+        found[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
 def imports() -> list[tuple[str, str]]:
-    """Every import of our own modules, also those inside functions."""
+    """Every import of our own modules, also those inside functions and for types alone."""
     found = []
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(
-            ("gradsight", *path.relative_to(PACKAGE).with_suffix("").parts)
-        ).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{name} uses a relative import"
-                found += (
-                    [(name, f"{node.module}.{alias.name}") for alias in node.names]
-                    if node.module == "gradsight"
-                    else [(name, node.module or "")]
-                )
+                if node.module == "gradsight":
+                    found += [(name, f"gradsight.{alias.name}") for alias in node.names]
+                else:
+                    found.append((name, node.module or ""))
             elif isinstance(node, ast.Import):
                 found += [(name, alias.name) for alias in node.names]
     return [(name, module) for name, module in found if module.split(".")[0] == "gradsight"]
@@ -97,10 +120,12 @@ def test_only_core_knows_torch_distributed() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    wrong = {
-        (name, module) for name, module in imports() if not may_import(part(name), part(module))
-    }
-    assert wrong == set()
+    wrong = [
+        f"{name} -> {module}"
+        for name, module in imports()
+        if not may_import(part(name), part(module))
+    ]
+    assert not wrong, wrong
 
 
 def test_the_direction_rule_can_fail() -> None:
@@ -109,6 +134,110 @@ def test_the_direction_rule_can_fail() -> None:
     assert not may_import("values", "core")
     assert not may_import("show", "core")
     assert not may_import("train", "cli")
+    assert not may_import("session", "gradsight")
+
+
+def test_every_part_is_on_the_map() -> None:
+    parts = {part(name) for name in modules()} - {"gradsight"}
+    assert parts <= set(LEVEL), parts - set(LEVEL)
+    assert {name for names in ORDER for name in names} - {"gradsight", "integrations"} <= parts
+
+
+def test_no_part_is_in_a_cycle() -> None:
+    edges = {(part(name), part(module)) for name, module in imports()}
+    reached = {(a, b) for a, b in edges if a != b and "gradsight" not in (a, b)}
+    while True:
+        further = {(a, d) for a, b in reached for c, d in reached if b == c} - reached
+        if not further:
+            break
+        reached |= further
+    assert {a for a, b in reached if a == b} == set()
+
+
+def test_instruments_are_strangers() -> None:
+    wrong = [
+        f"{name} -> {module}"
+        for name, module in imports()
+        if {part(name), part(module)} <= INSTRUMENTS and part(name) != part(module)
+    ]
+    assert not wrong, wrong
+
+
+def is_value(node: ast.ClassDef) -> bool:
+    """Whether a class is a frozen dataclass, or no record at all: an error or a protocol."""
+    for decorator in node.decorator_list:
+        for keyword in getattr(decorator, "keywords", ()):
+            if keyword.arg == "frozen" and getattr(keyword.value, "value", False):
+                return True
+    bases = {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
+    return any(base == "Protocol" or base.endswith(("Error", "Exception")) for base in bases)
+
+
+def annotated_names(function: ast.FunctionDef) -> set[str]:
+    """The names in a function's annotations, quoted ones too."""
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    annotations = [each.annotation for each in every if each.annotation is not None]
+    if function.returns is not None:
+        annotations.append(function.returns)
+    names = set()
+    for annotation in annotations:
+        for node in ast.walk(annotation):
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                # Help texts of the commands are in their annotations too, and are no Python.
+                with contextlib.suppress(SyntaxError):
+                    quoted = ast.walk(ast.parse(node.value))
+                    names |= {each.id for each in quoted if isinstance(each, ast.Name)}
+    return names
+
+
+def mutable_between_parts(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """By class: the modules of other parts whose signatures name it, where it is not frozen."""
+    classes = {
+        (module, node.name): node
+        for module, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    crossing: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        imported = {
+            alias.asname or alias.name: (node.module, alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module is not None
+            for alias in node.names
+            if (node.module, alias.name) in classes and part(node.module) != part(module)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                for name in annotated_names(node) & set(imported):
+                    if not is_value(classes[imported[name]]):
+                        crossing.setdefault(imported[name][1], set()).add(module)
+    return crossing
+
+
+def test_what_travels_between_parts_is_frozen() -> None:
+    crossing = mutable_between_parts(modules())
+    assert set(crossing) <= HANDLES, {
+        name: crossing[name] for name in crossing if name not in HANDLES
+    }
+    assert set(crossing) == HANDLES, f"no handles any more: {HANDLES - set(crossing)}"
+    assert len(HANDLES) <= MOST_HANDLES
+
+
+def test_the_rule_of_frozen_values_can_fail() -> None:
+    trees = {
+        "gradsight.values.loose": ast.parse("@dataclass\nclass Loose:\n    step: int"),
+        "gradsight.values.fixed": ast.parse("@dataclass(frozen=True)\nclass Fixed:\n    step: int"),
+        "gradsight.session.user": ast.parse(
+            "from gradsight.values.loose import Loose\n"
+            "from gradsight.values.fixed import Fixed\n"
+            "def use(one: Fixed, other: 'Loose | None') -> None: ..."
+        ),
+    }
+    assert mutable_between_parts(trees) == {"Loose": {"gradsight.session.user"}}
 
 
 def test_front_door_is_frozen() -> None:

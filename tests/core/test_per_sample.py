@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
-from gradsight.core.samples import NotSeparable, tell_batch
+from gradsight.core.samples import NotSeparable, find_samples
 
 
 class Losing(nn.Linear):
@@ -18,7 +18,7 @@ class Losing(nn.Linear):
 def test_the_samples_gradients_add_up_to_the_batchs() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)).double()
-    call = tell_batch([torch.randn(5, 2, dtype=torch.float64)], {}, None, None, model)
+    call = find_samples([torch.randn(5, 2, dtype=torch.float64)], {}, None, None, model)
     outputs = outputs_with_rows(model, [call])
     cotangents = [torch.randn_like(output) for output in outputs]
     whole = torch.autograd.grad(outputs, list(model.parameters()), cotangents)
@@ -37,7 +37,7 @@ def test_the_samples_gradients_add_up_to_the_batchs() -> None:
 
 def test_a_model_that_returns_its_loss_is_cut_at_the_losses_input() -> None:
     model = Losing(2, 3)
-    call = tell_batch([torch.randn(5, 2)], {}, None, None, model)
+    call = find_samples([torch.randn(5, 2)], {}, None, None, model)
     (rows,) = outputs_with_rows(model, [call])
     assert rows.shape == (5, 3)
     (alone,) = outputs_with_rows(model, [call], 2)

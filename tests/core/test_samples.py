@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.samples import NotSeparable, close, part_of, tell_batch, tensors_in
+from gradsight.core.samples import (
+    NotSeparable,
+    find_samples,
+    nearly_equal,
+    rows_of_sample,
+    tensors_in,
+)
 
 A, B = torch.zeros(1), torch.ones(2)
 Pair = namedtuple("Pair", ["x", "y"])
@@ -57,13 +63,13 @@ class Layout(nn.Module):
 def test_where_the_samples_are(
     args: list[Tensor], size: int | None, root: nn.Module, expected: tuple[dict[int, int], int]
 ) -> None:
-    call = tell_batch(args, {}, size, None, root)
+    call = find_samples(args, {}, size, None, root)
     assert (call.dims, call.batch) == expected
 
 
 def test_a_call_with_one_sample_alone() -> None:
     x = torch.arange(8.0).reshape(4, 2)
-    call = tell_batch([x], {"scale": 2.0}, None, None, nn.Linear(2, 2))
+    call = find_samples([x], {"scale": 2.0}, None, None, nn.Linear(2, 2))
     args, kwargs = call.row(2)
     assert torch.equal(args[0], x[2:3])
     assert kwargs == {"scale": 2.0}
@@ -71,24 +77,24 @@ def test_a_call_with_one_sample_alone() -> None:
 
 def test_no_samples() -> None:
     with pytest.raises(NotSeparable, match="was called without a tensor of at least one dimension"):
-        tell_batch([3], {}, None, None, nn.Linear(2, 2))
+        find_samples([3], {}, None, None, nn.Linear(2, 2))
     with pytest.raises(NotSeparable, match=r"expected 5 samples .* got the shapes \(4, 2\)"):
-        tell_batch([torch.zeros(4, 2)], {}, 5, None, nn.Linear(2, 2))
+        find_samples([torch.zeros(4, 2)], {}, 5, None, nn.Linear(2, 2))
 
 
 def test_a_samples_part_of_the_output() -> None:
     whole = torch.arange(12.0).reshape(6, 2)
-    assert part_of(whole, whole[2:4], 1, 3) == (slice(2, 4),)
+    assert rows_of_sample(whole, whole[2:4], 1, 3) == (slice(2, 4),)
     interleaved = torch.stack([whole[1], whole[4]])
-    assert part_of(whole, interleaved, 1, 3) == (slice(1, None, 3),)
+    assert rows_of_sample(whole, interleaved, 1, 3) == (slice(1, None, 3),)
     with pytest.raises(NotSeparable, match="sample 1 alone gives another output than in the batch"):
-        part_of(whole, whole[2:4] + 1, 1, 3)
+        rows_of_sample(whole, whole[2:4] + 1, 1, 3)
     with pytest.raises(NotSeparable, match="the rows of a sample cannot be told in it"):
-        part_of(whole, whole[:, :1], 1, 3)
+        rows_of_sample(whole, whole[:, :1], 1, 3)
 
 
 def test_what_is_not_finite_must_be_so_in_both() -> None:
     infinite = torch.tensor([1.0, float("inf")])
-    assert close(infinite, infinite.clone())
-    assert not close(infinite, torch.tensor([float("inf"), 1.0]))
-    assert not close(infinite, torch.tensor([2.0, float("inf")]))
+    assert nearly_equal(infinite, infinite.clone())
+    assert not nearly_equal(infinite, torch.tensor([float("inf"), 1.0]))
+    assert not nearly_equal(infinite, torch.tensor([2.0, float("inf")]))

@@ -221,6 +221,6 @@ def test_flat_shares_memory_where_it_can() -> None:
 
 
 def test_arrival_on_the_host_is_there_at_once() -> None:
-    arrival = HostCopy(torch.tensor([1.0, 2.0]))
+    arrival = HostCopy.of(torch.tensor([1.0, 2.0]))
     assert arrival.ready()
     assert arrival.read().tolist() == [1.0, 2.0]

@@ -1,5 +1,6 @@
-"""The table of models that every claim about memory is checked on. A new model is one line and
-inherits every test.
+"""The table of models that every claim about memory is checked on.
+
+A new model is one line and inherits every test.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +19,12 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+        self.dropout = dropout
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )

@@ -18,11 +18,9 @@ from gradsight import apply_checkpointing, measure_peak_memory
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down, self.drop = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-            nn.Dropout(0.1),
-        )
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(torch.tanh(self.up(x))))

@@ -93,7 +93,8 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
 
 class Experts(nn.Module):

@@ -239,7 +239,8 @@ def test_a_step_that_is_never_the_same_is_named() -> None:
     class Wandering(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.inner = nn.Linear(16, 16)
+            self.outer = nn.Linear(16, 16)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.outer(self.inner(x))

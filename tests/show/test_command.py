@@ -324,7 +324,8 @@ def vars_of(score: object) -> dict[str, object]:
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     ordinary(tmp_path)
-    code = f"from gradsight.cli import main; main(['influence', {str(tmp_path)!r}])\nimport sys; assert 'torch' not in sys.modules"
+    code = f"from gradsight.cli import main; main(['influence', {str(tmp_path)!r}])\n"
+    code += "import sys; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Best samples" in done.stdout

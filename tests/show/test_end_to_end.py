@@ -35,8 +35,9 @@ def write_data(folder: Path, share: float) -> None:
 
 def train(place: Path, name: str, *options: str) -> float:
     """The validation loss after so many steps of a tiny model."""
-    shape = "--model.n_layer 2 --model.n_head 2 --model.n_embd 48 --block_size 64 --batch_size 32 --learning_rate 3e-3"
-    rest = f"--warmup_steps 10 --max_steps {STEPS} --eval_interval {STEPS} --checkpoint_interval 0 --startup_report false"
+    shape = "--model.n_layer 2 --model.n_head 2 --model.n_embd 48 --block_size 64 --batch_size 32"
+    rest = f"--learning_rate 3e-3 --warmup_steps 10 --max_steps {STEPS} --eval_interval {STEPS}"
+    rest += " --checkpoint_interval 0 --startup_report false"
     where = ["--data", str(place / "data"), "--results_dir", str(place), "--experiment", name]
     assert main(["train", *where, *shape.split(), *rest.split(), *options]) == 0
     loss: float = json.loads((place / name / "training_log.json").read_text())[-1]["val_loss"]

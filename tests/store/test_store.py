@@ -121,7 +121,8 @@ store = open_store(sys.argv[1])
 values = np.ones(150)
 names = [f"layer.{i}" for i in range(150)]
 for number in range(10**9):
-    store.add_step(Step(step=number, time=1.0), names, frames.pack_statistics(None, {"l2": values, "max_abs": values}))
+    packed = frames.pack_statistics(None, {"l2": values, "max_abs": values})
+    store.add_step(Step(step=number, time=1.0), names, packed)
     print(number, flush=True)
     time.sleep(float(sys.argv[2]))
 """

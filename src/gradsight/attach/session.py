@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradsight.attach.models import distinct, models_of, name_of, roots, together
+from gradsight.attach.models import distinct, models_of, roots, together, variable_name
 from gradsight.core import moments, rundir
 from gradsight.core.files import write_text
 from gradsight.core.group import rank
@@ -105,7 +105,10 @@ class Session:
 
     def _open_one(self, model: Any, optimizers: list[Optimizer]) -> None:
         name = distinct(
-            [*self._names, name_of(model, "model" if type(model) is torch.nn.Module else None)]
+            [
+                *self._names,
+                variable_name(model, "model" if type(model) is torch.nn.Module else None),
+            ]
         )[-1]
         folder = self._run_dir if not self._names else self._run_dir / name
         if self._forked:

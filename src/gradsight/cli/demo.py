@@ -67,7 +67,9 @@ def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     run = open_run(run_dir)
     summary = summarize(run)
     write_report(run_dir / rundir.REPORT, report_text(summary, texts))
-    found, lines = demo_summary(run, summary, texts, planned, poisoned, wants_colour(sys.stdout))
+    found, lines = demo_summary(
+        run_dir, summary, texts, planned, poisoned, wants_colour(sys.stdout)
+    )
     print("\n".join(lines))
     print(f"\nThe report: {run_dir / rundir.REPORT}")
     print(f"More:       gradsight influence {run_dir}")

@@ -1,12 +1,14 @@
 """What a demo run comes to, on one screen of 80 columns."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsight.core import rundir
 from gradsight.show.figures import figure, sparkline, trend
 from gradsight.show.influence import Domain, Influence
 from gradsight.show.text import shortened, tinted
+from gradsight.store.reader import open_run
 from gradsight.values.diagnoses import GuiltySample
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import headline
@@ -14,7 +16,6 @@ from gradsight.values.wording import named
 
 if TYPE_CHECKING:
     from gradsight.show.summary import Summary
-    from gradsight.store.reader import Run
     from gradsight.train.demonstration import Demonstration
     from gradsight.train.sample_texts import SampleTexts
 
@@ -25,7 +26,7 @@ _NOT_FOUND = "❌ not found: this is a fault of Gradsight's"
 
 
 def demo_summary(
-    run: "Run",
+    run_dir: Path,
     summary: "Summary",
     texts: "SampleTexts",
     planned: "Demonstration",
@@ -45,7 +46,7 @@ def demo_summary(
     if summary.samples is not None:
         lines += ["", tinted("What helped the validation loss, and what did not", _TITLE, colour)]
         lines += _samples(summary.samples, texts, poisoned)
-    lines += ["", tinted("Memory and gradients on disk", _TITLE, colour), *_memory(run)]
+    lines += ["", tinted("Memory and gradients on disk", _TITLE, colour), *_memory(run_dir)]
     return found, lines
 
 
@@ -129,8 +130,8 @@ def _domain(domain: Domain, low: float, high: float) -> str:
     return f"{domain.score:+.2f}  {domain.name:<17}{domain.samples:>4} samples  {curve}"
 
 
-def _memory(run: "Run") -> Iterator[str]:
-    memory = {scalar.name: scalar.value for scalar in run.memory()}
+def _memory(run_dir: Path) -> Iterator[str]:
+    memory = {scalar.name: scalar.value for scalar in open_run(run_dir).memory()}
     plain = 1000 * memory["checkpointing/baseline_gb"]
     checkpointed = 1000 * memory["checkpointing/optimized_gb"]
     same = "GRADIENTS DIFFER"
@@ -140,6 +141,6 @@ def _memory(run: "Run") -> Iterator[str]:
         "one step", f"{plain:.0f} MB plain, {checkpointed:.0f} MB with activation checkpointing"
     )
     yield _line("", f"{memory['checkpointing/reduction']:.0%} saved, {same}")
-    steps = [folder.name for folder in (run.path / rundir.DUMPS).glob("step*")]
+    steps = [folder.name for folder in (run_dir / rundir.DUMPS).glob("step*")]
     steps.sort(key=lambda name: int(name.removeprefix("step")))
     yield _line("dumped", f"{', '.join(steps)}: every gradient, whole, with checksums")

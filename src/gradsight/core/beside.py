@@ -93,7 +93,7 @@ def copied_arguments(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any
 
 @contextmanager
 def _modules_kept(root: nn.Module) -> Iterator[None]:
-    """Attributes, training flags and buffers of all modules; the pass sees copies of the buffers."""
+    """Keep attributes, flags and buffers of all modules; the pass sees copies of the buffers."""
     held = [
         entries
         for module in root.modules()

@@ -36,6 +36,9 @@ MOMENTS = (
     "scaler_stepped",
 )
 
+_Original = Callable[..., Any]
+"""A function of torch's that one of ours stands in for."""
+
 _told: dict[str, list[Callable[..., None]]] = {moment: [] for moment in MOMENTS}
 _listeners: list[object] = []
 _originals: list[tuple[Any, str, Any, Any]] = []
@@ -122,7 +125,7 @@ def _restore() -> None:
     _originals.clear()
 
 
-def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _backward(original: _Original, *args: Any, **kwargs: Any) -> Any:
     global _depth
     if _depth == 0:
         tensors = args[0] if args else kwargs.get("tensors")
@@ -142,18 +145,14 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _scale(
-    original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any
-) -> Any:
+def _scale(original: _Original, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
     result = original(scaler, *args, **kwargs)
     if scaler.is_enabled():
         _tell("loss_scaled", scaler)
     return result
 
 
-def _unscale(
-    original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer
-) -> Any:
+def _unscale(original: _Original, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
     result = original(scaler, optimizer)
     if scaler.is_enabled():
         _tell("gradients_unscaled", scaler, optimizer)
@@ -161,7 +160,7 @@ def _unscale(
 
 
 def _step(
-    original: Callable[..., Any],
+    original: _Original,
     scaler: torch.amp.GradScaler,
     optimizer: Optimizer,
     *args: Any,

@@ -11,7 +11,7 @@ _COMPILED = frozenset({"_orig_mod"})
 _LIGHTNING = frozenset({"_forward_module", "_original_module"})
 _CALLED_IN_PARTS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 WRAPPER_ATTRIBUTES = _COMPILED | _LIGHTNING | _CALLED_IN_PARTS
-"""Attributes under which torch.compile, Lightning, FSDP and checkpoint wrappers keep their module."""
+"""Attributes in which torch.compile, Lightning, FSDP and checkpoint wrappers keep their module."""
 DATA_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 """Classes that keep their module as `module`. Elsewhere `module` is a name of the user's own."""
 
@@ -57,7 +57,7 @@ def clean_name(model: nn.Module, name: str) -> str:
         if not _is_wrapping(module, component):
             parts.append(component)
         child = getattr(module, "_modules", {}).get(component)
-        if child is not None:  # not its truth: a compiled module refuses to be asked for its length
+        if child is not None:  # not its truth: a compiled module refuses to tell its length
             module = child
     return ".".join(parts)
 
@@ -67,7 +67,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     What runs it runs none of their collectives, graphs and casts, and what is hooked to it sees
     every call. The older FSDP and checkpoint wrappers stay around it: inside of FSDP's there are
-    whole parameters only while FSDP calls it, and a checkpointed module is called again in backward.
+    whole parameters only while FSDP calls it, and a checkpointed module is called again in
+    backward.
     """
     inner = _inside(model, _COMPILED | _LIGHTNING, DATA_PARALLEL)
     return model if inner is None else unwrapped(inner)
@@ -76,9 +77,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def called_module(model: nn.Module) -> nn.Module:
     """The module to hook in order to see each call of the model once, with the whole batch.
 
-    It lies inside of DistributedDataParallel and of Lightning's wrapper, since both let their module
-    be called directly. It is the compiled module itself, as hooks inside would break its graph, and
-    DataParallel itself, as that calls its module with parts of the batch.
+    It lies inside of DistributedDataParallel and of Lightning's wrapper, since both let their
+    module be called directly. It is the compiled module itself, as hooks inside would break its
+    graph, and DataParallel itself, as that calls its module with parts of the batch.
     """
     inner = _inside(model, _LIGHTNING, (nn.parallel.DistributedDataParallel,))
     return model if inner is None else called_module(inner)
@@ -87,7 +88,7 @@ def called_module(model: nn.Module) -> nn.Module:
 def _inside(
     model: nn.Module, attributes: frozenset[str], classes: tuple[type[nn.Module], ...]
 ) -> nn.Module | None:
-    """The module that `model` wraps under one of these attributes, or being of one of the classes."""
+    """The module that `model` wraps under one of these attributes, or as one of these classes."""
     for key, child in model._modules.items():
         wrapping = isinstance(model, classes) if key == "module" else key in attributes
         if wrapping and child is not None and _holds_all(child, model):
@@ -96,7 +97,7 @@ def _inside(
 
 
 def _holds_all(inner: nn.Module, model: nn.Module) -> bool:
-    """Whether no parameter lies outside; else it is a user's own model with a name like a wrapper's."""
+    """Whether no parameter lies outside; else a user's model happens to use a wrapper's name."""
     held = {id(parameter) for parameter in inner.parameters()}
     return all(id(parameter) in held for parameter in model.parameters())
 

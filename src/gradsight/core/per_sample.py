@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from gradsight.core.samples import ModelCall, collecting, part_of, rowed, tensors_in
+from gradsight.core.samples import (
+    SplitCall,
+    collecting_loss_inputs,
+    rows_of_sample,
+    tensors_in,
+    with_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +33,21 @@ class BatchOutputs:
     """The relative difference between alone and in the batch that is rounding; None: by dtype."""
 
     def cotangents_of(self, row: int, alone: Sequence[Tensor]) -> list[Tensor]:
-        """One sample's rows of the gradients, after proof that `alone` are its rows of the outputs."""
+        """A sample's rows of the gradients, after proof that `alone` is its part of the outputs."""
         pieces = []
         for output, cotangent, own in zip(self.outputs, self.cotangents, alone, strict=True):
-            pieces.append(cotangent[part_of(output, own, row, self.size, self.within)])
+            pieces.append(cotangent[rows_of_sample(output, own, row, self.size, self.within)])
         return pieces
 
 
 def outputs_with_rows(
-    root: nn.Module, calls: Sequence[ModelCall], row: int | None = None
+    root: nn.Module, calls: Sequence[SplitCall], row: int | None = None
 ) -> list[Tensor]:
     """The outputs of all calls in which samples have rows: of the batch, or of one sample alone."""
     losses: list[Tensor] = []
     outputs: list[Tensor] = []
-    with collecting(losses):
+    with collecting_loss_inputs(losses):
         for call in calls:
             args, kwargs = call.whole() if row is None else call.row(row)
             outputs += tensors_in(root(*args, **kwargs))
-    return rowed(outputs, losses)
+    return with_rows(outputs, losses)

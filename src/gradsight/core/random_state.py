@@ -63,7 +63,7 @@ def random_sources(model: nn.Module) -> dict[str, RandomSource]:
 
 @lru_cache(maxsize=4096)
 def _is_source(kind: type) -> bool:
-    # By type and remembered: the ghost engine asks for every attribute of every module at each step.
+    # Remembered by type: the ghost engine asks for all attributes of all modules at each step.
     return issubclass(kind, RandomSource)
 
 

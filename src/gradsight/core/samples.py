@@ -1,6 +1,4 @@
-"""Where the samples are in a call of a model: in its arguments, in its outputs, in what its loss
-functions are given.
-"""
+"""Where the samples are in a call of a model: in its arguments, its outputs, its loss functions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +15,9 @@ from gradsight.errors import GradsightError
 
 LOSSES = frozenset(
     {
-        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits, F.kl_div, F.gaussian_nll_loss, F.poisson_nll_loss, F.soft_margin_loss,
-        F.multilabel_soft_margin_loss, F.multi_margin_loss,
+        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+        F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.gaussian_nll_loss,
+        F.poisson_nll_loss, F.soft_margin_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss,
     }
 )  # fmt: skip
 """Loss functions whose first argument holds rows of samples, and whose other arguments are data."""
@@ -29,16 +27,14 @@ class NotSeparable(GradsightError):
     """Samples cannot be taken apart in this model, or are not independent in it."""
 
 
-@dataclass
-class ModelCall:
-    """One call of the model: its arguments, and where the samples are in them."""
+@dataclass(frozen=True, slots=True)
+class SplitCall:
+    """The arguments of one call of the model, and where the samples are in them."""
 
     flat: list[Any]
     spec: Any
     dims: Mapping[int, int]
-    """The dimension that holds the samples, by the position of the tensor among the arguments'
-    leaves.
-    """
+    """By the position of a tensor among the arguments' leaves: the dimension with the samples."""
     batch: int
 
     def whole(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -56,13 +52,13 @@ class ModelCall:
         return args, kwargs
 
 
-def tell_batch(
+def find_samples(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     size: int | None,
     batch_dim: int | None,
     root: nn.Module,
-) -> ModelCall:
+) -> SplitCall:
     """Find the samples in the arguments of a call of the model.
 
     The number of samples is `size` where given; else that of dimension `batch_dim`, by default 0,
@@ -72,33 +68,39 @@ def tell_batch(
     tensors = {i: x for i, x in enumerate(flat) if isinstance(x, Tensor) and x.dim() > 0}
     if not tensors:
         raise NotSeparable(
-            f"the size of the batch cannot be told: {type(root).__name__} was called without a tensor of at least one "
-            "dimension."
+            f"the size of the batch cannot be told: {type(root).__name__} was called without a "
+            "tensor of at least one dimension."
         )
-    dim = batch_dim if batch_dim is not None else _likely_dim(root, list(tensors.values()), size)
+    if batch_dim is None:
+        batch_dim = _likely_dim(root, list(tensors.values()), size)
     first = next(iter(tensors.values()))
-    batch = size if size is not None else first.shape[min(dim, first.dim() - 1)]
-    dims = {i: d for i, x in tensors.items() if (d := _find_dim(x, batch, dim)) is not None}
-    if not dims:
-        dims = {i: 0 for i, x in tensors.items() if batch > 0 and x.shape[0] % batch == 0}
+    batch = size if size is not None else first.shape[min(batch_dim, first.dim() - 1)]
+    dims = {}
+    for position, tensor in tensors.items():
+        dim = _find_dim(tensor, batch, batch_dim)
+        if dim is not None:
+            dims[position] = dim
+    if not dims and batch > 0:
+        # Several rows per sample: their number is a multiple of the batch's.
+        dims = {i: 0 for i, x in tensors.items() if x.shape[0] % batch == 0}
     if not dims or batch == 0:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors.values())
         raise NotSeparable(
-            f"the size of the batch cannot be told: expected {batch} samples in the tensors that the model was called with, "
-            f"got the shapes {shapes}."
+            f"the size of the batch cannot be told: expected {batch} samples in the tensors that "
+            f"the model was called with, got the shapes {shapes}."
         )
-    return ModelCall(flat, spec, dims, batch)
+    return SplitCall(flat, spec, dims, batch)
 
 
 def _likely_dim(root: nn.Module, tensors: Sequence[Tensor], size: int | None) -> int:
     if getattr(root, "batch_first", True) is False:
         return 1
-    by_dim = [{t.shape[d] for t in tensors if t.dim() > d and t.shape[d] != 1} for d in (0, 1)]
+    sizes_at = [{t.shape[d] for t in tensors if t.dim() > d and t.shape[d] != 1} for d in (0, 1)]
     if size is not None:
-        return 0 if size in by_dim[0] or size == 1 or size not in by_dim[1] else 1
-    return (
-        1 if len(by_dim[0]) > 1 and len(by_dim[1]) == 1 and all(t.dim() > 1 for t in tensors) else 0
-    )
+        only_second = size != 1 and size not in sizes_at[0] and size in sizes_at[1]
+        return 1 if only_second else 0
+    alike_at_second = len(sizes_at[1]) == 1 and all(t.dim() > 1 for t in tensors)
+    return 1 if len(sizes_at[0]) > 1 and alike_at_second else 0
 
 
 def _find_dim(tensor: Tensor, batch: int, preferred: int) -> int | None:
@@ -163,69 +165,76 @@ class LossInputs(TorchFunctionMode):
 
 
 @contextmanager
-def collecting(seen: list[Tensor]) -> Iterator[None]:
+def collecting_loss_inputs(seen: list[Tensor]) -> Iterator[None]:
     """Append to `seen` what loss functions are given in here."""
     with LossInputs() as mode:
         yield
     seen += mode.seen
 
 
-def rowed(outputs: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor]:
+def with_rows(outputs: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor]:
     """The outputs that samples have rows in: the model's, or what its loss functions were given."""
-    own = [y for y in outputs if usable(y)]
-    return own or [y for y in losses if usable(y)]
+    own = [y for y in outputs if can_have_rows(y)]
+    return own or [y for y in losses if can_have_rows(y)]
 
 
-def usable(y: Tensor) -> bool:
+def can_have_rows(y: Tensor) -> bool:
     """Whether a tensor can be pulled back by rows."""
     return y.is_floating_point() and y.requires_grad and y.dim() > 0
 
 
-def part_of(
+def rows_of_sample(
     whole: Tensor, alone: Tensor, i: int, batch: int, within: float | None = None
 ) -> tuple[slice, ...]:
-    """Where in the batch's output sample i's is, after proof that its output alone is that part,
-    `within` rounding.
+    """Where in the batch's output sample i's is, after proof that its output alone is that part.
+
+    `within` is the relative difference that counts as rounding; None: by dtype.
     """
     if batch == 1 and whole.shape == alone.shape:
         return ()
-    dims = (
-        [d for d in range(alone.dim()) if whole.shape[d] != alone.shape[d]]
-        if whole.dim() == alone.dim()
-        else []
-    )
+    dims = []
+    if whole.dim() == alone.dim():
+        dims = [d for d in range(alone.dim()) if whole.shape[d] != alone.shape[d]]
     if len(dims) != 1 or whole.shape[dims[0]] != batch * alone.shape[dims[0]]:
         raise NotSeparable(
-            f"the model's output has shape {tuple(whole.shape)} for {batch} samples but {tuple(alone.shape)} for one: "
-            "the rows of a sample cannot be told in it"
+            f"the model's output has shape {tuple(whole.shape)} for {batch} samples but "
+            f"{tuple(alone.shape)} for one: the rows of a sample cannot be told in it"
         )
-    (dim,), size = dims, alone.shape[dims[0]]
+    dim = dims[0]
+    size = alone.shape[dim]
     for part in (slice(i * size, (i + 1) * size), slice(i, None, batch)):
         index = (slice(None),) * dim + (part,)
-        if close(whole[index], alone, within):
+        if nearly_equal(whole[index], alone, within):
             return index
     raise NotSeparable(
-        f"sample {i} alone gives another output than in the batch: samples are not independent in this model "
-        "(statistics over the batch, or routing that depends on it), or the samples are not where they were looked for"
+        f"sample {i} alone gives another output than in the batch: samples are not independent in "
+        "this model (statistics over the batch, or routing that depends on it), or the samples are "
+        "not where they were looked for"
     )
 
 
-def close(a: Tensor, b: Tensor, within: float | None = None) -> bool:
-    """Whether two outputs are the same up to rounding, judged by their largest entry; what is not
-    finite must be so in both.
+def nearly_equal(a: Tensor, b: Tensor, within: float | None = None) -> bool:
+    """Whether two outputs are the same up to rounding, judged by their largest entry.
+
+    What is not finite must be so in both.
 
     >>> nan, one = float("nan"), torch.ones(2)
-    >>> close(one * nan, one * nan), close(one * nan, one), close(one, one + 1e-6)
-    (True, False, True)
+    >>> nearly_equal(one * nan, one * nan), nearly_equal(one * nan, one)
+    (True, False)
+    >>> nearly_equal(one, one + 1e-6)
+    True
     """
-    a, b = a.detach(), b.detach()
+    a = a.detach()
+    b = b.detach()
     if not a.numel():
         return True
-    difference, size = float((a - b).abs().max()), float(a.abs().max())
+    difference = float((a - b).abs().max())
+    size = float(a.abs().max())
     if difference == difference and size < float("inf"):
-        return difference <= (tolerance(a.dtype) if within is None else within) * max(size, 1e-30)
+        limit = tolerance(a.dtype) if within is None else within
+        return difference <= limit * max(size, 1e-30)
     finite = torch.isfinite(a)
-    return torch.equal(finite, torch.isfinite(b)) and close(a[finite], b[finite], within)
+    return torch.equal(finite, torch.isfinite(b)) and nearly_equal(a[finite], b[finite], within)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from gradsight.core.samples import ModelCall
+from gradsight.core.samples import SplitCall
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction
@@ -25,7 +25,7 @@ class ObservedPass:
     scores: Tensor
     """[targets, B], loss scale divided out."""
     scale: Tensor | None
-    calls: Sequence[ModelCall]
+    calls: Sequence[SplitCall]
     uses: Mapping[Key, tuple[str, ...]]
     """The uses that the pass met, with their parameters."""
 
@@ -56,7 +56,7 @@ class FirstBlockCheck:
         if self.first and (directions or fresh):
             self._base = self._explained(parameters, directions)
 
-    def before_call(self, call: ModelCall, parameters: ScoredParameters, tracer: Tracer) -> None:
+    def before_call(self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer) -> None:
         """Ask the twin about the first batch, and about the first of more than one sample."""
         # A batch of one proves no layout: everything in it belongs to the one sample.
         several = call.batch > 1

@@ -1,7 +1,6 @@
 """One observed training pass: from entering observe() to leaving it."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.beside import eager
-from gradsight.core.samples import ModelCall, NotSeparable, tell_batch, tensors_in
+from gradsight.core.calls import suspended
+from gradsight.core.moments import leave, listen
+from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
 from gradsight.ghost.first_block_check import FirstBlockCheck
 from gradsight.ghost.guard import refuse_batch_norm
@@ -39,9 +40,9 @@ class Observation:
     ) -> None:
         """`check` is asked before the model is first called; None in passes beside training."""
         self.tracer = Tracer(options, parameters.name)
-        self.calls: list[ModelCall] = []
-        self.scales: list[Tensor] = []
-        """The factors of the losses that a GradScaler has scaled."""
+        self.calls: list[SplitCall] = []
+        self.scale: Tensor | None = None
+        """The factor that a GradScaler gave the loss; None without one."""
         self.backwards = 0
         self._parameters = parameters
         self._root = parameters.root
@@ -56,7 +57,8 @@ class Observation:
         refuse_batch_norm(self._root)
         try:
             self._stack.enter_context(eager())
-            self._stack.enter_context(watching_scale(self.scales))
+            listen(self)
+            self._stack.callback(leave, self)
             before = self._root.register_forward_pre_hook(
                 self._before_root, with_kwargs=True, prepend=True
             )
@@ -84,10 +86,10 @@ class Observation:
             self._hook.remove()
         self.tracer.release()
 
-    @property
-    def scale(self) -> Tensor | None:
-        """The factor that a GradScaler gave the loss; None without one."""
-        return self.scales[-1] if self.scales else None
+    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """Remember the factor, as a tensor of its own: the scaler changes its own in place."""
+        with suspended(), torch._C.DisableTorchFunction():
+            self.scale = scaler.scale(torch.ones((), device=self._parameters.device))
 
     def scores(self) -> Tensor:
         """The table [slots, B], loss scale divided out, not yet the share of the global batch."""
@@ -153,11 +155,11 @@ class Observation:
         self.calls.append(call)
         self.tracer.mark_call(call)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitCall:
         """Find the samples in the arguments, or say what the user can do."""
         expected = self._expected
         try:
-            return tell_batch(args, kwargs, expected.size, expected.batch_dim, self._root)
+            return find_samples(args, kwargs, expected.size, expected.batch_dim, self._root)
         except NotSeparable as error:
             raise GradsightError(
                 f"{error} Check sample_ids, or pass batch_dim to GhostEngine."
@@ -168,21 +170,3 @@ class Observation:
         if guard is None or self._busy or self.tracer.paused or not self.tracer.active:
             return
         guard.outputs += tensors_in(output)
-
-
-@contextmanager
-def watching_scale(found: list[Tensor]) -> Iterator[None]:
-    """Append to `found` the factor of every loss that a GradScaler scales in here."""
-    original = torch.amp.GradScaler.scale
-
-    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if isinstance(outputs, Tensor):
-            found.append(original(self, torch.ones((), device=outputs.device)))
-        return scaled
-
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.scale = original  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
-from gradsight.core.samples import ModelCall, NotSeparable
+from gradsight.core.samples import NotSeparable, SplitCall
 
 Pull = Callable[[Sequence[Tensor], Sequence[Tensor]], Mapping[str, Tensor]]
 """From outputs and their gradients to <D, parameter gradient> by parameter name (and slot)."""
@@ -22,7 +22,7 @@ TwinError = NotSeparable
 
 def twin_scores(
     root: nn.Module,
-    calls: Sequence[ModelCall],
+    calls: Sequence[SplitCall],
     batch: BatchOutputs,
     pull: Pull,
     turns: Sequence[tuple[int, bool]],

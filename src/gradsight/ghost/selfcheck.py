@@ -9,7 +9,7 @@ from torch import Tensor
 from gradsight.core.autocast import autocast_dtype
 from gradsight.core.beside import beside_training, eager
 from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
-from gradsight.core.samples import ModelCall, tolerance
+from gradsight.core.samples import SplitCall, tolerance
 from gradsight.core.shards import like, local_part
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
@@ -85,7 +85,7 @@ class SelfCheck:
         self._direction = random_direction(parameters)
         self._slots = {name: slot for slot, name in enumerate(parameters.trainable)}
 
-    def run(self, calls: Sequence[ModelCall]) -> set[Key]:
+    def run(self, calls: Sequence[SplitCall]) -> set[Key]:
         """Find layouts under which engine and twin agree, or refuse; returns the uses met."""
         with beside_training(self._root, evaluating=True), eager():
             outputs, cotangents = self._outputs(calls)
@@ -123,7 +123,7 @@ class SelfCheck:
             changed |= any(self._memory.advance(key) for key in mine)
         return changed
 
-    def _outputs(self, calls: Sequence[ModelCall]) -> tuple[list[Tensor], list[Tensor]]:
+    def _outputs(self, calls: Sequence[SplitCall]) -> tuple[list[Tensor], list[Tensor]]:
         """The model's outputs for the batch, and random gradients for them."""
         outputs = outputs_with_rows(self._root, calls)
         if not outputs:
@@ -141,7 +141,7 @@ class SelfCheck:
 
     def _twin(
         self,
-        calls: Sequence[ModelCall],
+        calls: Sequence[SplitCall],
         outputs: list[Tensor],
         cotangents: list[Tensor],
         rows: Sequence[int],
@@ -191,7 +191,7 @@ class SelfCheck:
 
     def _compare(
         self,
-        calls: Sequence[ModelCall],
+        calls: Sequence[SplitCall],
         cotangents: list[Tensor],
         twin: dict[str, Tensor],
         rows: Sequence[int],

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.core.autocast import autocast_dtype
-from gradsight.core.samples import ModelCall, tensors_in
+from gradsight.core.samples import SplitCall, tensors_in
 from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
@@ -139,7 +139,7 @@ class Tracer(TorchFunctionMode):
         for tensor in tensors:
             self._constant[id(tensor)] = weakref.ref(tensor)
 
-    def mark_call(self, call: ModelCall) -> None:
+    def mark_call(self, call: SplitCall) -> None:
         """Tell a call's arguments with samples in them from constants, whoever made them."""
         for position, x in enumerate(call.flat):
             if isinstance(x, Tensor):

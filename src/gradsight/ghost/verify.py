@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from gradsight.core.autocast import autocast_dtype
 from gradsight.core.beside import beside_training, eager
 from gradsight.core.per_sample import BatchOutputs
-from gradsight.core.samples import ModelCall, collecting, tensors_in, usable
+from gradsight.core.samples import SplitCall, can_have_rows, collecting_loss_inputs, tensors_in
 from gradsight.core.sharing import without_reduction
 from gradsight.errors import UsageError
 from gradsight.ghost.directions import Direction
@@ -38,7 +38,7 @@ class LossTwin:
     parameters: ScoredParameters
     directions: dict[str, Direction]
 
-    def scores(self, calls: Sequence[ModelCall]) -> dict[str, Tensor]:
+    def scores(self, calls: Sequence[SplitCall]) -> dict[str, Tensor]:
         """<D, g_i> by target, [B] each, at the first cut whose parts add up to the gradient."""
         outputs, inputs, loss = self._forward()
         whole = self._dots([loss], None, keep_graph=True)
@@ -67,7 +67,7 @@ class LossTwin:
             lambda module, args, output: outputs.extend(tensors_in(output))
         )
         try:
-            with collecting(inputs):
+            with collecting_loss_inputs(inputs):
                 loss = self._loss()
         finally:
             handle.remove()
@@ -101,7 +101,7 @@ class LossTwin:
         self, outputs: list[Tensor], inputs: list[Tensor], loss: Tensor
     ) -> list[Cut]:
         """The model computes its loss itself, of one of its other outputs."""
-        rows = [y for y in outputs if usable(y)]
+        rows = [y for y in outputs if can_have_rows(y)]
         cuts = []
         for chosen in rows:
             (slope,) = torch.autograd.grad(loss, [chosen], retain_graph=True, allow_unused=True)
@@ -113,14 +113,14 @@ class LossTwin:
         self, outputs: list[Tensor], inputs: list[Tensor], loss: Tensor
     ) -> list[Cut]:
         """The model returns nothing but its loss: cut at what its loss functions are given."""
-        rows = [y for y in inputs if usable(y)]
-        if not rows or any(usable(y) for y in outputs):
+        rows = [y for y in inputs if can_have_rows(y)]
+        if not rows or any(can_have_rows(y) for y in outputs):
             return []
         slopes = torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True)
         return [(rows, _or_zeros(rows, slopes))]
 
     def _rows(
-        self, calls: Sequence[ModelCall], tensors: list[Tensor], cotangents: list[Tensor]
+        self, calls: Sequence[SplitCall], tensors: list[Tensor], cotangents: list[Tensor]
     ) -> dict[str, Tensor]:
         turns = [(i, True) for i in range(calls[0].batch)]
         batch = BatchOutputs([t.detach() for t in tensors], cotangents, calls[0].batch)

@@ -1,5 +1,4 @@
-"""Checks by code. A check is a function of a window, with its thresholds as keyword arguments; the
-decorator files it.
+"""Checks by code: functions of a window, filed by a decorator, with thresholds as keywords.
 
     @check("GS999", "name", "warning", advice=Advice(recommendation="...", fix="..."))
     def name(window: Window, *, limit: float = 1.0, patience: int = 3) -> Iterator[Fact]:
@@ -8,8 +7,10 @@ decorator files it.
         Why: why it matters.
         \"\"\"
 
-`gate` is what must hold of the window for the check to find anything: most steps are ordinary, and asked no more than that.
-`patience` is how many judgings in a row must agree before a finding is made; without it, one is enough.
+`asked` says when it is asked and what it cannot do without; its `gate` is what must hold of the
+window for it to find anything: most steps are ordinary, and asked no more than that. `incident`
+says what the flight recorder does about its findings. `patience` is how many judgings in a row must
+agree before a finding is made; without it, one is enough.
 """
 
 import inspect
@@ -23,9 +24,8 @@ from gradsight.errors import UsageError
 from gradsight.values.findings import family_of
 
 When = Literal["step", "stretch", "look", "ranks"]
-"""Every step; every ten steps, for what is read from history; after a closer look; after ranks were
-compared.
-"""
+"""Every step; every ten steps, for trends; after a closer look; after ranks were compared."""
+CheckFunction = Callable[..., Iterable["Fact"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Check:
     asked: Asked
     incident: AsIncident
     advice: Advice
-    function: Callable[..., Iterable[Fact]]
+    function: CheckFunction
     defaults: Mapping[str, Any]
 
     @property
@@ -120,7 +120,10 @@ MISSING = {
     "scale": "no GradScaler is in use",
     "clearing": "no optimizer was watched from one step to the next",
     "batches": "the model was not called with tensors while training",
-    "ranks": "no rank's own gradients were seen: there is one process, or no DistributedDataParallel (FSDP2 hides them)",
+    "ranks": (
+        "no rank's own gradients were seen: there is one process, or no DistributedDataParallel "
+        "(FSDP2 hides them)"
+    ),
     "details": "no closer look was taken",
 }
 """Why a check has to abstain, by the signal it lacks."""
@@ -134,10 +137,10 @@ def check(
     advice: Advice,
     asked: Asked = Asked(),
     incident: AsIncident = AsIncident(),
-) -> Callable[[Callable[..., Iterable[Fact]]], Callable[..., Iterable[Fact]]]:
+) -> Callable[[CheckFunction], CheckFunction]:
     """File a function as the check of this code."""
 
-    def file(function: Callable[..., Iterable[Fact]]) -> Callable[..., Iterable[Fact]]:
+    def file(function: CheckFunction) -> CheckFunction:
         if code in CHECKS:
             raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
         parameters = list(inspect.signature(function).parameters.values())[1:]

@@ -275,7 +275,7 @@ class Window:
 
     @property
     def converging(self) -> bool | None:
-        """Whether the loss has come down to a tenth of where it began; None where no loss is known."""
+        """Whether the loss is down to a tenth of where it began; None where no loss is known."""
         if len(self.first_losses) < 10 or len(self.losses) < 20:
             return None
         recent = list(self.losses)[-10:]

@@ -1,4 +1,4 @@
-"""Writing an incident: files go to a folder `*.partial`, and renaming it is what makes the incident.
+"""Writing an incident: files go to a folder `*.partial`; renaming it makes the incident.
 
 The format is that of store/incident_format.py.
 """

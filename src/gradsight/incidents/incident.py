@@ -34,7 +34,8 @@ class StagedIncident:
     """A bundle begun while the parameters were still those of the bad step."""
 
     def __init__(self, bundle: Bundle, facts: dict[str, Any]) -> None:
-        self.bundle, self.facts = bundle, facts
+        self.bundle = bundle
+        self.facts = facts
 
 
 class IncidentWriter:
@@ -42,15 +43,16 @@ class IncidentWriter:
 
     def __init__(self, run_dir: str | os.PathLike[str], model: nn.Module, with_batch: bool) -> None:
         self._folder = Path(run_dir).resolve() / rundir.INCIDENTS
-        self._model, self.with_batch = model, with_batch
+        self._model = model
+        self._with_batch = with_batch
         remove_leftovers(self._folder, rank())
 
     def stage(self, passes: Sequence[RecordedCall]) -> StagedIncident:
-        """Begin a bundle: batch and parameters as they are now, if those are to be written at all."""
+        """Begin a bundle, with batch and parameters as they are now if those are wanted."""
         bundle = Bundle(self._folder, rank())
         try:
             return StagedIncident(
-                bundle, self._data(bundle, passes) if self.with_batch else {"replay": _NO_BATCH}
+                bundle, self._data(bundle, passes) if self._with_batch else {"replay": _NO_BATCH}
             )
         except BaseException:
             bundle.discard()
@@ -92,7 +94,10 @@ class IncidentWriter:
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > MOST_BATCH_BYTES:
             return {
-                "replay": f"the batch takes {size / 1e9:.1f} GB, more than {MOST_BATCH_BYTES / 1e9:.0f} GB"
+                "replay": (
+                    f"the batch takes {size / 1e9:.1f} GB, more than "
+                    f"{MOST_BATCH_BYTES / 1e9:.0f} GB"
+                )
             }
         bundle.add(BATCH, lambda file: save_file(storable(tensors), file))
         state = state_of(self._model)
@@ -102,7 +107,8 @@ class IncidentWriter:
             facts["parameters"] = "the parameters are spread over ranks"
         elif size > MOST_PARAMETER_BYTES:
             facts["parameters"] = (
-                f"the parameters take {size / 1e9:.1f} GB, more than {MOST_PARAMETER_BYTES / 1e9:.0f} GB"
+                f"the parameters take {size / 1e9:.1f} GB, more than "
+                f"{MOST_PARAMETER_BYTES / 1e9:.0f} GB"
             )
         else:
             bundle.add(PARAMETERS, lambda file: save_file(storable(state), file))

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradsight.core.calls import RecordedCall, is_suspended
 
 
-class Call:
+class KeptCall:
     """One call of the model, while its step lasts."""
 
     __slots__ = (
@@ -36,9 +36,9 @@ class Call:
         self.gradients: list[Tensor | None] = []
         """The gradients that came back to the tensors of the output, through whatever uses them."""
         self.nodes: dict[int, Any] = {}
-        """By place in the output: the autograd node that a gradient came back to. Held from then
-        on: before that, it would keep the activations of a pass alive that nobody wants any more.
-        """
+        """By place in the output: the autograd node that a gradient came back to."""
+        # Held from then on only: before, it would keep the activations of a pass alive that
+        # nobody wants any more.
         self.gradient_bytes = 0
         self.too_large = False
 
@@ -70,10 +70,8 @@ def around(
     return call
 
 
-def is_aside() -> bool:
-    """Whether a call is no pass of the training: ours, one being compiled, or one inside
-    torch.func.
-    """
+def is_not_training() -> bool:
+    """Whether a call is ours, one that is being compiled, or one inside torch.func."""
     return (
         is_suspended()
         or torch.compiler.is_compiling()

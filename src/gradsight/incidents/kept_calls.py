@@ -25,9 +25,9 @@ from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
 from gradsight.errors import UsageError
 from gradsight.incidents.kept_call import (
-    Call,
+    KeptCall,
     around,
-    is_aside,
+    is_not_training,
 )
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
@@ -51,7 +51,7 @@ class KeptCalls:
 
     def __init__(self, model: nn.Module, limits: KeptLimits) -> None:
         self.model = called_module(model)
-        self.calls: list[Call] = []
+        self.calls: list[KeptCall] = []
         self.dropped = 0
         """Calls of this step that were let go."""
         self.root: Tensor | None = None
@@ -121,7 +121,7 @@ class KeptCalls:
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if is_aside():
+        if is_not_training():
             return
         if self._step_is_over:
             self.release()
@@ -130,7 +130,7 @@ class KeptCalls:
 
     def after(self, args: tuple[Any, ...], output: Any) -> None:
         """It has returned."""
-        if self.calls and torch.is_grad_enabled() and not is_aside():
+        if self.calls and torch.is_grad_enabled() and not is_not_training():
             self._guarded(self._after, output)
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
@@ -155,7 +155,7 @@ class KeptCalls:
             caller=users_line(),
             sample_ids=ids,
         )
-        call = Call(made, tensors_in(*args, *kwargs.values()))
+        call = KeptCall(made, tensors_in(*args, *kwargs.values()))
         call.buffer_versions = [buffer._version for _, buffer in self._buffers]
         self._held += call.bytes
         self.calls.append(call)
@@ -174,9 +174,10 @@ class KeptCalls:
         call.gradients = [None] * len(found)
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
-                tensor.register_hook(self._keeper(weakref.ref(call), place))  # type: ignore[no-untyped-call]
+                keeper = self._keeper(weakref.ref(call), place)
+                tensor.register_hook(keeper)  # type: ignore[no-untyped-call]
 
-    def used(self) -> list[Call]:
+    def used(self) -> list[KeptCall]:
         """The calls whose outputs a gradient came back to: those that the step is made of. Before
         backward, all of them.
         """
@@ -186,14 +187,18 @@ class KeptCalls:
         """The calls of this step with the gradients that came back to their outputs, and what is
         missing or in doubt.
 
-        `everything`: also calls that no gradient has come back to, such as one that has just raised an exception.
+        `everything`: also calls that no gradient has come back to, such as one that has just
+        raised an exception.
         """
         used = self.calls if everything else self.used()
         notes: dict[str, None] = {}
         made: list[RecordedCall] = []
         if self.dropped:
             notes[
-                f"{self.dropped} earlier micro-batches of this step were not kept: they hold too much memory"
+                (
+                    f"{self.dropped} earlier micro-batches of this step were not kept: they "
+                    "hold too much memory"
+                )
             ] = None
         for call in used:
             notes.update(dict.fromkeys(self._doubts(call)))
@@ -211,10 +216,13 @@ class KeptCalls:
             )
         return made, list(notes)
 
-    def _doubts(self, call: Call) -> Iterator[str]:
+    def _doubts(self, call: KeptCall) -> Iterator[str]:
         """Why running this call again may not be what it was."""
         if call.changed():
-            yield "the batch was changed in place after the model had seen it: what is run again is the changed one"
+            yield (
+                "the batch was changed in place after the model had seen it: what is run again is "
+                "the changed one"
+            )
         if call.too_large:
             limit = f"{self._limits.gradient_bytes / 2**20:.0f} MiB"
             missing = "where they are missing, backward was not run again"
@@ -228,7 +236,7 @@ class KeptCalls:
         if changed:
             yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
 
-    def _keeper(self, reference: "weakref.ref[Call]", place: int) -> Callable[[Tensor], None]:
+    def _keeper(self, reference: "weakref.ref[KeptCall]", place: int) -> Callable[[Tensor], None]:
         """Keeps the gradient at one output, as long as the limit allows."""
 
         def keep(gradient: Tensor) -> None:
@@ -238,7 +246,7 @@ class KeptCalls:
 
         return keep
 
-    def _keep(self, call: Call, place: int, gradient: Tensor) -> None:
+    def _keep(self, call: KeptCall, place: int, gradient: Tensor) -> None:
         if not moments.inside_backward():  # torch.autograd.grad is not a step's backward
             return
         call.nodes[place] = torch._C._current_autograd_node()

@@ -112,7 +112,10 @@ def restore(
     _check_fit(body.get("state", {}), state)
     if PARAMETERS not in body.get("files", {}):
         return [
-            f"{body.get('parameters', 'no parameters were recorded')}: those of the build function are used as they are"
+            (
+                f"{body.get('parameters', 'no parameters were recorded')}: those of the build "
+                "function are used as they are"
+            )
         ]
     recorded = _tensors(path, body, PARAMETERS, device)
     _check_fit({name: [list(each.shape), _dtype(each)] for name, each in recorded.items()}, state)
@@ -131,7 +134,8 @@ def _check_fit(recorded: Mapping[str, Any], state: Mapping[str, Tensor]) -> None
             list(state[name].shape) != list(shape) or _dtype(state[name]) != dtype
         ):
             wrong.append(
-                f"{name} is {list(state[name].shape)} {_dtype(state[name])}, and was {list(shape)} {dtype}"
+                f"{name} is {list(state[name].shape)} {_dtype(state[name])}, and was "
+                f"{list(shape)} {dtype}"
             )
     if wrong:
         more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""

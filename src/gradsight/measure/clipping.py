@@ -57,7 +57,7 @@ class ClipProbe:
                 return
             if piece.numel():
                 with torch.no_grad():
-                    self._after.append((place, HostCopy(torch.stack(measure(piece)))))
+                    self._after.append((place, HostCopy.of(torch.stack(measure(piece)))))
 
     def coefficient(self, look: NormReading, scale: float) -> float | None:
         """What the optimizer used / the gradient, where the look saw `scale` times what it would
@@ -174,7 +174,7 @@ class ClipMeter:
         """Look at the gradients as backward left them, with the loss scale that they carry."""
         self._parameters = [p for p in parameters if p.grad is not None]
         self._look = NormReading(_sampled(self._parameters))
-        self._scale = None if scale is None else HostCopy(scale.detach().reshape(1).clone())
+        self._scale = None if scale is None else HostCopy.of(scale.detach().reshape(1).clone())
 
     def before_update(self, still_scaled: bool) -> ClipReading | None:
         """Look at the gradients that reach the optimizer; None where nothing is to be told.

@@ -30,7 +30,8 @@ def log_gradient_distribution(
     """
     if not hasattr(tracker, "log_scalar"):
         raise UsageError(
-            f"a tracker needs a method log_scalar(name, value, step); {type(tracker).__name__} has none"
+            "a tracker needs a method log_scalar(name, value, step); "
+            f"{type(tracker).__name__} has none"
         )
     with_gradient = [named for named in named_parameters(model) if named.tensor.grad is not None]
     tensors = [named.tensor for named in with_gradient]

@@ -46,7 +46,7 @@ class HistogramReading:
         for rows in by_device.values():
             sample = Sample([gradients[row] for row in rows], offset)
             counts = count_classes(sample.entries, sample.sizes)
-            self._parts.append((rows, HostCopy(counts), sample.sizes, sample.full_sizes))
+            self._parts.append((rows, HostCopy.of(counts), sample.sizes, sample.full_sizes))
 
     def read(self) -> Floats:
         """The counters; they add up over ranks."""

@@ -1,11 +1,15 @@
 """Numbers on their way from the device to the host, without anybody waiting for them."""
 
+from dataclasses import dataclass
+
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gradsight.values.measured import Floats
 
+
+@dataclass(frozen=True, slots=True)
 class HostCopy:
     """A small vector that is being copied to the host.
 
@@ -13,25 +17,27 @@ class HostCopy:
     numbers are there at once.
     """
 
-    __slots__ = ("_event", "_host")
+    _host: Tensor
+    _event: torch.Event | None = None
 
-    def __init__(self, vector: Tensor) -> None:
-        self._event: torch.Event | None = None
-        if vector.device.type == "cpu":
-            self._host = vector
-        else:
-            self._host = torch.empty(
-                vector.shape, dtype=vector.dtype, pin_memory=vector.device.type == "cuda"
-            )
-            self._host.copy_(vector, non_blocking=True)
-            self._event = torch.Event(vector.device)
-            self._event.record()
+    @classmethod
+    def of(cls, vector: Tensor) -> "HostCopy":
+        """Start copying this vector, which nobody may write to any more."""
+        device = vector.device
+        if device.type == "cpu":
+            return cls(vector)
+        # Only a copy into pinned memory leaves the host free to go on.
+        host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=device.type == "cuda")
+        host.copy_(vector, non_blocking=True)
+        event = torch.Event(device)
+        event.record()
+        return cls(host, event)
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
         return self._event is None or self._event.query()
 
-    def read(self) -> npt.NDArray[np.float64]:
+    def read(self) -> Floats:
         """The numbers, in float64. The one place that waits for a device."""
         if self._event is not None:
             self._event.synchronize()

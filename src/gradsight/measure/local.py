@@ -73,7 +73,8 @@ class LocalReading:
         for row, square in squares.items():
             rows.setdefault(square.device, []).append(row)
         self._arrivals = [
-            (rows, HostCopy(torch.stack([squares[row] for row in rows]))) for rows in rows.values()
+            (rows, HostCopy.of(torch.stack([squares[row] for row in rows])))
+            for rows in rows.values()
         ]
 
     def ready(self) -> bool:

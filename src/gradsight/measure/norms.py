@@ -55,7 +55,7 @@ class NormReading:
                     rows.append(row)
                     scalars += measure(piece)
             self._arrivals = [
-                (HostCopy(torch.stack(scalars)), rows) for scalars, rows in devices.values()
+                (HostCopy.of(torch.stack(scalars)), rows) for scalars, rows in devices.values()
             ]
 
     @property

@@ -1,4 +1,4 @@
-"""How far one optimizer step moved each parameter, relative to its size: ||new - old|| / ||old||."""
+"""How far one optimizer step moved each parameter, for its size: ||new - old|| / ||old||."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ the weight before it).
 
 
 class UpdateReading:
-    """Samples of the parameters before an optimizer step, compared with the same entries after it."""
+    """Samples of the parameters before an optimizer step, and the same entries after it."""
 
     __slots__ = ("_arrivals", "_before", "_offset", "_tensors")
 
@@ -39,7 +39,7 @@ class UpdateReading:
             with torch.no_grad():
                 moments = _moments(torch.split(after.entries - before.entries, before.sizes))
                 moments += _moments(torch.split(before.entries, before.sizes))
-                self._arrivals.append((rows, after, HostCopy(torch.stack(moments))))
+                self._arrivals.append((rows, after, HostCopy.of(torch.stack(moments))))
         for _, sample, _ in self._arrivals:
             sample.entries = sample.entries.new_empty(0)
         self._before = []

@@ -70,6 +70,8 @@ class CheckpointedForward:
             args, kwargs = tree_unflatten(leaves, shape)
             return self.plain(*args, **kwargs)
 
+        # Not reentrant: that form gives a block no gradient unless one of its inputs requires one,
+        # as after a frozen embedding.
         context_fn = contexts(self.mode)
         if context_fn is None:
             return checkpoint(run, *leaves, use_reentrant=False)
@@ -156,5 +158,6 @@ def _is_composable(module: nn.Module) -> bool:
 
     Never where it was not imported, and it is not imported for the question.
     """
+    # core alone imports torch.distributed.
     composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
     return composable is not None and composable.checkpoint.state(module) is not None

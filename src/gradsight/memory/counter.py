@@ -237,6 +237,7 @@ class StorageCounter(TorchDispatchMode):
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._in_optimizer -= 1
+        # Only now: an optimizer makes its state in its first step.
         for state in tree_leaves([dict(entry) for entry in optimizer.state.values()]):
             if isinstance(state, torch.Tensor):
                 self._mark(state, "optimizer")

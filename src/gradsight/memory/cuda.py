@@ -35,6 +35,7 @@ def cuda_operators() -> Iterator[None]:
     """Inside, dropout and attention keep what CUDA's keep; tensors put on CUDA stay on the CPU."""
     with ExitStack() as stack:
         stack.enter_context(_StayOnCpu())
+        # F.dropout is what nn.Dropout calls; models written by hand call torch.dropout as well.
         for owner, name, stand_in in (
             (F, "dropout", dropout),
             (torch, "dropout", _torch_dropout),

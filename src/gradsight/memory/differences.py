@@ -172,7 +172,7 @@ class DivergenceFinder:
 
     def _look(self, name: str, given: int, made: int) -> None:
         """Remember the first run; in a recomputation, judge."""
-        in_forward = torch._C._current_graph_task_id() == -1
+        in_forward = torch._C._current_graph_task_id() == -1  # no backward is running
         if in_forward:
             self._seen[name].add((given, made))
         elif self.guilty is None and (given, made) not in self._seen[name]:

@@ -50,6 +50,7 @@ def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> Me
             f"measure_peak_memory runs a function without arguments, got {type(fn).__name__}"
         )
     counter = StorageCounter()
+    # Asked first, since resetting would initialise CUDA, which takes memory and forbids forking.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     allocated = run_counted(fn, counter, operators=operators)

@@ -12,6 +12,8 @@ from gradsight.memory.workload import Build, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
 
+# Blocks are chosen one by one. Groups of blocks as in Chen et al. (sqrt(n) of them) were tried, and
+# single blocks need less memory.
 ATTEMPTS = 6
 """How often the limit is tightened when the true peak of a choice lies above its estimate."""
 

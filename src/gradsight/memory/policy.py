@@ -56,6 +56,8 @@ def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mod
         raise UsageError(
             f"a policy is text or a CheckpointingPlan, got {type(policy).__name__}; {_known()}"
         )
+    # The first blocks and not the last: what a late block keeps is needed soonest. Of 16 blocks the
+    # first 8 took a peak of 366 MiB to 230, the last 8 to 244, and the very last one saved nothing.
     if first := re.fullmatch(r"first:(\d+)", policy.strip()):
         length = int(first[1])
         _check_range(length - 1, count, policy)

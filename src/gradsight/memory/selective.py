@@ -50,6 +50,7 @@ class Keeper:
         self._products = 0
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # "Prefer" leaves torch.compile free to keep a result after all; "must" is binding.
         if is_expensive(func, args, kwargs) and self._wanted(context, func, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

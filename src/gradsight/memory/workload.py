@@ -52,7 +52,7 @@ def call_build(build: Build) -> Workload:
     try:
         built = build()
     except GradsightError:
-        raise
+        raise  # it says already what to do
     except Exception as error:
         raise GradsightError(
             f"build() raised {type(error).__name__}: {error}. Call it by itself first; {EXPECTED}"

@@ -20,7 +20,8 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
 
     >>> import torch
     >>> logits, labels = torch.zeros(8, 5, requires_grad=True), torch.arange(8) % 5
-    >>> round(loss_of_a_guess(torch.nn.functional.cross_entropy(logits, labels) / 4), 4), round(math.log(5) / 4, 4)
+    >>> loss = torch.nn.functional.cross_entropy(logits, labels) / 4
+    >>> round(loss_of_a_guess(loss), 4), round(math.log(5) / 4, 4)
     (0.4024, 0.4024)
     """
     node: Any = loss.grad_fn

@@ -98,19 +98,16 @@ class StepLine:
         if norms.counts is None:
             self._incidents.gradients_are_finite()
         elif not moments.inside_backward():
-            code = self._not_finite(self._health, self._incidents, scaler is not None)
+            code = self._not_finite(self._last, self._incidents.loss, scaler is not None)
             if code is not None:
                 self._incidents.not_finite(self.builder.step, code, self._factor)
 
-    def _not_finite(
-        self, health: Health | None, incidents: FlightRecorder, scaled: bool
-    ) -> str | None:
+    def _not_finite(self, norms: Norms, loss: Tensor | None, scaled: bool) -> str | None:
         """The code under which the judge will find this gradient."""
-        if health is None or self._last is None:
+        if self._health is None:
             return None
-        loss = incidents.loss
         loss_is_finite = loss is None or bool(torch.isfinite(loss.detach()).all())
-        return health.alarm.not_finite(self._last, scaler_settles=scaled and loss_is_finite)
+        return self._health.alarm.not_finite(norms, scaler_settles=scaled and loss_is_finite)
 
     def before_update(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
         """The optimizer of these parameters is about to use their gradients.

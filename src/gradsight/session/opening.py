@@ -29,7 +29,10 @@ _FAILED = -1
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
-    """Where a run's steps go, and the number of its first one. Only rank 0 has a store and sinks."""
+    """Where a run's steps go, and the number of its first one.
+
+    Only rank 0 has a store and sinks.
+    """
 
     first_step: int
     problems: Problems

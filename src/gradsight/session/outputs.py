@@ -1,24 +1,22 @@
 """Where finished steps go: the record in the run directory, and the sinks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 import numpy as np
 
 from gradsight.measure.norms import combine
 from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.store import Store
-from gradsight.store.tail_format import pack_statistics
+from gradsight.store.tail_format import OPTIONAL, pack_statistics
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import Abstention
 from gradsight.values.measured import Floats, MeasuredStep
-from gradsight.values.steps import ParameterStat, block_of
+from gradsight.values.steps import block_of
 
 _MANY_PARAMETERS = 500
 """From here on sinks get blocks: hundreds of charts are of no use to anybody."""
 _WITHIN = "gradients/share_within_0.1"
-_DETAILS = tuple(field.name for field in fields(ParameterStat) if field.default is None)
-"""Columns of a closer look that the record keeps of every parameter."""
 
 
 class RecordOutput:
@@ -116,7 +114,7 @@ class SinkOutput:
         columns = parameter_columns(measured)
         for name, value in zip(names, columns["l2"].tolist(), strict=True):
             shown[f"gradients/{name}/norm"] = value
-        for column in ("nan", "inf", *_DETAILS):
+        for column in ("nan", "inf", *sorted(OPTIONAL)):
             if column in columns and not column.endswith("_error"):
                 for name, value in zip(names, columns[column].tolist(), strict=True):
                     if value and value == value:
@@ -139,7 +137,7 @@ def parameter_columns(measured: MeasuredStep) -> dict[str, Floats]:
     details = measured.details
     if details is not None and details.recorded:
         rows = slice(None) if measured.rows is None else list(measured.rows)
-        for name in _DETAILS:
+        for name in OPTIONAL:
             values = details[name][rows]
             if not np.isnan(values).all():
                 columns[name] = values

@@ -156,8 +156,8 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
         return None
     factor = getattr(scaler, "_scale", None)
     if isinstance(factor, Tensor):
-        return HostCopy(factor.detach().clone().view(1))
-    return HostCopy(torch.tensor([scaler.get_scale()]))
+        return HostCopy.of(factor.detach().clone().view(1))
+    return HostCopy.of(torch.tensor([scaler.get_scale()]))
 
 
 def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
@@ -171,7 +171,7 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
                     f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}"
                 )
             on_host = tensor.device.type == "cpu"
-            taken[name] = float(tensor) if on_host else HostCopy(tensor.clone())
+            taken[name] = float(tensor) if on_host else HostCopy.of(tensor.clone())
         elif isinstance(value, (int, float, np.number)):
             taken[name] = float(value)
         else:

@@ -170,7 +170,9 @@ class StepBuilder:
         current.update_rows = ()
         current.skipped.append(skipped)
         if current.lr is None and optimizer is not None:
-            current.lr, current.group_lrs = learning_rates(optimizer)
+            lr, group_lrs = learning_rates(optimizer)
+            current.lr = lr
+            current.group_lrs = group_lrs
 
     def end_step(
         self,
@@ -186,7 +188,7 @@ class StepBuilder:
         made.signals = signals
         made.rank_comparisons = tuple(rank_comparisons)
         if loss is not None:
-            made.loss = HostCopy(loss.reshape(1).clone())
+            made.loss = HostCopy.of(loss.reshape(1).clone())
         self._current = StepInProgress(made.number + 1)
         self._looked = False
         self._sequence = _sequence_number()

@@ -1,4 +1,4 @@
-"""A finished step, as it goes from the builder to the judge, the recorder and the outputs. No torch.
+"""A finished step, as it goes to the judge, the recorder and the outputs. No torch.
 
 Arrays are never written to after a value has been made: whoever gets one only reads it.
 """

@@ -14,14 +14,17 @@ def plain(value: Any) -> Any:
     >>> plain({"norm": math.inf, "rows": (1, 2.5)})
     {'norm': 'inf', 'rows': [1, 2.5]}
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+    # Most values are leaves, and a dump's manifest has tens of thousands: they are asked for first.
+    if isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
 
 

@@ -20,7 +20,7 @@ MATERIALISE_FROM = 64
 """Output positions per sample from which making each sample's weight gradient is cheaper."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConvolutionSplit:
     """How a convolution is split by sample."""
 

@@ -153,8 +153,7 @@ class SplitProduct(torch.autograd.Function):
     """
 
     # Between two large products the interpreter finds its caches cold: every small operation here
-    # counts many times over. So questions are asked before calls that would change nothing, and no
-    # helper is called that could be written out.
+    # counts many times over.
 
     @staticmethod
     def forward(

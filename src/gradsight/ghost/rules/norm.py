@@ -16,7 +16,7 @@ from gradsight.ghost.tangent_sources import TangentSource
 from gradsight.ghost.use import DECLINED, Use, rule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scaling:
     """y = n(x) w + b: the parameters of a norm and the function n."""
 
@@ -29,7 +29,7 @@ class Scaling:
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NormSplit:
     """How a LayerNorm is split by sample."""
 

@@ -13,7 +13,8 @@ from gradsight.health.window import Window
     "warning",
     advice=Advice(
         recommendation=(
-            "Clip the gradient to a norm of 1, and check that inputs and targets are normalised and the loss is a mean."
+            "Clip the gradient to a norm of 1, and check that inputs and targets are "
+            "normalised and the loss is a mean."
         ),
         fix=CLIP,
     ),

@@ -20,8 +20,8 @@ def _about_to_be_used(look: EarlyLook, *, limit: float, patience: int) -> bool:
     incident=AsIncident(alarm=_about_to_be_used),
     advice=Advice(
         recommendation=(
-            "Clip the gradient at once and lower the learning rate; then look for missing normalisation or too large "
-            "an initialisation."
+            "Clip the gradient at once and lower the learning rate; then look for missing "
+            "normalisation or too large an initialisation."
         ),
         fix=CLIP
         + """

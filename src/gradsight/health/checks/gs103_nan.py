@@ -20,8 +20,8 @@ def _in_sight(look: EarlyLook) -> bool:
     incident=AsIncident(alarm=_in_sight),
     advice=Advice(
         recommendation=(
-            "Look at the loss and the batch of this step first (log of 0, division by 0, a NaN in the data or the "
-            "labels), then lower the learning rate."
+            "Look at the loss and the batch of this step first (log of 0, division by 0, a "
+            "NaN in the data or the labels), then lower the learning rate."
         ),
         fix="""
 # a loss that cannot make a NaN

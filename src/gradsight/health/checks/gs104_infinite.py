@@ -20,8 +20,8 @@ def _in_sight(look: EarlyLook) -> bool:
     incident=AsIncident(alarm=_in_sight),
     advice=Advice(
         recommendation=(
-            "Something overflowed: clip, lower the learning rate, keep exponentials and half precision in range; with "
-            "float16 use a GradScaler."
+            "Something overflowed: clip, lower the learning rate, keep exponentials and half "
+            "precision in range; with float16 use a GradScaler."
         ),
         fix="""
 # exponentials in range

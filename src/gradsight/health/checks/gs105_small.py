@@ -13,8 +13,8 @@ from gradsight.health.window import Window
     "warning",
     advice=Advice(
         recommendation=(
-            "Check the architecture (saturating activations, missing skip connections or normalisation) and the "
-            "initialisation; look for frozen parameters."
+            "Check the architecture (saturating activations, missing skip connections or "
+            "normalisation) and the initialisation; look for frozen parameters."
         ),
         fix=LIST_FROZEN + KEEP_THE_SIZE,
     ),

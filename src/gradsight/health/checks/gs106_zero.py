@@ -15,8 +15,9 @@ from gradsight.values.steps import NO_GRADIENT
     asked=Asked(needs=()),
     advice=Advice(
         recommendation=(
-            "Nothing is learned: check that backward() runs on the loss of this model, that its parameters are not all"
-            " frozen, and that no detach(), no_grad() or dead ReLU cuts it off."
+            "Nothing is learned: check that backward() runs on the loss of this model, that "
+            "its parameters are not all frozen, and that no detach(), no_grad() or dead ReLU "
+            "cuts it off."
         ),
         fix="""
 for name, parameter in model.named_parameters():

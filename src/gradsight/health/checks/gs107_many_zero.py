@@ -16,8 +16,9 @@ from gradsight.health.window import Window
     asked=Asked(gate=lambda window: window.has_zeros),
     advice=Advice(
         recommendation=(
-            "More than half of the parameters get a gradient of exactly zero: check the initialisation (all zero?), "
-            "use LeakyReLU or GELU, look for branches that do not reach the loss."
+            "More than half of the parameters get a gradient of exactly zero: check the "
+            "initialisation (all zero?), use LeakyReLU or GELU, look for branches that do not "
+            "reach the loss."
         ),
         fix=LIVING_UNITS + FOR_RELU,
     ),

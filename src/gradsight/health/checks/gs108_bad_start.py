@@ -15,8 +15,9 @@ from gradsight.health.window import Window
     asked=Asked(when="look", needs=("guess",)),
     advice=Advice(
         recommendation=(
-            "A new model should begin near the loss of a guess: initialise the last layer (or all layers) smaller, "
-            "normalise the inputs, and check that labels and classes match."
+            "A new model should begin near the loss of a guess: initialise the last layer (or "
+            "all layers) smaller, normalise the inputs, and check that labels and classes "
+            "match."
         ),
         fix="""
 # logits near zero at the start
@@ -39,5 +40,8 @@ def start(window: Window, *, first: float = 3.0, soon: float = 2.0) -> Iterator[
         return
     ratios = [loss / guess for loss, guess in window.starts]
     if ratios[0] > first and np.median(ratios) > soon:
-        text = f"the first losses are {', '.join(f'{ratio:.3g}' for ratio in ratios)} times that of a guess"
+        text = (
+            f"the first losses are {', '.join(f'{ratio:.3g}' for ratio in ratios)} times that "
+            "of a guess"
+        )
         yield Fact(text, first_step=window.first_step)

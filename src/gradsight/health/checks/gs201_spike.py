@@ -35,7 +35,8 @@ def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
     incident=AsIncident(kept="always", alarm=_about_to_be_used),
     advice=Advice(
         recommendation=(
-            "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: one such step can undo many."
+            "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: "
+            "one such step can undo many."
         ),
         fix=CLIP
         + """

@@ -17,8 +17,8 @@ from gradsight.health.window import Window
     asked=Asked(when="stretch"),
     advice=Advice(
         recommendation=(
-            "The gradient builds up to an explosion: clip before it comes, lower the learning rate, look for a loss "
-            "that rises with it."
+            "The gradient builds up to an explosion: clip before it comes, lower the learning "
+            "rate, look for a loss that rises with it."
         ),
         fix=CLIP,
     ),

@@ -16,7 +16,8 @@ from gradsight.health.window import Window
     asked=Asked(when="stretch", needs=("norms", "loss")),
     advice=Advice(
         recommendation=(
-            "Training stalls although the loss is not solved: check the learning rate, saturating activations, and dead units."
+            "Training stalls although the loss is not solved: check the learning rate, "
+            "saturating activations, and dead units."
         ),
         fix="""
 # is the learning rate still alive?

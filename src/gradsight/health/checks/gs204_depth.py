@@ -16,8 +16,9 @@ from gradsight.health.window import Window
     asked=Asked(when="stretch"),
     advice=Advice(
         recommendation=(
-            "The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead of sigmoid and tanh, add "
-            "skip connections or normalisation, initialise for the activation."
+            "The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead "
+            "of sigmoid and tanh, add skip connections or normalisation, initialise for the "
+            "activation."
         ),
         fix=LIST_FROZEN
         + KEEP_THE_SIZE

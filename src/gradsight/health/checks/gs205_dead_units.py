@@ -16,8 +16,8 @@ from gradsight.health.window import Window
     asked=Asked(when="look", needs=("details",)),
     advice=Advice(
         recommendation=(
-            "Units that never get a gradient do not come back by themselves: use LeakyReLU or GELU, lower the learning"
-            " rate, initialise biases at zero."
+            "Units that never get a gradient do not come back by themselves: use LeakyReLU or "
+            "GELU, lower the learning rate, initialise biases at zero."
         ),
         fix=LIVING_UNITS
         + """

@@ -15,8 +15,8 @@ from gradsight.health.window import Window
     asked=Asked(when="stretch", needs=("norms", "optimizer")),
     advice=Advice(
         recommendation=(
-            "The optimizer has these parameters, but the loss never reaches them: look for detach(), no_grad(), .data,"
-            " a branch that is not used, or take them out."
+            "The optimizer has these parameters, but the loss never reaches them: look for "
+            "detach(), no_grad(), .data, a branch that is not used, or take them out."
         ),
         fix="""
 for name, parameter in model.named_parameters():
@@ -48,7 +48,10 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
     if len(rows):
         none = int((~window.received[rows]).sum())
         yield Fact(
-            f"in {window.steps_seen} steps: {none} without any gradient, {len(rows) - none} with exactly zero",
+            (
+                f"in {window.steps_seen} steps: {none} without any gradient, {len(rows) - none} "
+                "with exactly zero"
+            ),
             window.named(rows),
             first_step=window.first_step,
         )

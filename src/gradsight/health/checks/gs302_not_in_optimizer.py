@@ -21,11 +21,11 @@ from gradsight.health.window import Window
     ),
     advice=Advice(
         recommendation=(
-            "These parameters get a gradient that nobody uses: give them to the optimizer, or freeze them, which also "
-            "saves their part of backward."
+            "These parameters get a gradient that nobody uses: give them to the optimizer, or "
+            "freeze them, which also saves their part of backward."
         ),
         fix="""
-optimizer = torch.optim.AdamW(model.parameters(), lr=...)    # all of them, after the model is complete
+optimizer = torch.optim.AdamW(model.parameters(), lr=...)    # after the model is complete
 
 # or, if they are not meant to learn
 model.backbone.requires_grad_(False)

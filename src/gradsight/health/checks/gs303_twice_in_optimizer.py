@@ -13,8 +13,8 @@ from gradsight.health.window import Window
     asked=Asked(when="look", needs=("optimizer",)),
     advice=Advice(
         recommendation=(
-            "These parameters are updated more than once per step, with a learning rate that is in effect higher: give"
-            " each to one optimizer, once."
+            "These parameters are updated more than once per step, with a learning rate that "
+            "is in effect higher: give each to one optimizer, once."
         ),
         fix="""
 parameters = list({id(p): p for group in (encoder, head) for p in group.parameters()}.values())

@@ -16,8 +16,9 @@ from gradsight.values.measured import Details, Flags
     asked=Asked(when="look", needs=("details", "optimizer")),
     advice=Advice(
         recommendation=(
-            "They have a gradient and an optimizer, but their values stay the same: check the learning rate of their group, a "
-            "copy that the optimizer holds instead, code that puts old weights back, or bf16 weights that round updates away."
+            "They have a gradient and an optimizer, but their values stay the same: check the "
+            "learning rate of their group, a copy that the optimizer holds instead, code that "
+            "puts old weights back, or bf16 weights that round updates away."
         ),
         fix="""
 for number, group in enumerate(optimizer.param_groups):
@@ -50,7 +51,8 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
         (look["update_ratio"] > 0).any() for look in recent
     )
     if nothing_moves and (window.ever_updated or window.steps_seen < steps):
-        return  # a learning rate of zero for everything: a warm-up's first steps, or the end of a decay
+        # A learning rate of zero for everything: a warm-up's first steps, or the end of a decay.
+        return
     still = np.all([look["update_ratio"] == 0 for look in recent], axis=0) | _put_back(recent)
     still &= window.l2 > 0
     held = np.array(window.subject.memberships or [0] * len(still)) > 0

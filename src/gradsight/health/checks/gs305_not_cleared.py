@@ -27,5 +27,8 @@ def uncleared(window: Window, *, steps: int = 4) -> Iterator[Fact]:
     batches for one step is something else, and is not meant here.
     """
     if window.uncleared >= steps:
-        text = f"{window.uncleared} steps in a row used gradients that still hold those of the step before"
+        text = (
+            f"{window.uncleared} steps in a row used gradients that still hold those of the "
+            "step before"
+        )
         yield Fact(text, first_step=window.step.step - window.uncleared + 1)

@@ -15,7 +15,8 @@ from gradsight.health.window import Window
     asked=Asked(when="look", needs=("details",)),
     advice=Advice(
         recommendation=(
-            "A step changes weights by a large part of their own size: lower the learning rate tenfold, or warm it up."
+            "A step changes weights by a large part of their own size: lower the learning "
+            "rate tenfold, or warm it up."
         ),
         fix="""
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -46,5 +47,8 @@ def fast(
         return
     rows = [row for row, value in zip(matrices, ratios.tolist(), strict=True) if value > ratio]
     middle = float(np.median(known))
-    text = f"step {window.step.step}: median update is {middle:.0%} of the weight, in {len(rows)} of {len(known)} matrices"
+    text = (
+        f"step {window.step.step}: median update is {middle:.0%} of the weight, in {len(rows)} "
+        f"of {len(known)} matrices"
+    )
     yield Fact(text, window.named(rows), "critical" if middle > critical else None)

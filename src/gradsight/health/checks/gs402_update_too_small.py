@@ -15,8 +15,8 @@ from gradsight.health.window import Window
     asked=Asked(when="look", needs=("details",)),
     advice=Advice(
         recommendation=(
-            "Steps change the weights by less than rounding does: raise the learning rate, or look for a gradient that"
-            " is divided away."
+            "Steps change the weights by less than rounding does: raise the learning rate, or "
+            "look for a gradient that is divided away."
         ),
         fix="""
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

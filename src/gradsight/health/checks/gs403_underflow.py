@@ -15,8 +15,8 @@ from gradsight.health.window import Window
     asked=Asked(when="look", needs=("details",)),
     advice=Advice(
         recommendation=(
-            "Small gradients are rounded to zero in float16: scale the loss with a GradScaler, or use bfloat16, which "
-            "has the range of float32."
+            "Small gradients are rounded to zero in float16: scale the loss with a "
+            "GradScaler, or use bfloat16, which has the range of float32."
         ),
         fix="""
 scaler = torch.amp.GradScaler()

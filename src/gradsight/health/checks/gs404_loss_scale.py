@@ -13,8 +13,9 @@ from gradsight.health.window import Window
     asked=Asked(needs=("scale",)),
     advice=Advice(
         recommendation=(
-            "Every step overflows, so the GradScaler halves its scale and leaves the step out: find what is infinite "
-            "(see the layers), use bfloat16, or lower the learning rate."
+            "Every step overflows, so the GradScaler halves its scale and leaves the step "
+            "out: find what is infinite (see the layers), use bfloat16, or lower the learning "
+            "rate."
         ),
         fix="""
 with torch.autocast(device, dtype=torch.bfloat16):    # no scaler needed
@@ -35,5 +36,6 @@ def scale(
     left_out = sum(skipped for _, skipped in recent)
     if (len(recent) == steps and left_out > share * steps) or (left_out and recent[-1][0] < least):
         yield Fact(
-            f"{left_out} of the last {len(recent)} steps were left out; the scale is {recent[-1][0]:g}"
+            f"{left_out} of the last {len(recent)} steps were left out; the scale is "
+            f"{recent[-1][0]:g}"
         )

@@ -16,8 +16,9 @@ from gradsight.health.window import Window
     asked=Asked(when="stretch", needs=("norms", "clipping")),
     advice=Advice(
         recommendation=(
-            "The limit lies far below the usual norm, so it sets the length of every step: raise max_norm to the usual"
-            " norm, and lower the learning rate if that is unstable."
+            "The limit lies far below the usual norm, so it sets the length of every step: "
+            "raise max_norm to the usual norm, and lower the learning rate if that is "
+            "unstable."
         ),
         fix="""
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.5 * usual_norm)

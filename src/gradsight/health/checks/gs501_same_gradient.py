@@ -13,8 +13,8 @@ from gradsight.health.window import Window
     asked=Asked(gate=lambda window: window.repeats > 0),
     advice=Advice(
         recommendation=(
-            "Neither the batch nor the weights change: check that the loader advances, that backward() runs on the new"
-            " loss, and that the learning rate is not zero."
+            "Neither the batch nor the weights change: check that the loader advances, that "
+            "backward() runs on the new loss, and that the learning rate is not zero."
         ),
         fix="""
 for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time

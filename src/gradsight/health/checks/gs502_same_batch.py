@@ -13,9 +13,9 @@ from gradsight.health.window import Window
     asked=Asked(needs=("batches",), gate=lambda window: bool(window.now.signals.alike_batches)),
     advice=Advice(
         recommendation=(
-            "Every step is given the same batch, made anew: check that the loader advances (next(iter(loader)) starts "
-            "over) and that its random state is not reset. If this is full-batch training on purpose, silence it with "
-            "health={'GS502': False}."
+            "Every step is given the same batch, made anew: check that the loader advances "
+            "(next(iter(loader)) starts over) and that its random state is not reset. If this "
+            "is full-batch training on purpose, silence it with health={'GS502': False}."
         ),
         fix="""
 for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time

@@ -20,8 +20,9 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
     incident=AsIncident(kept="never"),
     advice=Advice(
         recommendation=(
-            "One rank brings gradients unlike the others', and the mean carries them into every replica: look at that "
-            "rank's data (shard, augmentation, labels), its loss, and its hardware."
+            "One rank brings gradients unlike the others', and the mean carries them into "
+            "every replica: look at that rank's data (shard, augmentation, labels), its loss, "
+            "and its hardware."
         ),
         fix="""
 # what does every rank train on?
@@ -69,7 +70,10 @@ def _not_finite(window: Window, look: RankComparison) -> Iterator[Fact]:
     broken = ~np.isfinite(look.norms)
     ranks = np.flatnonzero(broken.any(axis=1))
     if len(ranks) < len(broken):  # else the fault is not of a rank
-        text = f"step {look.step}: NaN or Inf on {_told(ranks)} alone, before the gradients were averaged over {len(broken)} ranks"
+        text = (
+            f"step {look.step}: NaN or Inf on {_told(ranks)} alone, before the gradients were "
+            f"averaged over {len(broken)} ranks"
+        )
         yield Fact(text, window.named(look.rows[broken.any(axis=0)]), "critical", look.step)
 
 
@@ -122,7 +126,10 @@ def _in_single_parameters(window: Window, limit: float, looks: int) -> Iterator[
     for rank in np.flatnonzero(above.any(axis=1)):
         rows = np.flatnonzero(above[rank])
         middle = float(np.median(apart[:, rank, rows]))
-        text = f"in {len(rows)} of {above.shape[1]} parameters, at {looks} closer looks, rank {rank} brings {_times(middle)}"
+        text = (
+            f"in {len(rows)} of {above.shape[1]} parameters, at {looks} closer looks, rank "
+            f"{rank} brings {_times(middle)}"
+        )
         yield Fact(text, window.named(full[-1].rows[rows]), first_step=full[0].step)
 
 

@@ -1,4 +1,4 @@
-"""The diagnosis of a bad step: its guilty operation, its guilty samples, and what stayed unknown."""
+"""The diagnosis of a bad step: its guilty operation, its guilty samples, and what is not known."""
 
 import math
 import time

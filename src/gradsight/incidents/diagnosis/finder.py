@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from gradsight.core.samples import tensors_in
-from gradsight.incidents.diagnosis.numbers import dtype_name, state_of, summary
+from gradsight.incidents.diagnosis.numbers import dtype_name, nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import NOWHERE, SourcePlace, current_place, source_of
 from gradsight.incidents.diagnosis.watcher import (
     Budget,
     OperationWatcher,
     key_of,
-    name_of,
+    operation_name,
     written,
 )
 from gradsight.values.diagnoses import GuiltyOperation
@@ -111,7 +111,7 @@ class Finder(OperationWatcher):
         """
         numbers: set[int] = set()
         for tensor in tensors:
-            if tensor is not None and state_of(tensor):
+            if tensor is not None and nonfinite_in(tensor):
                 numbers |= self._marks.get(key_of(tensor), frozenset())
         ranked = sorted(numbers, key=lambda number: (not self.events[number].certain, number))
         if not ranked:
@@ -141,7 +141,7 @@ class Finder(OperationWatcher):
         # Views of memory that was not written to: what is known of it holds.
         views = given - changed
         made = [tensor for tensor in tensors_in(out) if key_of(tensor) not in views]
-        self._judge(Operation(name_of(func), place, inputs, made), given)
+        self._judge(Operation(operation_name(func), place, inputs, made), given)
         return out
 
     def _judge(self, operation: Operation, given: set[int]) -> None:
@@ -151,7 +151,7 @@ class Finder(OperationWatcher):
             key = key_of(tensor)
             if key not in given:
                 self._marks.pop(key, None)
-            if operation.name in UNINITIALISED or not state_of(tensor):
+            if operation.name in UNINITIALISED or not nonfinite_in(tensor):
                 continue
             if origins is None:
                 origins = self._origins(operation)
@@ -161,14 +161,16 @@ class Finder(OperationWatcher):
         self._marks[key] = self._marks.get(key, frozenset()) | origins
 
     def _origins(self, operation: Operation) -> Origins:
-        """Why outputs are not finite: an input with NaN, else with an infinity, else the operation."""
-        states = [(state_of(each.value), self._marks.get(each.key)) for each in operation.inputs]
+        """Why outputs are not finite: an input's NaN, else an infinity, else this operation."""
+        states = [
+            (nonfinite_in(each.value), self._marks.get(each.key)) for each in operation.inputs
+        ]
         of_nan = [marks for state, marks in states if state == "nan" and marks is not None]
         if of_nan:
             return frozenset().union(*of_nan)
         infinite = [marks for state, marks in states if state == "inf"]
         of_inf: Origins = frozenset().union(*(marks for marks in infinite if marks))
-        made_nan = any(state_of(tensor) == "nan" for tensor in operation.outputs)
+        made_nan = any(nonfinite_in(tensor) == "nan" for tensor in operation.outputs)
         if not made_nan:
             meant = bool(infinite) or operation.name in FILLS
             return of_inf or self._new(Event(self._describe(operation), certain=not meant))
@@ -176,7 +178,7 @@ class Finder(OperationWatcher):
         return certain or self._from_arguments(operation, of_inf) or self._begun_at(operation)
 
     def _from_arguments(self, operation: Operation, infinities: Origins) -> Origins:
-        """Infinities that came into the pass with its arguments, unless they mask something here."""
+        """Infinities that came into the pass from outside, unless they mask something here."""
         if "softmax" in operation.name or "attention" in operation.name:
             return frozenset()
         return frozenset(n for n in infinities if self.events[n].operation.phase == "before")
@@ -222,7 +224,7 @@ class Finder(OperationWatcher):
         )
 
     def _place_of(self, node: Any) -> SourcePlace:
-        """The place of an autograd node's forward operation: the first that ran after it was made."""
+        """The place of a node's forward operation: the first that ran after the node was made."""
         position = bisect_right(self._sequence, node._sequence_nr())
         return self._places[position] if position < len(self._places) else NOWHERE
 
@@ -230,7 +232,7 @@ class Finder(OperationWatcher):
 def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Input]:
     """The tensors that an operation reads; those that it changes as copies."""
     changed = {id(tensor) for tensor in written(func, args, kwargs)}
-    overwrites = name_of(func) in OVERWRITING or "out" in kwargs
+    overwrites = operation_name(func) in OVERWRITING or "out" in kwargs
     inputs = []
     for tensor in tensors_in(*args, *kwargs.values()):
         if id(tensor) not in changed:

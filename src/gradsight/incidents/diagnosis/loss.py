@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsight.core.calls import RecordedCall
 from gradsight.incidents.diagnosis.finder import forward_name
-from gradsight.incidents.diagnosis.numbers import state_of, summary
+from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import source_of
 from gradsight.values.diagnoses import GuiltyOperation, TensorSummary
 
@@ -61,7 +61,7 @@ def fault_in_loss(
     inputs = guess.inputs
     if not inputs:
         pairs = zip(outputs, call.output_gradients or (), strict=True)
-        inputs = tuple(summary(y) for y, c in pairs if c is not None and state_of(c))
+        inputs = tuple(summary(y) for y, c in pairs if c is not None and nonfinite_in(c))
     return GuiltyOperation(
         guess.operation, "loss", None, place, source_of(place), inputs, number, guess.detail
     )
@@ -76,7 +76,7 @@ def _guess(call: RecordedCall, outputs: Sequence[Tensor], loss_root: Tensor | No
     nodes = _between(loss_root.grad_fn, stops)
     if not nodes:
         return Guess("loss", where)
-    state = state_of(loss_root)
+    state = nonfinite_in(loss_root)
     if state:
         where += f"; the loss is {state}"
     else:
@@ -96,7 +96,7 @@ def _guess(call: RecordedCall, outputs: Sequence[Tensor], loss_root: Tensor | No
 
 
 def _told_of_outputs(outputs: Sequence[Tensor]) -> str:
-    if any(state_of(y) for y in outputs):
+    if any(nonfinite_in(y) for y in outputs):
         return (
             "the outputs hold infinities that the model wrote on purpose, "
             "the gradients that came back are not finite"
@@ -170,9 +170,9 @@ def _signed(number: int) -> int:
 
 def _breaks(function: Any, value: Tensor) -> bool:
     """Whether the operation or its derivative is not finite at this finite value."""
-    if state_of(value):
+    if nonfinite_in(value):
         return False
     x = value.detach().clone().requires_grad_()
     y = function(x)
     (slope,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    return bool(state_of(y) or state_of(slope))
+    return bool(nonfinite_in(y) or nonfinite_in(slope))

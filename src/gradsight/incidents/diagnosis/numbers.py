@@ -6,10 +6,10 @@ from torch import Tensor
 from gradsight.values.diagnoses import TensorSummary
 
 
-def state_of(tensor: Tensor) -> str:
+def nonfinite_in(tensor: Tensor) -> str:
     """ "nan" if there is one, else "inf" if there is one, else "".
 
-    >>> state_of(torch.tensor([1.0, float("-inf")])), state_of(torch.tensor([1, 2]))
+    >>> nonfinite_in(torch.tensor([1.0, float("-inf")])), nonfinite_in(torch.tensor([1, 2]))
     ('inf', '')
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:

@@ -11,10 +11,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
 from gradsight.core.parameters import clean_name, named_parameters
-from gradsight.core.samples import NotSeparable, tell_batch
+from gradsight.core.samples import NotSeparable, find_samples
 from gradsight.incidents.diagnosis.finder import Event, Finder
 from gradsight.incidents.diagnosis.loss import fault_in_loss
-from gradsight.incidents.diagnosis.numbers import state_of, summary
+from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import module_names, source_of
 from gradsight.incidents.diagnosis.rerun import (
     NoGradient,
@@ -22,7 +22,7 @@ from gradsight.incidents.diagnosis.rerun import (
     are_last,
     pull,
     run_model,
-    run_step,
+    run_to_loss,
     trained_parameters,
 )
 from gradsight.incidents.diagnosis.watcher import Budget
@@ -83,7 +83,7 @@ def _in_backward(
     if len(outer) < len(pairs):
         choices.append(list(pairs))
     for number, chosen in enumerate(choices):
-        if not chosen or any(state_of(cotangent) for _, cotangent in chosen):
+        if not chosen or any(nonfinite_in(cotangent) for _, cotangent in chosen):
             return None, False
         with finder:
             gradients = pull(
@@ -106,7 +106,7 @@ def _in_forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | 
     likely = finder.first(outputs)
     if likely is None:
         return None
-    broken = any(state_of(y) == "nan" for y in outputs)
+    broken = any(nonfinite_in(y) == "nan" for y in outputs)
     return likely if broken or likely.phase == "before" else None
 
 
@@ -116,7 +116,7 @@ def _whole_step(
     """The same with the loss: whatever makes the gradient non-finite is seen."""
     finder.whole_step = True
     with finder:
-        loss = run_step(rerun, root, number)
+        loss = run_to_loss(rerun, root, number)
         gradients = pull([loss], [torch.ones_like(loss)], trained_parameters(root))
     return _at_first(finder, finder.first(gradients), [loss]) or finder.first([loss])
 
@@ -149,14 +149,14 @@ def _cotangents(call: RecordedCall, outputs: Sequence[Tensor]) -> list[Pair]:
                 pairs[id(y)] = (y, cotangent)
         return list(pairs.values())
     scalars = [y for y in outputs if y.requires_grad and y.numel() == 1]
-    if len(scalars) != 1 or state_of(scalars[0]):
+    if len(scalars) != 1 or nonfinite_in(scalars[0]):
         return []
     return [(scalars[0], torch.ones_like(scalars[0]))]
 
 
 def _broken_before(root: nn.Module, number: int) -> Iterator[tuple[Tensor, Event]]:
     """Parameters and buffers that are not finite before the first operation."""
-    broken = [each for each in named_parameters(root) if state_of(each.tensor)]
+    broken = [each for each in named_parameters(root) if nonfinite_in(each.tensor)]
     names = _listed([each.name for each in broken])
     for parameter in broken:
         yield (
@@ -175,7 +175,7 @@ def _broken_before(root: nn.Module, number: int) -> Iterator[tuple[Tensor, Event
             ),
         )
     for raw, buffer in root.named_buffers():
-        state = state_of(buffer)
+        state = nonfinite_in(buffer)
         if not state:
             continue
         name = clean_name(root, raw)
@@ -198,7 +198,7 @@ def _broken_arguments(
     """Arguments with NaN or an infinity; -inf alone may be a mask."""
     parameters = list(inspect.signature(root.forward).parameters)
     for position, (path, tensor) in enumerate(tree_flatten_with_path(given)[0]):
-        if not isinstance(tensor, Tensor) or not state_of(tensor):
+        if not isinstance(tensor, Tensor) or not nonfinite_in(tensor):
             continue
         operation = GuiltyOperation(
             "input",
@@ -227,7 +227,7 @@ def _rows(root: nn.Module, call: RecordedCall, position: int) -> str:
     """The samples in which an argument is not finite, in words."""
     size = len(call.sample_ids) if call.sample_ids else None
     try:
-        batch = tell_batch(call.args, call.kwargs, size, None, root)
+        batch = find_samples(call.args, call.kwargs, size, None, root)
     except NotSeparable:
         return ""
     dim = batch.dims.get(position)

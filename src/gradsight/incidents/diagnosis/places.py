@@ -1,4 +1,4 @@
-"""Where a pass is: the innermost module of the model and the line of source that matters to its user."""
+"""Where a pass is: the innermost module of the model, and the line that matters to its user."""
 
 import linecache
 import os

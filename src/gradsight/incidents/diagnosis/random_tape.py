@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from gradsight.core.random_state import as_bytes, set_torch_states, torch_states
-from gradsight.incidents.diagnosis.watcher import Budget, OperationWatcher, name_of
+from gradsight.incidents.diagnosis.watcher import Budget, OperationWatcher, operation_name
 
 RANDOM = frozenset(
     {
@@ -65,7 +65,7 @@ class RandomTape(OperationWatcher):
         """Run the operation; a random one is recorded, or answered from the record."""
         kwargs = kwargs or {}
         self._budget.check()
-        name = name_of(func)
+        name = operation_name(func)
         if name not in RANDOM or kwargs.get("generator") is not None:
             return self.run(func, args, kwargs)
         state = tuple(as_bytes(each) for each in torch_states().values())

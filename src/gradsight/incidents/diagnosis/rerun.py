@@ -25,7 +25,7 @@ def run_model(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return tensors_in(root(*args, **kwargs))
 
 
-def run_step(rerun: Rerun, root: nn.Module, number: int) -> Tensor:
+def run_to_loss(rerun: Rerun, root: nn.Module, number: int) -> Tensor:
     """The loss of a micro-batch."""
     return rerun(root, number)
 

@@ -17,12 +17,12 @@ from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
 from gradsight.core.per_sample import BatchOutputs
 from gradsight.core.samples import (
-    ModelCall,
     NotSeparable,
-    collecting,
-    tell_batch,
+    SplitCall,
+    can_have_rows,
+    collecting_loss_inputs,
+    find_samples,
     tolerance,
-    usable,
 )
 from gradsight.incidents.diagnosis.random_tape import RandomTape
 from gradsight.incidents.diagnosis.rerun import (
@@ -82,7 +82,7 @@ class BatchPass:
     """The pass of the whole batch: what each sample's is compared with and cut out of."""
 
     call: RecordedCall
-    arguments: ModelCall
+    arguments: SplitCall
     tape: RandomTape
     rowed: RowedOutputs
     outputs: BatchOutputs
@@ -143,7 +143,7 @@ def _run_batch(root: nn.Module, call: RecordedCall, budget: Budget) -> BatchPass
     budget.check()
     tape = RandomTape(budget)
     size = None if call.sample_ids is None else len(call.sample_ids)
-    arguments = tell_batch(call.args, call.kwargs, size, None, root)
+    arguments = find_samples(call.args, call.kwargs, size, None, root)
     with replaying(root, call), tape.writes_undone(), tape:
         outputs = _forward(root, call)
         rowed = _rowed(outputs)
@@ -193,17 +193,17 @@ def _run_alone(root: nn.Module, batch: BatchPass, row: int) -> list[Tensor | Non
 
 def _forward(root: nn.Module, call: RecordedCall) -> PassOutputs:
     loss_inputs: list[Tensor] = []
-    with collecting(loss_inputs):
+    with collecting_loss_inputs(loss_inputs):
         own = run_model(root, *copied_arguments(call))
     return PassOutputs(own, loss_inputs)
 
 
 def _rowed(outputs: PassOutputs) -> RowedOutputs:
     """The outputs with rows: the model's, or else what its loss functions were given."""
-    own = [position for position, y in enumerate(outputs.own) if usable(y)]
+    own = [position for position, y in enumerate(outputs.own) if can_have_rows(y)]
     # A loss may have a dimension of its own: what is a single number comes last.
     several = [position for position in own if outputs.own[position].numel() > 1]
-    given = [position for position, y in enumerate(outputs.loss_inputs) if usable(y)]
+    given = [position for position, y in enumerate(outputs.loss_inputs) if can_have_rows(y)]
     if several or not given:
         return RowedOutputs(in_losses=False, positions=tuple(several or own))
     return RowedOutputs(in_losses=True, positions=tuple(given))

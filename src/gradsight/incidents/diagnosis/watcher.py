@@ -103,7 +103,7 @@ def key_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def name_of(func: Any) -> str:
+def operation_name(func: Any) -> str:
     """An operation's name without its overload."""
     packet = getattr(func, "overloadpacket", None)
     return str(func.name() if packet is None else packet.__name__)
