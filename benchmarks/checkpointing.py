@@ -9,12 +9,6 @@ compiled kernels allocate past the dispatcher. Times are of forward and backward
 several rounds in which all candidates take turns.
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import gc
 import time
 from collections.abc import Callable

@@ -7,12 +7,6 @@ shared machine the rest says more about the neighbours. The first round, with ne
 apart.
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import argparse
 import os
 import shutil
@@ -64,14 +58,16 @@ class Bench:
     """The ways to measure, over the same gradients."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        self.model, self.folder = model, folder
+        self.model = model
+        self.folder = folder
         self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         self.bytes = sum(gradient.nbytes for gradient in self.gradients.values())
         self.copies = [torch.empty_like(gradient) for gradient in self.gradients.values()]
         self.raw = memoryview(torch.zeros(self.bytes, dtype=torch.uint8).random_().numpy())
         self.full = GradientDumper(folder / "full")
         self.sampled = GradientDumper(folder / "sampled", save_first_n=10)
-        self.step, self.size = 0, dict[str, int]()
+        self.step = 0
+        self.size: dict[str, int] = {}
 
     def copy(self) -> None:
         """A plain copy in memory, tensor by tensor, into memory that was used before."""
@@ -115,7 +111,10 @@ class Bench:
 
     def clear(self, path: Path) -> None:
         """Remove what was written, and let the disk come to rest."""
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
         os.sync()
 
 

@@ -7,12 +7,6 @@ what they are.
     python benchmarks/faults.py [--seeds 3] [--only NAME] [--healthy-seeds 1]
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import argparse
 import math
 import statistics
@@ -47,18 +41,16 @@ def main() -> None:
         false = sum(count for kind, count in alarms if kind in kinds)
         healthy = sum(1 for kind in runs if kind in kinds)
         if caught and healthy:
+            recall = sum(caught) / len(caught)
             precision = sum(caught) / max(1, sum(caught) + false)
             print(
-                f"\n{title} {', '.join(kinds)}: recall {sum(caught) / len(caught):.3f} of {len(caught)} faulty runs,",
-                end=" ",
+                f"\n{title} {', '.join(kinds)}: recall {recall:.3f} of {len(caught)} faulty runs, "
+                f"precision {precision:.3f}, false alarms in {false} of {healthy} healthy runs"
             )
-            print(f"precision {precision:.3f}, false alarms in {false} of {healthy} healthy runs")
 
 
 def run_faults(seeds: int, only: str, ranks: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """Every planted fault; prints one line per fault. Healthy runs on two ranks come along, into
-    `ranks`.
-    """
+    """Every planted fault, a printed line for each; healthy runs on two ranks go into `ranks`."""
     found: list[tuple[str, bool]] = []
     rows: dict[str, list[tuple[str, bool, int | None, int | None, list[str]]]] = defaultdict(list)
     for name, kind, codes, plan_of in zoo.faults():
@@ -94,19 +86,22 @@ def run_faults(seeds: int, only: str, ranks: list[dict[str, Any]]) -> list[tuple
             if not right
         ]
         loss = f"({statistics.median(broke):g})" if broke else "(never)"
+        recall = f"{caught:4}/{len(results):<4}"
         print(
-            f"{name:28} {caught:4}/{len(results):<4}  {when:10} {loss:16} {'; '.join(sorted(set(missed)))}",
-            flush=True,
+            f"{name:28} {recall}  {when:10} {loss:16} {'; '.join(sorted(set(missed)))}", flush=True
         )
     return found
 
 
 def broke_at(losses: list[float]) -> int | None:
     """The step where the loss is not finite any more, or three times what it began with."""
-    limit = 3 * statistics.median(losses[:5]) if all(map(math.isfinite, losses[:5])) else math.inf
-    return next(
-        (step for step, loss in enumerate(losses) if not math.isfinite(loss) or loss > limit), None
-    )
+    limit = math.inf
+    if all(map(math.isfinite, losses[:5])):
+        limit = 3 * statistics.median(losses[:5])
+    for step, loss in enumerate(losses):
+        if not math.isfinite(loss) or loss > limit:
+            return step
+    return None
 
 
 def run_healthy(

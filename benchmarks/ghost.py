@@ -12,12 +12,6 @@ exact peak of live tensor bytes above what was there before the step.
                                [--only scores] [--quick]
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import argparse
 import ctypes
 import random

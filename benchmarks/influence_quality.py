@@ -1,14 +1,17 @@
 """What the scores are worth: do they find corrupted samples, know a target's own domain, and save
 training steps?
 
-A small GPT learns the bytes of Python's standard library, six of its packages as domains. A tenth of the training samples is
-corrupted: their bytes are shuffled. Every sample is scored each time it is seen, about 13 times, and the scores are added up as
-`gradsight influence` does: divided by their typical size in the step, the first tenth of the run left out. Printed are
+A small GPT learns the bytes of Python's standard library, six of its packages as domains. A tenth
+of the training samples is corrupted: their bytes are shuffled. Every sample is scored each time it
+is seen, about 13 times, and the scores are added up as `gradsight influence` does: divided by their
+typical size in the step, the first tenth of the run left out. Printed are
 
     the AUC of finding the corrupted samples by score, for plain and for Adam-aware scores
     how the samples of the target's own domain rank among all domains, for a target of one domain
-    how many fewer steps a run without the worst-scored samples needs to the held-out loss that all samples reach
-    the honesty of both kinds of scores: the correlation of predicted and measured changes of the target's loss
+    how many fewer steps a run without the worst-scored samples needs to the held-out loss that
+        all samples reach
+    the honesty of both kinds of scores: the correlation of predicted and measured changes of the
+        target's loss
 
 No step of the scoring knows which samples are corrupted. But this setting was chosen once by
 looking at the AUC with seed 0, as the best affordable of three: samples of 128 bytes rather than 64
@@ -19,13 +22,6 @@ those to a loss on held-out rows, of the corpus's test split, which nothing was 
 
     python benchmarks/influence_quality.py [--steps 480] [--seed 0] [--quick]
 """
-
-import os
-import sys
-
-sys.path.sort(
-    key=lambda place: place == os.path.dirname(__file__)
-)  # last: its statistics.py must not hide the standard one
 
 import argparse
 import time
@@ -129,11 +125,9 @@ def train(setting: Setting) -> Outcome:
     model = GPT(GPTConfig(block_size=LENGTH, width=64, heads=4, layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
     with TemporaryDirectory() as folder:
-        engine = (
-            None
-            if setting.scores is None
-            else scorer(model, optimizer, given, setting.scores, Path(folder))
-        )
+        engine = None
+        if setting.scores is not None:
+            engine = scorer(model, optimizer, given, setting.scores, Path(folder))
         curve = loop(model, optimizer, given, setting, engine)
         if engine is None:
             return Outcome(curve, time.perf_counter() - started)
@@ -202,15 +196,14 @@ def auc(found: Influence, corrupted: npt.NDArray[np.bool_]) -> float:
 
 
 def own_domain(found: Influence) -> str:
-    """Where the target's own domain stands, the share of its samples among the best tenth, and the
-    scores of all domains.
-    """
+    """The rank of the target's own domain, its share of the best tenth, and all domains' scores."""
     names = [domain.name for domain in found.domains]
     best = found.sample_domains[-len(found.scores) // 10 :]
     scores = ", ".join(f"{domain.name} {domain.score:+.2f}" for domain in found.domains)
     share = float((best == OWN).mean())
-    rank = f"rank {names.index(OWN) + 1} of {len(names)}, {share:.0%} of the best tenth ({1 / len(names):.0%} by chance)"
-    return f"{rank}\n    {scores}"
+    rank = f"rank {names.index(OWN) + 1} of {len(names)}"
+    chance = f"{1 / len(names):.0%} by chance"
+    return f"{rank}, {share:.0%} of the best tenth ({chance})\n    {scores}"
 
 
 def first_below(run: Outcome, goal: float) -> int | None:
@@ -231,9 +224,8 @@ def main() -> None:
     options = parser.parse_args()
     steps, per_domain = (20, 40) if options.quick else (options.steps, options.per_domain)
     started, corrupted = time.perf_counter(), data(options.seed, per_domain).corrupted
-    print(
-        f"{len(corrupted)} samples of {LENGTH} bytes, {corrupted.sum()} corrupted; {steps} steps of {BATCH}"
-    )
+    samples = f"{len(corrupted)} samples of {LENGTH} bytes, {corrupted.sum()} corrupted"
+    print(f"{samples}; {steps} steps of {BATCH}")
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         scored = list(
             pool.map(
@@ -267,9 +259,9 @@ def main() -> None:
         )
         print(f"  held-out loss {goal:.3f}: after {until} steps with all samples,")
         print(f"    {saved} without those below 0")
-        print(
-            f"  held-out loss after {steps} steps: {run.curve[-1][1]:.3f} with all, {better.curve[-1][1]:.3f} without those"
-        )
+        with_all, without = run.curve[-1][1], better.curve[-1][1]
+        ends = f"{with_all:.3f} with all, {without:.3f} without those"
+        print(f"  held-out loss after {steps} steps: {ends}")
         print(f"  honesty: predicted and measured changes of the loss correlate {run.honesty:+.3f}")
     print(f"\n{time.perf_counter() - started:.0f} s in all, two processes of one thread")
 

@@ -8,16 +8,11 @@ training against itself) says how far to trust the rest.
     python benchmarks/overhead.py [--pairs 60] [--arms gradsight,wandb,...]
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable

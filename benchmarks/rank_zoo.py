@@ -4,15 +4,10 @@ DistributedDataParallel.
 faults.py calls this file through torchrun; rank 0 prints one line of JSON per run.
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import json
 import os
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any

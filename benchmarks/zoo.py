@@ -22,11 +22,10 @@ WIDTH, CLASSES, LENGTH = 32, 5, 16
 class Recurrent(nn.Module):
     def __init__(self, kind: str = "lstm") -> None:
         super().__init__()
-        self.cell = (
-            nn.LSTM(8, WIDTH, batch_first=True)
-            if kind == "lstm"
-            else nn.RNN(8, WIDTH, batch_first=True, nonlinearity="relu")
-        )
+        if kind == "lstm":
+            self.cell = nn.LSTM(8, WIDTH, batch_first=True)
+        else:
+            self.cell = nn.RNN(8, WIDTH, batch_first=True, nonlinearity="relu")
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,10 +35,8 @@ class Recurrent(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.attention = (
-            nn.LayerNorm(WIDTH),
-            nn.MultiheadAttention(WIDTH, 4, batch_first=True),
-        )
+        self.before = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
         self.between = nn.LayerNorm(WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
@@ -55,9 +52,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(20, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens = nn.Embedding(20, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 20, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.05)
@@ -79,11 +78,11 @@ def cnn(
 ) -> nn.Module:
     layers: list[nn.Module] = []
     for index in range(depth):
-        layers += [
-            nn.Conv2d(1 if index == 0 else 8, 8, 3, padding=1),
-            *([nn.BatchNorm2d(8)] if norm else []),
-            activation(),
-        ]
+        channels = 8 if index else 1
+        layers.append(nn.Conv2d(channels, 8, 3, padding=1))
+        if norm:
+            layers.append(nn.BatchNorm2d(8))
+        layers.append(activation())
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES))
 
 
@@ -94,10 +93,8 @@ SHAPES = {"mlp": (20,), "cnn": (1, 8, 8), "rnn": (LENGTH, 8)}
 def data(kind: str, size: int, generator: torch.Generator) -> Batch:
     """Inputs and targets that can be learned."""
     if kind == "gpt":
-        start, stride = (
-            torch.randint(0, 20, (size, 1), generator=generator),
-            torch.randint(1, 4, (size, 1), generator=generator),
-        )
+        start = torch.randint(0, 20, (size, 1), generator=generator)
+        stride = torch.randint(1, 4, (size, 1), generator=generator)
         tokens = (start + stride * torch.arange(LENGTH + 1)) % 20
         return tokens[:, :-1], tokens[:, 1:]
     x = torch.randn(size, *SHAPES[kind], generator=generator)
@@ -140,10 +137,11 @@ class Plan:
         model = (self.model or MODELS[self.kind])()
         self.prepare(model)
         optimizer = self.optimizer(self.parameters(model), lr=self.lr)
-        schedule = (
-            torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule) if self.schedule else None
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=self.scaler) if self.scaler else None
+        schedule = scaler = None
+        if self.schedule:
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
+        if self.scaler:
+            scaler = torch.amp.GradScaler("cpu", init_scale=self.scaler)
         source = (self.batches or Plan.draw)(self, generator)
         with gradsight.watch(model, optimizer) as watched:
             for step in range(self.steps):
@@ -193,16 +191,15 @@ def at(step: int, change: Callable[[Batch], Batch]) -> Callable[[int, Batch], Ba
 
 def log_of_zero(model: nn.Module, batch: Batch, step: int) -> Tensor:
     p = model(batch[0]).softmax(1)
-    p = p * (p > 0.3) if step >= 20 else p
+    if step >= 20:
+        p = p * (p > 0.3)
     return F.nll_loss(p.log(), batch[1])
 
 
 def overflowing(model: nn.Module, batch: Batch, step: int) -> Tensor:
     out = model(batch[0])
-    return (
-        F.cross_entropy(out, batch[1])
-        + (out * (5000.0 if step >= 20 else 0.01)).exp().mean() * 1e-3
-    )
+    factor = 5000.0 if step >= 20 else 0.01
+    return F.cross_entropy(out, batch[1]) + (out * factor).exp().mean() * 1e-3
 
 
 def half_precision(model: nn.Module, batch: Batch, step: int) -> Tensor:
@@ -215,7 +212,8 @@ class Detached(nn.Module):
 
     def __init__(self, inner: nn.Module, classes: int) -> None:
         super().__init__()
-        self.inner, self.branch = inner, nn.Linear(classes, classes)
+        self.inner = inner
+        self.branch = nn.Linear(classes, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(x)
@@ -251,7 +249,9 @@ def nan_target(model: nn.Module, batch: Batch, step: int) -> Tensor:
     if step == 40:
         weight[3] = math.nan
     loss = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return (loss.flatten(1).mean(1) * weight if loss.dim() > 1 else loss * weight).mean()
+    if loss.dim() > 1:
+        loss = loss.flatten(1).mean(1)
+    return (loss * weight).mean()
 
 
 def outlier(model: nn.Module, batch: Batch, step: int) -> Tensor:
@@ -375,10 +375,8 @@ class LowRank(nn.Module):
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
-        self.down, self.up = (
-            nn.Linear(inner.in_features, 4, bias=False),
-            nn.Linear(4, inner.out_features, bias=False),
-        )
+        self.down = nn.Linear(inner.in_features, 4, bias=False)
+        self.up = nn.Linear(4, inner.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:

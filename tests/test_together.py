@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsight
+from gradsight.train.config import ModelShape
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.models import build_model
 
@@ -21,7 +22,8 @@ def batch(generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
 
 def train(run_dir: Path, everything: bool) -> list[Tensor]:
     torch.manual_seed(0)
-    model = build_model("char", block_size=8, vocab_size=32, n_layer=2, n_head=2, n_embd=16)
+    shape = ModelShape(n_layer=2, n_head=2, n_embd=16, vocab_size=32)
+    model = build_model("char", shape, block_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     target = batch(generator, 2)

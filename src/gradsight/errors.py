@@ -1,6 +1,6 @@
 """Every error of ours, and the warning that stands for a fault which training survived.
 
-GradsightError                a thing we refuse: says what was expected, what came, where, what to do
+GradsightError                a thing we refuse: what was expected, what came, what to do
 |-- UsageError (ValueError)   an argument or a call that cannot be meant
 |-- RunError                  a run directory that cannot be read or written
 `-- MissingPackage            an optional package is not installed; carries the install line
@@ -26,7 +26,8 @@ class MissingPackage(GradsightError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}. Install it with: pip install 'gradsight[{extra}]'"
+            f"{purpose} needs the package {package!r}. "
+            f"Install it with: pip install 'gradsight[{extra}]'"
         )
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch._dynamo  # imported by FSDP at the latest: once here, not in every rank
 import torch.distributed as dist
-from threads import gloo_threads
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradsight
+from core.threads import gloo_threads
 
 USES = ["look", "dump", "watch ddp", "watch fsdp"]
 ENDINGS = ["close destroy", "destroy close", "close", "destroy", ""]

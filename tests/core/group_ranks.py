@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from threads import gloo_threads
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from core.threads import gloo_threads
 from gradsight.core import group as groups
 from gradsight.core.group import ProcessGroup, shared_group
 from gradsight.core.sharing import ModelGroup, replicated_parameters, share_model

@@ -12,12 +12,13 @@ HERE = Path(__file__).parent
 
 def ended(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )
 
 

@@ -230,6 +230,7 @@ def test_gigabytes() -> None:
 def test_built_in_models() -> None:
     from gradsight.errors import UsageError
     from gradsight.memory.fake import fake_tensors
+    from gradsight.train.config import ModelShape
     from gradsight.train.models import ARCHITECTURES, build_model, training_step
 
     with fake_tensors():
@@ -249,7 +250,7 @@ def test_built_in_models() -> None:
     with pytest.raises(UsageError, match="batch_size must be 1 or more, got -1"):
         training_step("char", batch_size=-1)
     with pytest.raises(UsageError, match="dropout at least 0 and below 1"):
-        build_model("char", dropout=1.5)
+        build_model("char", ModelShape(dropout=1.5))
 
 
 def test_the_verification_is_kept_in_a_run(tmp_path: Path) -> None:

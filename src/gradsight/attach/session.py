@@ -1,5 +1,6 @@
-"""One watched process below `gradsight check`: opens a watch when backward first runs for a new
-optimizer.
+"""One watched process below `gradsight check`.
+
+Opens a watch when backward first runs for a new optimizer.
 """
 
 import json
@@ -46,6 +47,7 @@ class Session:
         self._known: list[dict[str, Any]] = []
         self._made: dict[int, int] = {}
         moments.listen(self)
+        # Counted by the global hook: the optimizer may be stepped before anything is watched.
         register_optimizer_step_post_hook(self._stepped)
         os.register_at_fork(after_in_child=self._let_go)
 
@@ -57,8 +59,9 @@ class Session:
         )
 
     def _let_go(self) -> None:
-        """In a forked child: what the parent trains is the parent's; what is new here gets a
-        directory of its own.
+        """In a forked child: what the parent trains is the parent's.
+
+        What is new here gets a directory of its own.
         """
         self._forked = True
         self._watches = []
@@ -93,8 +96,9 @@ class Session:
     # Opening.
 
     def _open(self, optimizers: list[Optimizer]) -> None:
-        """One watch for all optimizers that share a model; several models of one optimizer are
-        watched together.
+        """One watch for all optimizers that share a model.
+
+        Several models of one optimizer are watched together.
         """
         groups = _sharing_models(optimizers)
         for group in groups:

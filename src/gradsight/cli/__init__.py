@@ -1,5 +1,6 @@
-"""The gradsight command. One command per file; a command's file is loaded when it is called, so
-help answers without torch.
+"""The gradsight command: one command per file, loaded when it is called.
+
+So `gradsight --help` answers without torch.
 """
 
 import os
@@ -14,7 +15,10 @@ WRONG_USAGE = 64
 NOBODY_READS = 128 + 13
 """As a shell tells of a process that SIGPIPE ended."""
 
-_HELP = "What the gradients of a PyTorch training run are doing, which samples push the model where, and what backward costs."
+_HELP = (
+    "What the gradients of a PyTorch training run are doing, which samples push the model where, "
+    "and what backward costs."
+)
 _COMMANDS = {
     "check": ("check:check", "Run an unmodified training script and judge its gradients."),
     "demo": (
@@ -34,45 +38,45 @@ _COMMANDS = {
     "report": ("report:report", "Write the report of a run and print its verdict."),
     "train": ("train:app", "Train a GPT-2 with every instrument at work."),
 }
-"""Where each command lives, and its line in the list of commands: to show that list, no command is
-loaded.
-"""
+"""Where each command lives, and its line in the list of commands, which loads none of them."""
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; whatever goes wrong is one clear message, never a
-    traceback of ours.
+    """Run one command and return its exit code.
+
+    Whatever goes wrong is one clear message, never a traceback of ours.
     """
-    tokens = list(sys.argv[1:] if tokens is None else tokens)
+    if tokens is None:
+        tokens = sys.argv[1:]
+    listing = not tokens or tokens[0].startswith("-")
     try:
-        code = _app(listing=not tokens or tokens[0].startswith("-"))(
-            _prepared(tokens), exit_on_error=False
-        )
+        code = _app(listing)(_prepared(tokens), exit_on_error=False)
         sys.stdout.flush()
-    except (CycloptsError, UsageError) as error:
-        if (
-            isinstance(error, UsageError) and os.environ.get("RANK", "0") == "0"
-        ):  # all ranks find the same
+    except CycloptsError:  # it has printed its own message
+        return WRONG_USAGE
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":  # all ranks find the same
             print(f"gradsight: {error}", file=sys.stderr)
         return WRONG_USAGE
     except GradsightError as error:
         print(f"gradsight: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output (head, less) has seen enough; nothing may be written to it any more
+    except BrokenPipeError:
+        # Whoever read our output (head, less) has seen enough: nothing may be written to it any
+        # more, not even what Python flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
     return code if isinstance(code, int) else 0
 
 
 def _app(listing: bool) -> App:
-    """The commands; a command that is called speaks for itself, so its line stands only in the list
-    of all.
-    """
+    """The commands; their lines stand in the list of all only, or they would hide their help."""
     app = App(
         name="gradsight", help=_HELP, result_action="return_value", name_transform=lambda name: name
     )
     for name, (place, line) in _COMMANDS.items():
-        app.command(f"gradsight.cli.{place}", name=name, **({"help": line} if listing else {}))
+        options = {"help": line} if listing else {}
+        app.command(f"gradsight.cli.{place}", name=name, **options)
     return app
 
 

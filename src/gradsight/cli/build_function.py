@@ -10,9 +10,7 @@ from gradsight.errors import GradsightError, UsageError
 
 
 def load_build(place: str) -> Callable[[], Any]:
-    """The function that `file.py:name` names; the file's folder can be imported from, as when a
-    script is run.
-    """
+    """The function that `file.py:name` names."""
     file, _, name = place.rpartition(":")
     path = Path(file)
     if not file or not name or path.suffix != ".py":
@@ -23,23 +21,19 @@ def load_build(place: str) -> Callable[[], Any]:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    # The file may import its neighbours, as when a script is run.
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise GradsightError(
-            f"{path} raised {type(error).__name__} when it was read: {error}"
-        ) from error
+        kind = type(error).__name__
+        raise GradsightError(f"{path} raised {kind} when it was read: {error}") from error
     finally:
         sys.path.pop(0)
     build = getattr(module, name, None)
     if not callable(build):
-        functions = [
-            known
-            for known, value in vars(module).items()
-            if callable(value) and not known.startswith("_")
-        ]
-        raise UsageError(
-            f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}"
-        )
+        public = {known: value for known, value in vars(module).items() if known[0] != "_"}
+        functions = [known for known, value in public.items() if callable(value)]
+        known = ", ".join(functions) or "none"
+        raise UsageError(f"{path} has no function {name!r}; it has {known}")
     return build  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from gradsight.attach import __file__ as _attach
-from gradsight.cli.check_result import Outcome, gather
+from gradsight.cli.check_result import CheckResult, read_result
 from gradsight.core import rundir
 from gradsight.errors import UsageError
 
@@ -38,8 +38,9 @@ def check(
     health: Path | None = None,
     patch: Path | None = None,
 ) -> int:
-    """Run an unmodified training script and judge its gradients. Options come before SCRIPT; what
-    follows it is the script's.
+    """Run an unmodified training script and judge its gradients.
+
+    Options come before SCRIPT; what follows it is the script's.
 
     SCRIPT may also be a launcher with its own arguments: gradsight check torchrun --nproc_per_node
     2 train.py
@@ -60,11 +61,13 @@ def check(
     steps
         Stop after so many optimizer steps.
     json
-        Print the report as JSON on standard output; the script's own output then goes to standard error.
+        Print the report as JSON on standard output; the script's own output then goes to standard
+        error.
     run_dir
         Keep the record and report.md here. Without it, only the verdict is printed.
     fail_on
-        What makes the exit code other than 0: warning, critical or never. A script that fails is always 3.
+        What makes the exit code other than 0: warning, critical or never. A script that fails is
+        always 3.
     nproc_per_node
         Run the script on so many ranks of this machine, through torchrun.
     health
@@ -81,22 +84,16 @@ def check(
         if rundir.is_run(folder):
             raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
         code = _run(command, folder, steps, health, json)
-        outcome = gather(
-            folder,
-            command,
-            code,
-            ours=[
-                token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE
-            ],
-        )
+        ours = [token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
+        result = read_result(folder, command, code, ours)
         if run_dir is None:
-            outcome.forget_incidents()
+            result.forget_incidents()
         else:
-            outcome.write(folder)
+            result.write(folder)
         if patch is not None:
-            outcome.write_patch(Path(script), patch)
-        _show(outcome, json, run_dir)
-        return outcome.exit_code(fail_on)
+            result.write_patch(Path(script), patch)
+        _show(result, json, run_dir)
+        return result.exit_code(fail_on)
 
 
 def split_tokens(tokens: Sequence[str]) -> list[str]:
@@ -106,11 +103,13 @@ def split_tokens(tokens: Sequence[str]) -> list[str]:
     ['check', '--steps', '5', '--', 'train.py', '--json', '--lr=1']
     """
     position = 1
-    while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "--":
-        position += (
-            2 if _option(tokens[position]) in _WITH_VALUE and "=" not in tokens[position] else 1
-        )
-    if position >= len(tokens) or tokens[position] == "--":
+    while position < len(tokens) and tokens[position].startswith("-"):
+        token = tokens[position]
+        if token == "--":
+            return list(tokens)
+        takes_next = _option(token) in _WITH_VALUE and "=" not in token
+        position += 1 + takes_next
+    if position >= len(tokens):
         return list(tokens)
     return [*tokens[:position], "--", *tokens[position:]]
 
@@ -121,44 +120,41 @@ def _option(token: str) -> str:
 
 
 def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
-    """What to run: a Python file with this interpreter, perhaps on several ranks, or a launcher as
-    it is.
-    """
+    """The command to run: a Python file with this interpreter, or a launcher as it is."""
     file = Path(script)
     if file.is_dir():
         raise UsageError(f"{script} is a directory; give a training script")
     if file.is_file():
         _check_python(file)
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            if ranks is not None
-            else []
-        )
-        if ranks is not None and ranks < 1:
+        if ranks is None:
+            return [sys.executable, script, *args]
+        if ranks < 1:
             raise UsageError(f"--nproc_per_node must be 1 or more, got {ranks}")
-        return [sys.executable, *launcher, script, *args]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        return [sys.executable, *torchrun, script, *args]
     if file.suffix == ".py" or "/" in script:
         raise UsageError(f"there is no script {script}")
     if ranks is not None:
         raise UsageError(
-            f"--nproc_per_node is for a Python file; {script} is none. Give the number of ranks to {script} itself"
+            f"--nproc_per_node is for a Python file; {script} is none. "
+            f"Give the number of ranks to {script} itself"
         )
-    found = shutil.which(
-        script, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    )
-    if found is None:
+    # Beside this interpreter first: its environment need not be the active one.
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    launcher = shutil.which(script, path=folders)
+    if launcher is None:
         raise UsageError(f"there is no script {script}, and no launcher of that name")
-    return [found, *args]
+    return [launcher, *args]
 
 
 def _check_python(file: Path) -> None:
     try:
         ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(
-            f"{file} is not Python{where}: {error.msg if isinstance(error, SyntaxError) else error}"
-        ) from error
+    except SyntaxError as error:
+        where = f", line {error.lineno}" if error.lineno else ""
+        raise UsageError(f"{file} is not Python{where}: {error.msg}") from error
+    except ValueError as error:  # a zero byte
+        raise UsageError(f"{file} is not Python: {error}") from error
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
 
@@ -179,7 +175,7 @@ def _run(
     told = {
         "run_dir": str(folder),
         "steps": steps,
-        "health": str(health.resolve()) if health else None,
+        "health": None if health is None else str(health.resolve()),
     }
     environment = {
         **os.environ,
@@ -189,21 +185,20 @@ def _run(
     }
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
-    before = signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the script by itself; the report still comes
-    asked = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+    # Ctrl-C reaches the script by itself; the report still comes.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    on_terminate = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     try:
         return child.wait()
     finally:
-        signal.signal(signal.SIGINT, before)
-        signal.signal(signal.SIGTERM, asked)
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, on_terminate)
 
 
-def _show(outcome: Outcome, as_json: bool, run_dir: Path | None) -> None:
+def _show(result: CheckResult, as_json: bool, run_dir: Path | None) -> None:
     if as_json:
-        print(json_format.dumps(outcome.to_dict(), indent=1))
+        print(json_format.dumps(result.to_dict(), indent=1))
         return
-    print("\n".join(outcome.lines(sys.stdout)))
+    print("\n".join(result.lines(sys.stdout)))
     if run_dir is not None:
         print(f"report: {run_dir / rundir.REPORT}")

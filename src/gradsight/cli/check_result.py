@@ -20,7 +20,7 @@ FAILED = 3
 
 
 @dataclass
-class Outcome:
+class CheckResult:
     """The runs of one check by the names of their models, and how the script ended."""
 
     command: list[str]
@@ -31,10 +31,15 @@ class Outcome:
     """Options of ours that stood behind the script's name, and so went to the script."""
 
     @property
+    def judged(self) -> dict[str, Summary]:
+        """The runs in which steps were seen."""
+        return {name: summary for name, summary in self.runs.items() if summary.steps}
+
+    @property
     def status(self) -> str:
         """The worst of all runs; a warning where nothing was seen."""
-        seen = [summary.health.status for summary in self.runs.values() if summary.steps]
-        return max(seen, key=SEVERITIES.index) if seen else "warning"
+        statuses = [summary.health.status for summary in self.judged.values()]
+        return max(statuses, key=SEVERITIES.index, default="warning")
 
     def exit_code(self, fail_on: str = "warning") -> int:
         """0 fine, 1 warning, 2 critical, 3 the script failed without a critical finding."""
@@ -42,18 +47,16 @@ class Outcome:
         if self.code and level < 2:
             return FAILED
         least = {"warning": 1, "critical": 2, "never": 3}[fail_on]
-        return level if level >= least else FAILED if self.code else 0
+        if level >= least:
+            return level
+        return FAILED if self.code else 0
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
-        models = {
-            name: summary.health.to_dict() for name, summary in self.runs.items() if summary.steps
-        }
-        script = {"command": self.command, "exit_code": self.code}
         return {
             "status": self.status,
-            "script": script,
-            "models": models,
+            "script": {"command": self.command, "exit_code": self.code},
+            "models": {name: summary.health.to_dict() for name, summary in self.judged.items()},
             "optimizers": self.optimizers,
         }
 
@@ -61,43 +64,41 @@ class Outcome:
         """For the terminal."""
         colour = wants_colour(stream)
         lines = ["", "─" * 79]
-        shown = {name: summary for name, summary in self.runs.items() if summary.steps}
-        if not shown:
+        if not self.judged:
             lines.append(
-                "⚠️ no optimizer step was seen: nothing to judge. Does the script make a torch optimizer and step it?"
+                "⚠️ no optimizer step was seen: nothing to judge. "
+                "Does the script make a torch optimizer and step it?"
             )
-        for name, summary in shown.items():
-            lines += [f"{name}:"] if len(shown) > 1 else []
+        for name, summary in self.judged.items():
+            if len(self.judged) > 1:
+                lines.append(f"{name}:")
             lines += health_lines(summary.health, colour)
         return [*lines, "", *self.notes()]
 
     def notes(self) -> list[str]:
         """Where the optimizers are, and how the script ended."""
-        lines = [_described(each) for each in self.optimizers]
-        lines += self._ways()
+        lines = [_described(optimizer) for optimizer in self.optimizers]
+        lines += self._clipping_and_scaling()
         if self.code:
-            how = (
-                f"was killed by signal {-self.code}"
-                if self.code < 0
-                else f"failed with exit code {self.code}"
-            )
+            how = f"failed with exit code {self.code}"
+            if self.code < 0:
+                how = f"was killed by signal {-self.code}"
             lines.append(f"The script {how}; the report covers what was seen before.")
             if self.ours:
                 lines.append(
-                    f"{', '.join(self.ours)} went to the script: options of gradsight check come before SCRIPT."
+                    f"{', '.join(self.ours)} went to the script: "
+                    f"options of gradsight check come before SCRIPT."
                 )
         return lines
 
-    def _ways(self) -> list[str]:
+    def _clipping_and_scaling(self) -> list[str]:
         """Whether gradients are clipped and scaled, as seen from the steps."""
         steps = [step for summary in self.runs.values() for step in summary.steps]
         if not steps:
             return []
         clipped = sum(step.clip_coef is not None and step.clip_coef < 1 for step in steps)
-        scaled = any(step.scale is not None for step in steps)
-        return [
-            f"Clipping: {clipped} of {len(steps)} steps. Loss scaling: {'yes' if scaled else 'no'}."
-        ]
+        scaled = "yes" if any(step.scale is not None for step in steps) else "no"
+        return [f"Clipping: {clipped} of {len(steps)} steps. Loss scaling: {scaled}."]
 
     def forget_incidents(self) -> None:
         """The folder of this check is about to go: nothing may point there."""
@@ -110,69 +111,75 @@ class Outcome:
         """report.md in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
         write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
-        for name, summary in self.runs.items():
-            place = folder if name == next(iter(self.runs)) else folder / name
-            write_report(place / rundir.REPORT, report_text(summary) + script_section(self.notes()))
+        notes = script_section(self.notes())
+        for number, (name, summary) in enumerate(self.runs.items()):
+            place = folder / name if number else folder
+            write_report(place / rundir.REPORT, report_text(summary) + notes)
         if not self.runs:
-            write_report(
-                folder / rundir.REPORT,
-                "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
-                + script_section(self.notes()),
-            )
+            nothing = "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
+            write_report(folder / rundir.REPORT, nothing + notes)
 
     def write_patch(self, script: Path, file: Path) -> None:
         """A unified diff that mends the script, where that is known."""
         from gradsight.cli.patch import proposed_patch
 
-        findings = [
-            finding for summary in self.runs.values() for finding in summary.health.findings
-        ]
+        runs = self.runs.values()
+        findings = [finding for summary in runs for finding in summary.health.findings]
         file.write_text(proposed_patch(script, findings, self.optimizers), encoding="utf-8")
 
 
 def script_section(notes: Sequence[str]) -> str:
     """What is known of the script, as a section of report.md."""
-    return "\n## The script\n\n" + "\n".join(f"- {note}" for note in notes) + "\n" if notes else ""
+    if not notes:
+        return ""
+    listed = "\n".join(f"- {note}" for note in notes)
+    return f"\n## The script\n\n{listed}\n"
 
 
-def gather(
+def read_result(
     folder: Path, command: Sequence[str] = (), code: int = 0, ours: Sequence[str] = ()
-) -> Outcome:
-    """Read what a script has left in a directory; without a command, that of the check which wrote
-    there, if one did.
+) -> CheckResult:
+    """The result that a script has left in a directory.
+
+    Without a command, that of the check which wrote there, if one did.
     """
     kept = folder / rundir.CHECK
     if not command and kept.is_file():
         script = json.loads(kept.read_text())["script"]
         command, code = script["command"], script["exit_code"]
-    outcome = Outcome(list(command), code, ours=ours)
+    result = CheckResult(list(command), code, ours=ours)
     described = folder / rundir.SCRIPT
     if described.is_file():
-        outcome.optimizers = json.loads(described.read_text())
-    first = next((each["model"] for each in outcome.optimizers if "model" in each), "model")
-    places = (
-        [
-            (first, folder),
-            *((place.name, place) for place in sorted(folder.iterdir()) if place.is_dir()),
-        ]
-        if folder.is_dir()
-        else []
-    )
-    for name, place in places:
-        if rundir.is_run(place):
-            try:
-                outcome.runs[name] = summarize(open_run(place))
-            except RunError:
-                continue
-    return outcome
+        result.optimizers = json.loads(described.read_text())
+    for name, place in _recorded_runs(folder, result.optimizers).items():
+        try:
+            result.runs[name] = summarize(open_run(place))
+        except RunError:
+            continue
+    return result
+
+
+def _recorded_runs(folder: Path, optimizers: list[dict[str, Any]]) -> dict[str, Path]:
+    """Where the runs are, by the names of their models: the first in the folder itself."""
+    if not folder.is_dir():
+        return {}
+    models = [optimizer["model"] for optimizer in optimizers if "model" in optimizer]
+    first = models[0] if models else "model"
+    places = {first: folder} | {place.name: place for place in sorted(folder.iterdir())}
+    return {name: place for name, place in places.items() if rundir.is_run(place)}
 
 
 def _described(optimizer: dict[str, Any]) -> str:
-    made, steps = (optimizer.get(key) for key in ("made", "steps"))
+    """An optimizer as a sentence: of which model, where it is made and steps, its learning rate."""
     text = f"{optimizer['optimizer']} of {optimizer.get('model', 'a model that was not found')}"
+    made = optimizer.get("made")
     if made:
         text += f": made at {Path(made[0]).name}:{made[1]}"
+    steps = optimizer.get("steps")
     if steps:
         text += f", steps at {Path(steps[0]).name}:{steps[1]}"
-    text += f", lr {optimizer['lr']:g}" if isinstance(optimizer.get("lr"), (int, float)) else ""
-    return text + (", with a scheduler." if optimizer.get("scheduler") else ", no scheduler.")
+    if isinstance(optimizer.get("lr"), (int, float)):
+        text += f", lr {optimizer['lr']:g}"
+    if optimizer.get("scheduler"):
+        return f"{text}, with a scheduler."
+    return f"{text}, no scheduler."

@@ -31,9 +31,10 @@ STEP = Parameter(help="Only the dump of this step.")
 
 
 @app.command(name="list")
-def list_(run: Path, /) -> int:
+def list_dumps(run: Path, /) -> int:
     """List the dumps of a run: step, kind, gradients, size, ranks, what the gradient is."""
-    console, table = Console(), _table()
+    console = Console()
+    table = _table()
     table.add_column("step", justify="right")
     table.add_column("kind")
     table.add_column("gradients", justify="right")
@@ -57,20 +58,19 @@ def list_(run: Path, /) -> int:
     return DAMAGED if unreadable else 0
 
 
-@app.command
-def show(
+@app.command(name="show")
+def show_dump(
     run: Path, /, *, step: Annotated[int | None, STEP] = None, parameter: str | None = None
 ) -> int:
-    """Show the gradients of one step (default: the last): shape, norm, range and a small histogram
-    of each.
+    """Show the gradients of one step: shape, norm, range and a small histogram of each.
 
-    With --parameter, a name or a pattern such as '*.bias', also the quantiles of those that match.
+    By default of the last step. With --parameter, a name or a pattern such as '*.bias', also the
+    quantiles of those that match.
     """
-    console, folders = Console(), find_dumps(run, step)
-    last = step_of(folders[-1])
-    folder = next(
-        folder for folder in folders if step_of(folder) == last
-    )  # the full dump, where there are both
+    console = Console()
+    folders = find_dumps(run, step)
+    last = [folder for folder in folders if step_of(folder) == step_of(folders[-1])]
+    folder = last[0]  # the full dump, where there are both
     manifest = read(folder)
     title = f"[bold]step {manifest.step}[/], {manifest.kind}, gradient: {escape(manifest.gradient)}"
     console.print(title, soft_wrap=True, highlight=False)
@@ -81,30 +81,29 @@ def show(
     measured = {name: measure(values(folder, name, manifest.tensors[name])) for name in shown}
     if parameter is None:
         console.print(_overview(manifest, measured))
-    for name, numbers in measured.items() if parameter else ():
-        _detail(console, name, manifest.tensors[name], numbers)
+    else:
+        for name, numbers in measured.items():
+            _detail(console, name, manifest.tensors[name], numbers)
     for name, why in manifest.left_out.items():
         console.print(f"[yellow]left out:[/] {escape(name)}: {escape(why)}", soft_wrap=True)
     return 0
 
 
-@app.command
-def verify(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
+@app.command(name="verify")
+def verify_dumps(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
     """Read every byte of the dumps and compare checksums; exit code 2 if anything is damaged."""
-    console, damaged = Console(), 0
+    console = Console()
+    damaged = 0
     folders = find_dumps(run, step)
-    for folder in track(
-        folders, "verifying", console=console, transient=True, disable=not console.is_terminal
-    ):
+    quiet = not console.is_terminal
+    for folder in track(folders, "verifying", console=console, transient=True, disable=quiet):
         verdict = check(folder)
-        label = (
-            f"step {step_of(folder)} {folder.name}" if step_of(folder) is not None else str(folder)
-        )
+        label = str(folder)
+        if step_of(folder) is not None:
+            label = f"step {step_of(folder)} {folder.name}"
         if verdict.intact:
-            console.print(
-                f"[green]ok[/]       {label}: {verdict.tensors} gradients, {format_size(verdict.bytes, places=1)}",
-                soft_wrap=True,
-            )
+            content = f"{verdict.tensors} gradients, {format_size(verdict.bytes, places=1)}"
+            console.print(f"[green]ok[/]       {label}: {content}", soft_wrap=True)
             continue
         damaged += 1
         console.print(f"[red]damaged[/]  {label}", soft_wrap=True)
@@ -114,8 +113,8 @@ def verify(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
     return DAMAGED if damaged else 0
 
 
-@app.command
-def diff(
+@app.command(name="diff")
+def diff_dumps(
     run_a: Path,
     run_b: Path,
     /,
@@ -124,47 +123,52 @@ def diff(
     tolerance: float = 0.0,
     limit: int = 20,
 ) -> int:
-    """Compare the gradients of two runs, the worst first; exit code 2 if any differs by more than
-    the tolerance.
+    """Compare the gradients of two runs, the worst first.
+
+    Exit code 2 if any differs by more than the tolerance.
 
     Parameters
     ----------
     tolerance
-        Largest allowed max|a - b| / max(|a|, |b|) of a gradient. The default asks for identical values.
+        Largest allowed max|a - b| / max(|a|, |b|) of a gradient. The default asks for identical
+        values.
     limit
         How many rows to print.
     """
     if not tolerance >= 0:
         raise UsageError(f"--tolerance must be 0 or more, got {tolerance}")
-    found = compare(run_a, run_b, step)
-    beyond = [one for one in found if not one.relative <= tolerance]
+    differences = compare(run_a, run_b, step)
+    # Not `>`: a difference that is not a number is beyond every tolerance.
+    beyond = [one for one in differences if not one.relative <= tolerance]
     console = Console()
-    console.print(_differences(found[: max(0, limit)], tolerance))
-    if len(found) > limit:
-        console.print(f"[dim]and {len(found) - limit} more; --limit shows them[/]")
+    console.print(_differences(differences[: max(0, limit)], tolerance))
+    count = len(differences)
+    if count > limit:
+        console.print(f"[dim]and {count - limit} more; --limit shows them[/]")
     if beyond:
         console.print(
-            f"[red]{len(beyond)} of {len(found)} gradients differ by more than {tolerance:g}[/]"
+            f"[red]{len(beyond)} of {count} gradients differ by more than {tolerance:g}[/]"
         )
         return DAMAGED
-    console.print(f"[green]{len(found)} gradients are the same within {tolerance:g}[/]")
+    console.print(f"[green]{count} gradients are the same within {tolerance:g}[/]")
     return 0
 
 
 def _line(manifest: Manifest) -> tuple[str, ...]:
     """One dump as a row of the list."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.created))
-    text = (
-        manifest.gradient
-        if manifest.reason == "schedule"
-        else f"{manifest.gradient} ({manifest.reason})"
-    )
-    counts = (
+    gradient = manifest.gradient
+    if manifest.reason != "schedule":
+        gradient += f" ({manifest.reason})"
+    return (
+        str(manifest.step),
+        manifest.kind,
         str(len(manifest.tensors)),
         format_size(size(manifest), places=1),
         str(manifest.world_size),
+        when,
+        escape(gradient),
     )
-    return str(manifest.step), manifest.kind, *counts, when, escape(text)
 
 
 def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
@@ -177,8 +181,11 @@ def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
     table.add_column("min to max", no_wrap=True)
     for name, numbers in measured.items():
         shape = "x".join(str(length) for length in manifest.tensors[name].shape) or "scalar"
-        bad = f"{numbers.nan} NaN " * bool(numbers.nan) + f"{numbers.inf} Inf" * bool(numbers.inf)
-        last = f"[red]{bad}[/]" if bad else bars(numbers.histogram, 12)
+        last = bars(numbers.histogram, 12)
+        if numbers.nan or numbers.inf:
+            bad = f"{numbers.nan} NaN " * bool(numbers.nan)
+            bad += f"{numbers.inf} Inf" * bool(numbers.inf)
+            last = f"[red]{bad}[/]"
         table.add_row(
             escape(name),
             shape,
@@ -218,20 +225,24 @@ def _detail(console: Console, name: str, entry: Entry, numbers: Statistics) -> N
         console.print("  [yellow]the ranks did not have the same values[/]")
 
 
-def _differences(found: list[Difference], tolerance: float) -> Table:
+def _differences(differences: list[Difference], tolerance: float) -> Table:
     """A row for each compared gradient."""
     table = _table()
     table.add_column("step", justify="right")
     table.add_column("parameter", overflow="fold", ratio=1)
     for title in ("max abs", "relative", "1 - cosine"):
         table.add_column(title, justify="right", no_wrap=True)
-    for one in found:
-        cosine = "" if one.cosine is None else f"{max(0.0, 1 - one.cosine):.1e}"
-        name = escape(one.parameter) + (f" [dim]({escape(one.note)})[/]" if one.note else "")
+    for one in differences:
+        name = escape(one.parameter)
+        if one.note:
+            name += f" [dim]({escape(one.note)})[/]"
+        cosine = ""
+        if one.cosine is not None:
+            cosine = f"{max(0.0, 1 - one.cosine):.1e}"
+        absolute = f"{one.absolute:.2e}"
+        relative = f"{one.relative:.2e}"
         style = "" if one.relative <= tolerance else "red"
-        table.add_row(
-            str(one.step), name, f"{one.absolute:.2e}", f"{one.relative:.2e}", cosine, style=style
-        )
+        table.add_row(str(one.step), name, absolute, relative, cosine, style=style)
     return table
 
 
@@ -252,14 +263,15 @@ def _matching(manifest: Manifest, pattern: str | None) -> list[str]:
     names = list(manifest.tensors)
     if pattern is None:
         return names
-    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)] or [
-        name for name in names if pattern in name
-    ]
-    if not found:
-        raise UsageError(
-            f"no gradient matches {pattern!r}; there are {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
-        )
-    return found
+    matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if not matching:
+        matching = [name for name in names if pattern in name]
+    if not matching:
+        few = ", ".join(names[:5])
+        if len(names) > 5:
+            few += ", ..."
+        raise UsageError(f"no gradient matches {pattern!r}; there are {few}")
+    return matching
 
 
 def _table() -> Table:

@@ -28,8 +28,7 @@ def influence(
     export: Path | None = None,
     drop: float | None = None,
 ) -> int:
-    """Show which training samples and domains helped a target's loss and which hurt it, from the
-    scores in a run directory.
+    """Show which training samples and domains helped a target's loss, and which hurt it.
 
     A sample's score is the mean over the times it was seen. Scores are divided by their typical
     size in the step, since raw ones shrink as training goes on, and the first tenth of the run does
@@ -50,34 +49,37 @@ def influence(
     json
         Print it as JSON.
     export
-        Write a file for `gradsight train --data_weights` or a sampler: NAME.txt gets the ids of the samples to keep, one per
-        line; NAME.csv gets sample_id,weight.
+        Write a file for `gradsight train --data_weights` or a sampler: NAME.txt gets the ids of
+        the samples to keep, one per line; NAME.csv gets sample_id,weight.
     drop
-        With --export: leave out this share of the samples, the worst. By default those with a score below 0.
+        With --export: leave out this share of the samples, the worst. By default those with a
+        score below 0.
     """
-    _check(top, export, drop)
-    table, unreadable = all_scores(_folder(run_dir).parent)
+    _refuse_wrong_options(top, export, drop)
+    _refuse_without_scores(run_dir)
+    table, unreadable = all_scores(run_dir)
     if not len(table):
         reasons = f": {unreadable[0]}" if unreadable else ""
         raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")
-    found = influence_of(table, target, raw=raw)
+    sums = influence_of(table, target, raw=raw)
     texts = SampleTexts(run_dir)
-    written = None if export is None else _export(export, found, by, drop, texts)
+    written = None
+    if export is not None:
+        written = _export(export, sums, by, drop, texts)
     if json:
-        print(
-            json_format.dumps(
-                {**_as_dict(found, top, texts), "unreadable": unreadable, "export": written},
-                indent=1,
-            )
-        )
+        values = {**_as_dict(sums, top, texts), "unreadable": unreadable, "export": written}
+        print(json_format.dumps(values, indent=1))
         return 0
-    lines = influence_lines(found, top, texts, by, wants_colour(sys.stdout))
-    notes = [*(f"left out: {text}" for text in unreadable), *filter(None, (texts.why_not, written))]
-    print("\n".join([*lines, *([""] if notes else []), *notes]))
+    lines = influence_lines(sums, top, texts, by, wants_colour(sys.stdout))
+    notes = [f"left out: {text}" for text in unreadable]
+    notes += [note for note in (texts.why_not, written) if note]
+    if notes:
+        lines = [*lines, "", *notes]
+    print("\n".join(lines))
     return 0
 
 
-def _check(top: int, export: Path | None, drop: float | None) -> None:
+def _refuse_wrong_options(top: int, export: Path | None, drop: float | None) -> None:
     if top < 1:
         raise UsageError(f"--top must be 1 or more, got {top}")
     if export is not None and export.suffix not in (".txt", ".csv"):
@@ -94,68 +96,76 @@ def _check(top: int, export: Path | None, drop: float | None) -> None:
         )
 
 
-def _folder(run_dir: Path) -> Path:
+def _refuse_without_scores(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise RunError(f"there is no run directory at {run_dir}")
     folder = run_dir / rundir.SCORES
     if not folder.is_dir() or not any(folder.glob(rundir.SCORE_FILES)):
         raise RunError(
-            f"{run_dir} has no scores: there is no {rundir.SCORES}/{rundir.SCORE_FILES} in it. They are written by `gradsight train` "
-            f"(--method GradDotProd) and by GhostEngine(..., run_dir={str(run_dir)!r})"
+            f"{run_dir} has no scores: there is no {rundir.SCORES}/{rundir.SCORE_FILES} in it. "
+            f"They are written by `gradsight train` (--method GradDotProd) and by "
+            f"GhostEngine(..., run_dir={str(run_dir)!r})"
         )
-    return folder
 
 
-def _export(file: Path, found: Influence, by: str, drop: float | None, texts: SampleTexts) -> str:
-    """Write the file; returns what to say of it."""
-    known = set(found.sample_ids.tolist())
-    everything = [] if texts.samples is None else map(str, range(len(texts.samples)))
-    unscored = [sample_id for sample_id in everything if sample_id not in known]
+def _export(file: Path, sums: Influence, by: str, drop: float | None, texts: SampleTexts) -> str:
+    """Write the file; returns the note about it."""
+    scored = set(sums.sample_ids.tolist())
+    head = []
+    unscored = []
+    if texts.samples is not None:
+        head.append(texts.samples.stamp)
+        everything = map(str, range(len(texts.samples)))
+        unscored = [sample_id for sample_id in everything if sample_id not in scored]
     if file.suffix == ".csv":
-        lines = weight_lines(found, by, drop)
-        told = (
-            f"{file}: the weights of {len(lines) - 1:,} samples; samples that are not in it weigh 1"
-        )
+        lines = weight_lines(sums, by, drop)
+        weighed = f"{len(lines) - 1:,} samples"
+        note = f"{file}: the weights of {weighed}; samples that are not in it weigh 1"
     else:
-        lines = keep_lines(found, by, drop, unscored)
-        told = f"{file}: {len(lines):,} samples to keep, {len(known) + len(unscored) - len(lines):,} left out"
-        told += f"; {len(unscored):,} of those kept were never scored" if unscored else ""
-    head = [] if texts.samples is None else [texts.samples.stamp]
+        lines = keep_lines(sums, by, drop, unscored)
+        left_out = len(scored) + len(unscored) - len(lines)
+        note = f"{file}: {len(lines):,} samples to keep, {left_out:,} left out"
+        if unscored:
+            note += f"; {len(unscored):,} of those kept were never scored"
     rule = "score below 0" if drop is None else f"worst {drop:g}"
     head.append(
-        f"# influence on {found.target!r}, steps {found.first_step} to {found.last_step}, left out: {rule}, by {by}"
+        f"# influence on {sums.target!r}, steps {sums.first_step} to {sums.last_step}, "
+        f"left out: {rule}, by {by}"
     )
     write_report(file, "\n".join([*head, *lines]) + "\n")
-    return told
+    return note
 
 
-def _as_dict(found: Influence, top: int, text: TextOf) -> dict[str, Any]:
-    counts, edges = found.histogram()
-    few = max(1, min(top, len(found.scores) // 2))
+def _as_dict(sums: Influence, top: int, text: TextOf) -> dict[str, Any]:
+    """For --json. Samples stand in the order of their scores, the worst first."""
+    counts, edges = sums.histogram()
+    few = max(1, min(top, len(sums.scores) // 2))
+    last = len(sums.scores) - 1
 
-    def sample(place: int) -> dict[str, Any]:
-        sample_id = str(found.sample_ids[place])
-        told = {
+    def sample(index: int) -> dict[str, Any]:
+        sample_id = str(sums.sample_ids[index])
+        return {
             "sample_id": sample_id,
-            "domain": found.sample_domains[place],
-            "score": float(found.scores[place]),
+            "domain": sums.sample_domains[index],
+            "score": float(sums.scores[index]),
+            "seen": int(sums.seen[index]),
+            "text": text(sample_id),
         }
-        return {**told, "seen": int(found.seen[place]), "text": text(sample_id)}
 
     return {
-        "target": found.target,
-        "targets": list(found.targets),
-        "normalised": found.normalised,
-        "first_step": found.first_step,
-        "last_step": found.last_step,
-        "scores": found.rows,
-        "not_finite": found.not_finite,
-        "samples": len(found.scores),
-        "below_zero": float((found.scores < 0).mean()),
+        "target": sums.target,
+        "targets": list(sums.targets),
+        "normalised": sums.normalised,
+        "first_step": sums.first_step,
+        "last_step": sums.last_step,
+        "scores": sums.rows,
+        "not_finite": sums.not_finite,
+        "samples": len(sums.scores),
+        "below_zero": float((sums.scores < 0).mean()),
         "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
-        "best": [
-            sample(place) for place in range(len(found.scores) - 1, len(found.scores) - 1 - few, -1)
+        "best": [sample(last - rank) for rank in range(few)],
+        "worst": [sample(rank) for rank in range(few)],
+        "domains": [
+            {**vars(domain), "over_time": list(domain.over_time)} for domain in sums.domains
         ],
-        "worst": [sample(place) for place in range(few)],
-        "domains": [{**vars(each), "over_time": list(each.over_time)} for each in found.domains],
     }

@@ -116,8 +116,8 @@ Place = Annotated[
 ]
 
 
-@app.command
-def verify(
+@app.command(name="verify")
+def verify_step(
     build: Place = None,
     /,
     *,
@@ -189,8 +189,8 @@ def indented(console: Console, text: str) -> None:
     console.print(Padding(Text.from_markup(text), (0, 0, 0, 2), expand=False))
 
 
-@app.command
-def predict(
+@app.command(name="predict")
+def predict_step(
     build: Place = None,
     /,
     *,
@@ -344,8 +344,8 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f}B"
 
 
-@app.command
-def plan(
+@app.command(name="plan")
+def plan_step(
     build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: StepOptions = DEFAULT
 ) -> int:
     """Choose what every block recomputes so that the step fits the budget at the least extra work.

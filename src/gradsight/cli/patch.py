@@ -1,6 +1,4 @@
-"""A unified diff that mends a script, for the findings that a machine can mend: clipping, and
-clearing gradients.
-"""
+"""A unified diff that mends a script, where a machine can: clipping, and clearing gradients."""
 
 import ast
 import difflib
@@ -18,8 +16,9 @@ _CLEAR = {"GS305"}
 def proposed_patch(
     script: Path, findings: Sequence[Finding], optimizers: Sequence[dict[str, Any]]
 ) -> str:
-    """The diff, empty where there is nothing that a machine should mend. `optimizers` say where
-    each of them steps.
+    """The diff, empty where there is nothing that a machine should mend.
+
+    `optimizers` say where each of them steps.
     """
     try:
         before = script.read_text(encoding="utf-8")
@@ -28,22 +27,17 @@ def proposed_patch(
             f"{script} cannot be read, so there is nothing to patch: {error}"
         ) from error
     codes = {finding.code for finding in findings}
-    lines = before.splitlines(keepends=True)
-    steps = {
-        each["steps"][1]
-        for each in optimizers
-        if each.get("steps") and Path(each["steps"][0]).resolve() == script.resolve()
-    }
-    if codes & _CLIP and not _imports_torch(before):
+    if not _imports_torch(before):
         codes -= _CLIP
-    places = [call for call in _step_calls(before) if call.lineno in steps]
-    for call in sorted(places, key=lambda call: call.lineno, reverse=True):
-        _mend(lines, call, codes)
-    return "".join(
-        difflib.unified_diff(
-            before.splitlines(keepends=True), lines, f"a/{script.name}", f"b/{script.name}"
-        )
-    )
+    places = [optimizer["steps"] for optimizer in optimizers if optimizer.get("steps")]
+    steps = {line for file, line in places if Path(file).resolve() == script.resolve()}
+    calls = [call for call in _step_calls(before) if call.lineno in steps]
+    old = before.splitlines(keepends=True)
+    new = list(old)
+    # From the last to the first: what is put in must not move the lines of the others.
+    for call in sorted(calls, key=lambda call: call.lineno, reverse=True):
+        _mend(new, call, codes)
+    return "".join(difflib.unified_diff(old, new, f"a/{script.name}", f"b/{script.name}"))
 
 
 def _mend(lines: list[str], call: ast.Expr, codes: set[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from gradsight.cli.build_function import load_build
 from gradsight.core import rundir
 from gradsight.errors import GradsightError, RunError, UsageError
 from gradsight.store.incident_format import read_document
@@ -41,7 +42,8 @@ def replay(
     incident_dir
         A folder of a run's incidents/, for example runs/mine/incidents/step120-GS103.
     build
-        A file and its function that returns (model, batch) or (model, batch, loss_fn); the model is used.
+        A file and its function that returns (model, batch) or (model, batch, loss_fn); the model
+        is used.
     json
         Print everything as JSON.
     diagnose_seconds
@@ -51,101 +53,88 @@ def replay(
         raise UsageError(f"--diagnose_seconds must be more than 0, got {diagnose_seconds}")
     body = read_document(incident_dir)
     try:
-        found = merged(incident_dir, body)
+        in_process = merged(incident_dir, body)
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"{incident_dir} is damaged: its diagnosis cannot be read: {error}"
         ) from error
-    told: dict[str, Any] = {name: body.get(name) for name in ("step", "code", "reason", "versions")}
-    told |= {
+    facts: dict[str, Any] = {
+        "step": body.get("step"),
+        "code": body.get("code"),
+        "reason": body.get("reason"),
+        "versions": body.get("versions"),
         "incident": str(incident_dir),
-        "in_process": plain(found) if found is not None else None,
+        "in_process": None if in_process is None else plain(in_process),
+        "replayed": None,
+        "reproduced": None,
+        "agrees": None,
     }
-    told |= {"replayed": None, "reproduced": None, "agrees": None}
     title = f"step {body.get('step')}, {body.get('code')}: {body.get('reason')}"
-    lines = [
-        *textwrap.wrap(title, 79, subsequent_indent="  "),
-        "",
-        *_block("found in process:", found),
-    ]
+    lines = textwrap.wrap(title, 79, subsequent_indent="  ")
+    lines += ["", *_block("found in process:", in_process)]
     code = 0
-    if build is None and (model := _model_of_run(incident_dir)) is None:
-        lines += [
-            "",
-            f"Not run again: {body.get('replay') or 'give the model with --build file.py:build'}.",
-        ]
+    model = _model(incident_dir, body, build)
+    if model is None:
+        reason = body.get("replay") or "give the model with --build file.py:build"
+        lines += ["", f"Not run again: {reason}."]
     else:
-        again = _again(
-            incident_dir, body, build, None if build is not None else model, diagnose_seconds, found
-        )
-        told |= {
-            "replayed": plain(again.diagnosis),
-            "reproduced": again.reproduced,
-            "agrees": again.agrees,
-        }
-        lines += [
-            "",
-            *_block("run again:", again.diagnosis),
-            "",
-            _verdict(again.reproduced, again.agrees),
-        ]
-        code = REPRODUCED if again.reproduced else 0
-    print(json_format.dumps(told, indent=1) if json else "\n".join(lines))
+        from gradsight.incidents.replay import replay as run_again
+
+        again = run_again(incident_dir, model, diagnose_seconds, in_process)
+        facts["replayed"] = plain(again.diagnosis)
+        facts["reproduced"] = again.reproduced
+        facts["agrees"] = again.agrees
+        lines += ["", *_block("run again:", again.diagnosis)]
+        lines += ["", _verdict(again.reproduced, again.agrees)]
+        if again.reproduced:
+            code = REPRODUCED
+    print(json_format.dumps(facts, indent=1) if json else "\n".join(lines))
     return code
 
 
-def _again(
-    path: Path,
-    body: dict[str, Any],
-    build: str | None,
-    model: Any,
-    seconds: float,
-    found: Diagnosis | None,
-) -> Any:
-    """Run the incident with this model, or that of this build function."""
-    if body.get("passes") is None and not list(
-        path.parent.glob(f"{path.name.partition('-')[0]}-rank*")
-    ):
-        raise UsageError(f"{path} cannot be run again: {body.get('replay')}")
-    from gradsight.incidents.replay import replay as run_again
-
+def _model(path: Path, body: dict[str, Any], build: str | None) -> Any:
+    """The model to run the incident with; None where it cannot be known."""
     if build is not None:
-        from gradsight.cli.build_function import load_build
-
-        made = load_build(build)
-        try:
-            model, *_ = made()
-        except GradsightError:
-            raise
-        except Exception as error:
-            raise GradsightError(f"{build} raised {type(error).__name__}: {error}") from error
-        import torch
-
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(
-                f"{build} must return (model, batch), got a {type(model).__name__} as its model"
-            )
-    return run_again(path, model, seconds, found)
-
-
-def _model_of_run(path: Path) -> Any:
-    """The model of a run of `gradsight train`, from the settings in its config.json; None for any
-    other run.
-    """
-    file = path.resolve().parents[1] / rundir.CONFIG
-    try:
-        settings = json_format.loads(file.read_text())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if (
-        not isinstance(settings, dict)
-        or "train" not in settings
-        or read_document(path).get("passes") is None
-    ):
+        kept_by_a_rank = list(path.parent.glob(f"{path.name.partition('-')[0]}-rank*"))
+        if body.get("passes") is None and not kept_by_a_rank:
+            raise UsageError(f"{path} cannot be run again: {body.get('replay')}")
+        return _built(build)
+    settings = None
+    if body.get("passes") is not None:
+        settings = _train_settings(path)
+    if settings is None:
         return None
     from gradsight.train.models import model_from_settings
 
-    return model_from_settings(settings["train"])
+    return model_from_settings(settings)
+
+
+def _built(place: str) -> Any:
+    """The model of a build function."""
+    build = load_build(place)
+    try:
+        model, *_ = build()
+    except GradsightError:
+        raise
+    except Exception as error:
+        raise GradsightError(f"{place} raised {type(error).__name__}: {error}") from error
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"{place} must return (model, batch), got a {type(model).__name__} as its model"
+        )
+    return model
+
+
+def _train_settings(path: Path) -> dict[str, Any] | None:
+    """The settings of `gradsight train` in the incident's run; None for any other run."""
+    file = path.resolve().parents[1] / rundir.CONFIG
+    try:
+        settings: dict[str, Any] = json_format.loads(file.read_text())["settings"]["train"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return settings
 
 
 def _block(title: str, diagnosis: Diagnosis | None) -> list[str]:
@@ -161,4 +150,7 @@ def _verdict(reproduced: bool, agrees: bool | None) -> str:
         return "❌ Reproduced."
     if agrees:
         return "❌ Reproduced: the same as was found in process."
-    return "❌ Reproduced, but it is not what was found in process: another machine, build or version may round differently."
+    return (
+        "❌ Reproduced, but it is not what was found in process: "
+        "another machine, build or version may round differently."
+    )

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gradsight.cli.check_result import gather, script_section
+from gradsight.cli.check_result import read_result, script_section
 from gradsight.core import rundir
 from gradsight.show.markdown import report_text
 from gradsight.show.summary import Summary, summarize
@@ -26,7 +26,7 @@ def report(run_dir: Path, /) -> int:
     """
     first = summarize(open_run(run_dir))
     notes = ""
-    checked = gather(run_dir)
+    checked = read_result(run_dir)
     if checked.command:  # left by `gradsight check`
         notes = script_section(checked.notes())
     code = _report_one(run_dir, first, notes)

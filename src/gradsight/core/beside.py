@@ -24,8 +24,9 @@ def beside_training(root: nn.Module, *, evaluating: bool = False) -> Iterator[No
     `evaluating`: in evaluation mode. This is light enough for every step; a pass in training mode
     changes buffers and attributes too, and wants `replaying`.
     """
-    modes = [(module, module.training) for module in root.modules()]
-    with suspended(), randomness_kept(root), torch.enable_grad():
+    modules = list(root.modules())
+    modes = [(module, module.training) for module in modules]
+    with suspended(), randomness_kept(modules), torch.enable_grad():
         try:
             if evaluating:
                 # The flags, not eval(): a model's own train() may do more than what is put back.
@@ -50,6 +51,7 @@ def replaying(root: nn.Module, call: RecordedCall) -> Iterator[None]:
         stack.enter_context(_parameters_kept(root))
         stack.enter_context(beside_training(root))
         stack.enter_context(_hooks_silent(list(root.parameters())))
+        # Whoever asks may be in no_grad or in inference mode: backward has to work in here.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_plain_checkpoints())
@@ -104,6 +106,7 @@ def _modules_kept(root: nn.Module) -> Iterator[None]:
     try:
         for module in root.modules():
             for name, buffer in module._buffers.items():
+                # By identity: a buffer that two modules share stays one.
                 if buffer is not None:
                     module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield

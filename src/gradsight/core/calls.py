@@ -35,7 +35,7 @@ class RecordedCall:
     sample_ids: tuple[int | str, ...] | None = None
 
 
-_suspensions = 0
+_suspensions = 0  # a count: passes of ours may lie in one another
 
 
 @contextmanager

@@ -67,7 +67,9 @@ def leave(listener: object) -> None:
             return
         _listeners[:] = [known for known in _listeners if known is not listener]
         for methods in _told.values():
-            methods[:] = [method for method in methods if method.__self__ is not listener]  # type: ignore[attr-defined]
+            methods[:] = [
+                each for each in methods if getattr(each, "__self__", None) is not listener
+            ]
         if not _listeners:
             _restore()
 

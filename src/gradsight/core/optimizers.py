@@ -16,7 +16,7 @@ def innermost_optimizer(optimizer: Any) -> Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def optimizer_list(optimizer: Any) -> list[Optimizer]:
+def optimizer_list(optimizer: object) -> list[Optimizer]:
     """One optimizer or several as a list; anything else is an error that says what came."""
     if optimizer is None:
         return []

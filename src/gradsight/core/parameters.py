@@ -112,7 +112,7 @@ def _walk(
     module: nn.Module, prefix: str, open_modules: dict[int, None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Depth first, each module as often as it is used: tied weights show all their names."""
-    if id(module) in open_modules:
+    if id(module) in open_modules:  # a module that holds itself, on whatever way
         return
     open_modules[id(module)] = None
     for key, parameter in module._parameters.items():

@@ -32,6 +32,7 @@ class Problems:
                 first_step = self.step if step is None else step
                 self._problems[key] = Problem(key, message, first_step, 1)
             else:
+                # The first message stays: it is the one that was said, and that of first_step.
                 self._problems[key] = replace(known, count=known.count + 1)
             self._changed.add(key)
         return known is None

@@ -18,6 +18,7 @@ _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
 
 
+# Remembered, because every call of a watched model asks for the user's line.
 @lru_cache(maxsize=4096)
 def owner_of(filename: str) -> Owner:
     """Whose file this is. The reference trainer's files are a user's: they are a training script.

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """One observed training pass: from entering observe() to leaving it."""
 
 from contextlib import ExitStack
@@ -121,7 +122,7 @@ class Observation:
             dtype=self._parameters.score_dtype,
             requires_grad=True,
         )
-        self._hook = probe.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
+        self._hook = probe.register_post_accumulate_grad_hook(self._count)
         self.tracer.probe = probe
 
     def _count(self, probe: Tensor) -> None:

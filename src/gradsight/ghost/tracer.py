@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """Sees every operation of an observed pass, and gives those with a parameter to a rule.
 
 Without a rule the universal way takes them.
@@ -125,7 +126,7 @@ class Tracer(TorchFunctionMode):
     def active(self) -> bool:
         """Whether this thread's operations are being seen."""
         # Function modes are not active during backward, where checkpointed code runs again.
-        return any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+        return any(mode is self for mode in _get_current_function_mode_stack())
 
     def release(self) -> None:
         """Let go of every tensor: the graph of a pass holds its tracer."""
@@ -323,12 +324,12 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
     def before(module: nn.Module, args: Any) -> None:
         if not tracer.active:
             entered.append(module)
-            tracer.__enter__()  # type: ignore[no-untyped-call]
+            tracer.__enter__()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if entered and entered[-1] is module:
             entered.pop()
-            tracer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            tracer.__exit__(None, None, None)
 
     with ExitStack() as stack:
         # A module with hooks of ours is slower to call, so they are put on only where a backward

@@ -76,6 +76,7 @@ class Alarm:
 
     def _ask(self, look: EarlyLook) -> str | None:
         """The first check whose patience is over at this step; once in a stretch of such steps."""
+        # All of them are asked, though one alarm is enough: their streaks must go on.
         code = None
         for each in self._checks:
             alarm = each.check.incident.alarm

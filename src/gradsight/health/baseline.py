@@ -1,5 +1,6 @@
-"""What is usual for every parameter: median and spread of the logarithm of its gradient's norm over
-the last steps.
+"""What is usual for every parameter.
+
+Median and spread of the logarithm of its gradient's norm over the last steps.
 
 The spread is the median distance from the median (MAD), scaled so that it is the standard deviation
 where values are normal. One wild value moves neither. What is not finite never enters, and during
@@ -15,8 +16,9 @@ from gradsight.values.measured import Floats
 
 LENGTH = 50
 REFRESH = 10
-"""Steps from one look at the past to the next: while norms still fall fast, an older look would
-hide a spike.
+"""Steps from one look at the past to the next.
+
+While norms still fall fast, an older look would hide a spike.
 """
 WARM_UP = 10
 NEW_LEVEL = 25
@@ -46,8 +48,9 @@ class Baseline:
         self._bounds: dict[tuple[float, float], Floats] = {}
 
     def bound(self, factor: float, sigmas: float, size: int) -> Floats | None:
-        """The `logarithms` that are both so many times the usual and so many spreads above it; None
-        during warm-up.
+        """The `logarithms` that are both so many times the usual and so many spreads above it.
+
+        None during warm-up.
         """
         if self.median is None or self.spread is None or size != len(self.median):
             return None
@@ -91,19 +94,22 @@ class Baseline:
     def _refresh(self, rows: Floats) -> None:
         self._bounds = {}
         self.median = np.median(rows, axis=0)
+        # The median distance, not a standard deviation: one spike must not widen what is usual.
         deviation = np.median(np.abs(rows - self.median), axis=0)
         self.spread = np.maximum(NORMAL * deviation, LEAST_SPREAD)
 
 
 def logarithms(l2: Floats, total: float, ordinary: bool = False) -> Floats:
-    """Natural logarithms of norms and, last, of the total; zero and nothing at all are a very small
-    number.
+    """Natural logarithms of norms and, last, of the total.
+
+    Zero and nothing at all are a very small number.
 
     `ordinary`: all of them are known to be finite and above zero.
 
     >>> logarithms(np.array([1.0, 0.0]), 1.0).tolist()
     [0.0, -100.0, 0.0]
     """
+    # The total is a column like the others, so that one comparison serves all of them.
     result = np.empty(len(l2) + 1)
     result[:-1], result[-1] = l2, total
     if ordinary:

@@ -1,5 +1,6 @@
-"""Code that more than one check offers. What a check shows is put together from these and from its
-own.
+"""Code that more than one check offers.
+
+What a check shows is put together from these and from its own.
 """
 
 LIST_FROZEN = """

@@ -52,6 +52,7 @@ class Health:
         self._optimizers_elsewhere: list[Any] = []
         subject = subject_of(model, parameters, self._optimizers)
         self._judge = Judge(subject, options.checks)
+        # Of a shard this rank sees some units only.
         whole = [row for row in subject.matrices if not is_sharded(parameters[row].tensor)]
         self.unit_rows = tuple(row for row in whole if subject.trainable[row])
         """Weights whose dead units are to be counted."""

@@ -1,5 +1,6 @@
-"""Runs the checks over the steps of a run: patience before a finding, hysteresis after it, one
-finding per code.
+"""Runs the checks over the steps of a run.
+
+Patience before a finding, hysteresis after it, one finding per code.
 """
 
 import importlib
@@ -74,6 +75,7 @@ class Judge:
             self._run("look", patient)
         if window.steps_seen % _STRETCH == 0 or not patient:
             self._run("stretch", patient)
+        # Entered after the checks have looked: a step is compared with its past, not with itself.
         if measured.norms is not None:
             finite = measured.finite and isfinite(measured.norms.total)
             window.baseline.enter(window.logarithms, finite)
@@ -131,9 +133,11 @@ class Judge:
                 self._weigh(each, facts, patient)
 
     def _able(self, when: str) -> list[_Running]:
-        """The checks whose signals have been seen; asked for at every step, so remembered until
-        there is a new signal.
+        """The checks whose signals have been seen.
+
+        Asked for at every step, so remembered until there is a new signal.
         """
+        # Signals only ever come, so their number tells whether there is a new one.
         seen, able = self._ready.get(when, (-1, []))
         signals = self.window.signals
         if seen != len(signals):

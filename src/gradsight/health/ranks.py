@@ -64,6 +64,7 @@ class RankComparer:
         try:
             if self._norms.failure is not None:
                 raise self._norms.failure
+            # Gathered without waiting: ranks may be steps apart, and training must not feel it.
             self._leaving.append((step, self._rows, self._norms.take()))
             self._look_at(step + 1)
             self._send()
@@ -126,8 +127,9 @@ class RankComparer:
 
 
 def sentinels(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """A few small parameters spread over the model: what goes wrong above them in backward reaches
-    them.
+    """A few small parameters spread over the model.
+
+    What goes wrong above them in backward reaches them.
 
     >>> sentinels([0, 1, 2, 3, 4, 5, 6, 7], [64, 8, 64, 8, 64, 8, 64, 8])
     [1, 3, 5, 7]

@@ -198,8 +198,9 @@ def _merged(each: Check, given: object) -> dict[str, Any]:
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:
-    """Settings by code from a TOML file: tables `[GS201]` with thresholds, `GS405 = false` to
-    silence.
+    """Settings by code from a TOML file.
+
+    Tables `[GS201]` with thresholds, `GS405 = false` to silence.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))

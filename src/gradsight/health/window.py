@@ -1,5 +1,6 @@
-"""What a check may look at: the step just made, what came before it, and what is known of the
-model.
+"""What a check may look at.
+
+The step just made, what came before it, and what is known of the model.
 """
 
 from collections import deque
@@ -31,8 +32,9 @@ _LOOKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is known of the model and its optimizers before any gradient is seen; lists are over the
-    parameters.
+    """What is known of the model and its optimizers before any gradient is seen.
+
+    Lists are over the parameters.
     """
 
     names: list[str]
@@ -93,8 +95,9 @@ class Window:
     received: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient at all."""
     started_at_zero: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """Parameters whose weight was zero at the first look: their relative updates mean nothing for a
-    while.
+    """Parameters whose weight was zero at the first look.
+
+    Their relative updates mean nothing for a while.
     """
     repeats: int = 0
     """How many steps in a row had exactly the gradient of the step before."""
@@ -189,6 +192,7 @@ class Window:
             return
         if not comparison.always.all():
             self.rank_looks.append(comparison)
+        # Over the same parameters at every step: other rows would make a jump of their own.
         whole = np.linalg.norm(norms[:, comparison.always], axis=1)
         self.rank_steps.append(comparison.step)
         self.rank_logarithms.append(np.log(np.maximum(whole, NOTHING)))
@@ -214,6 +218,7 @@ class Window:
             self.received[rows] = True
             self.alive[rows] |= norms.l2 != 0
             self.all_alive = bool(self.alive.all())
+        # The total is compared first: it differs on nearly every step, and costs nothing.
         same_total = 0 < norms.total == self.previous_total
         same = same_total and np.array_equal(self.previous, self.l2, equal_nan=True)
         self.repeats = self.repeats + 1 if same else 0
@@ -283,8 +288,9 @@ class Window:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the gradient has come down to a thousandth of its largest: a minimum, where
-        nothing has to move any more.
+        """Whether the gradient has come down to a thousandth of its largest.
+
+        A minimum, where nothing has to move any more.
         """
         return self.total < 1e-3 * max(self.totals, default=0.0)
 

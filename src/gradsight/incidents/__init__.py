@@ -1,3 +1,4 @@
-"""The flight recorder: keeps what a step was made of, diagnoses a bad one, writes it, runs it
-again.
+"""The flight recorder.
+
+Keeps what a step was made of, diagnoses a bad one, writes it, runs it again.
 """

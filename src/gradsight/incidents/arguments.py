@@ -20,8 +20,9 @@ class CannotStore(GradsightError):
 
 
 def pack_passes(passes: Sequence[RecordedCall]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The structure of some calls, and their tensors by name. Raises CannotStore where an argument
-    is no data.
+    """The structure of some calls, and their tensors by name.
+
+    Raises CannotStore where an argument is no data.
     """
     tensors: dict[str, Tensor] = {}
     return [

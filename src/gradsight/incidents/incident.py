@@ -1,5 +1,6 @@
-"""Composes an incident: statistics, diagnosis and, where wanted, the batch and the parameters, in
-one bundle.
+"""Composes an incident.
+
+Statistics, diagnosis and, where wanted, the batch and the parameters, in one bundle.
 """
 
 import os
@@ -103,6 +104,7 @@ class IncidentWriter:
         state = state_of(self._model)
         facts: dict[str, Any] = {"passes": structure, "replay": None, "state": _described(state)}
         size = sum(tensor.nbytes for tensor in state.values())
+        # Each rank would write its own shard, and nobody could load them as one.
         if any(is_sharded(tensor) for tensor in state.values()):
             facts["parameters"] = "the parameters are spread over ranks"
         elif size > MOST_PARAMETER_BYTES:

@@ -1,5 +1,6 @@
-"""Keeps what a model was called with during the step under way: references, so that a bad step can
-be run again.
+"""Keeps what a model was called with during the step under way.
+
+References, so that a bad step can be run again.
 
 Only the module given is hooked, and only calls that record gradients are kept. Nothing is copied
 but the state of the random numbers (5 kB) and the few vectors of spectral norms, nothing waits for
@@ -168,18 +169,21 @@ class KeptCalls:
     def _after(self, output: Any) -> None:
         call = self.calls[-1]
         found = tensors_in(output)
+        # An evaluation inside the step: nothing can come back to it.
         if not any(tensor.requires_grad for tensor in found):
             self._held -= self.calls.pop().bytes
             return
         call.gradients = [None] * len(found)
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
+                # A weak reference: the hook lives as long as the graph, the call only for its step.
                 keeper = self._keeper(weakref.ref(call), place)
                 tensor.register_hook(keeper)  # type: ignore[no-untyped-call]
 
     def used(self) -> list[KeptCall]:
-        """The calls whose outputs a gradient came back to: those that the step is made of. Before
-        backward, all of them.
+        """The calls whose outputs a gradient came back to: those that the step is made of.
+
+        Before backward, all of them.
         """
         return [call for call in self.calls if call.nodes] or self.calls
 

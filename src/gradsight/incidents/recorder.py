@@ -141,6 +141,7 @@ class FlightRecorder:
         """Keep and find out what can be while everything is as it was."""
         if self._is_stopped():
             return
+        # A run that is NaN for good must not spend its time on diagnoses.
         self._incidents_seen += 1
         count = self._incidents_seen
         is_power_of_two = count & (count - 1) == 0
@@ -156,6 +157,7 @@ class FlightRecorder:
         passes, notes = self.calls.passes()
         first = self._clean_calls if kind == "nonfinite" else 0
         facts: dict[str, Any] = {"kind": kind, "scale": scale, "first_pass": first}
+        # Staged before it is run again: the batch and the parameters as training left them.
         pending = _Pending(step, code, None, self._stage(passes), facts)
         self._pending = pending
         if self._options.seconds:

@@ -1,5 +1,6 @@
-"""Runs a recorded incident again: its batch through a model in the state that was recorded, under
-the same diagnosis.
+"""Runs a recorded incident again.
+
+Its batch through a model in the state that was recorded, under the same diagnosis.
 """
 
 import math
@@ -37,8 +38,9 @@ class Replayed:
 
 
 def replay(path: Path, model: nn.Module, seconds: float, found: Diagnosis | None) -> Replayed:
-    """Run an incident again, and compare with what was `found` in process. Ranks' own parts are run
-    one after the other.
+    """Run an incident again, and compare with what was `found` in process.
+
+    Ranks' own parts are run one after the other.
     """
     parts = []
     for folder in (path, *rank_parts(path)):
@@ -53,8 +55,9 @@ def replay(path: Path, model: nn.Module, seconds: float, found: Diagnosis | None
 
 
 def _is_reproduced(body: Mapping[str, Any], diagnosis: Diagnosis, agrees: bool | None) -> bool:
-    """Whether what was recorded has come back: something not finite, the samples of a spike, or the
-    exception.
+    """Whether what was recorded has come back.
+
+    Something not finite, the samples of a spike, or the exception.
     """
     if body.get("kind") == "spike":
         return bool(diagnosis.samples) and agrees is not False
@@ -152,9 +155,8 @@ def _dtype(tensor: Tensor) -> str:
 def _agree(found: Diagnosis, again: Diagnosis) -> bool:
     """Whether two diagnoses name the same operation and the same worst sample."""
     one, other = found.operation, again.operation
-    if (
-        one is not None and one.phase == "loss"
-    ):  # outside the model: a replay sees only that a bad gradient came in
+    # Outside the model: a replay sees only that a bad gradient came in.
+    if one is not None and one.phase == "loss":
         same = other is not None and other.phase == "loss"
     else:
         names = [

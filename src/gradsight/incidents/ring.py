@@ -1,5 +1,6 @@
-"""The last steps' statistics in memory, bounded in bytes: what an incident shows of the way that
-led to it. No torch.
+"""The last steps' statistics in memory, bounded in bytes.
+
+What an incident shows of the way that led to it. No torch.
 """
 
 import math
@@ -33,6 +34,7 @@ class Ring:
 
     def add(self, measured: MeasuredStep) -> None:
         """One step. Its arrays are kept, not copied; its details are not."""
+        # Histograms of the last steps would take more than all norms together.
         measured = replace(measured, details=None, rank_comparisons=())
         self._steps.append(measured)
         self.bytes += _size(measured)

@@ -46,6 +46,8 @@ class ClipProbe:
         self._after: list[tuple[Place, HostCopy]] = []
         self._alike = _ALIKE
         self._unchanged = False
+        # Two small pieces instead of all gradients: reading everything again would double the cost
+        # of a look, and clipping scales all of it by one number anyway.
         for place in _places(look, allowed):
             piece = self._piece(look, place, gradient_of)
             if (
@@ -125,8 +127,9 @@ class ClipReading:
 
 
 def _places(look: NormReading, allowed: Collection[int] | None) -> list[Place]:
-    """The piece with the largest entry, and a piece that is not zero of another row; anything where
-    nothing is known yet.
+    """The piece with the largest entry, and a piece that is not zero of another row.
+
+    Anything where nothing is known yet.
     """
     if not look.pieces:
         return (

@@ -1,7 +1,7 @@
 """One look at the distribution of a model's gradients, through whatever tracker there is."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -14,19 +14,28 @@ from gradsight.measure.rank_table import left_out_here, norms_now
 from gradsight.values.measured import Floats
 
 
+class ScalarTracker(Protocol):
+    """What a tracker has to have."""
+
+    def log_scalar(self, name: str, value: float, step: int) -> object:
+        """One number under a name."""
+
+
 def log_gradient_distribution(
-    model: nn.Module, tracker: Any, step: int, log_histogram: bool = False
+    model: nn.Module, tracker: ScalarTracker, step: int, log_histogram: bool = False
 ) -> dict[str, float]:
-    """Log `gradients/<parameter>/norm` for every parameter with a gradient, and return {parameter:
-    norm}.
+    """Log `gradients/<parameter>/norm` for every parameter with a gradient; return {name: norm}.
 
     With log_histogram also `gradients/histogram`: all gradients together, signed, centred on 0, and
     beside it the share of entries within +-0.1. What is in `.grad` is what is logged: call it after
     backward, before clipping, and unscaled. Parameters without a gradient are skipped. Under FSDP2
     every rank must call it; norms are those of whole parameters.
 
+    model: a module whose gradients are in place.
     tracker: anything with log_scalar(name, value, step); the histogram goes to its
-    log_histogram(name, histogram, step).
+      log_histogram(name, histogram, step), where it has one.
+    step: the number under which the tracker gets them.
+    log_histogram: whether the histogram is wanted.
     """
     if not hasattr(tracker, "log_scalar"):
         raise UsageError(

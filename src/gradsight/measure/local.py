@@ -45,6 +45,7 @@ class LocalNorms:
         """A backward pass brings this gradient to a parameter."""
         with torch.no_grad():
             wide = torch.float32 if gradient.device.type == "mps" else torch.float64
+            # Squares add up over micro-batches; norms do not.
             square = torch.linalg.vector_norm(flat(gradient.detach()), dtype=wide).square()
             known = self._squares.get(row)
             self._squares[row] = square if known is None else known + square
@@ -82,8 +83,9 @@ class LocalReading:
         return all(arrival.ready() for _, arrival in self._arrivals)
 
     def read(self, size: int, seen: Sequence[int]) -> Floats:
-        """Norms over all parameters: 0 where one was looked at and got nothing, -1 where it was not
-        looked at.
+        """Norms over all parameters.
+
+        0 where one was looked at and got nothing, -1 where it was not looked at.
         """
         result = np.full(size, -1.0)
         result[list(seen)] = 0.0
@@ -93,8 +95,9 @@ class LocalReading:
 
 
 def exact_local_norms(gradients: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The plain twin, over [micro-batch][parameter]: the root of the sum of squares of each
-    parameter's own gradients.
+    """The plain twin, over [micro-batch][parameter].
+
+    The root of the sum of squares of each parameter's own gradients.
     """
     return [
         sum(

@@ -24,6 +24,7 @@ def rank_table(
 
     `left_out`: parameters of which another rank's replica is counted.
     """
+    # Over all parameters, also those without a gradient here: every rank must send the same shape.
     table = np.zeros((size, _COLUMNS))
     table[rows, 0] = norms.l2
     table[rows, 1] = norms.max_abs
@@ -31,6 +32,7 @@ def rank_table(
         table[rows, 2] = norms.counts[0]
         table[rows, 3] = norms.counts[1]
     table[rows, 4] = 1
+    # A replicated parameter must not be summed over its replicas.
     if left_out is not None:
         table[left_out, :4] = 0
     return table

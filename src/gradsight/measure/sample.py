@@ -32,13 +32,15 @@ def stride_for(size: int, wanted: int, shape: Sequence[int]) -> int:
 
 
 class Sample:
-    """The sampled entries of some tensors of one device: one float32 buffer, `sizes[i]` entries of
-    tensor i in turn.
+    """The sampled entries of some tensors of one device.
+
+    One float32 buffer, `sizes[i]` entries of tensor i in turn.
     """
 
     __slots__ = ("entries", "full_sizes", "sizes")
 
     def __init__(self, tensors: Sequence[Tensor], offset: int = 0) -> None:
+        # A share per tensor, not per entry: small layers would not be seen beside an embedding.
         wanted = min(LARGEST, max(1, BUDGET // max(1, len(tensors))))
         parts = []
         self.full_sizes = []
@@ -53,8 +55,9 @@ class Sample:
 
 
 def _to_float32(entries: Tensor) -> Tensor:
-    """Entries in float32; doubles beyond its range keep their class: finite stays finite, nonzero
-    stays nonzero.
+    """Entries in float32.
+
+    Doubles beyond its range keep their class: finite stays finite, nonzero stays nonzero.
     """
     if entries.dtype is not torch.float64:
         return entries.float()

@@ -1,5 +1,6 @@
-"""Which units of a layer are alive: rows of a weight whose gradient was not all zero at one of the
-last looks.
+"""Which units of a layer are alive.
+
+Rows of a weight whose gradient was not all zero at one of the last looks.
 """
 
 from collections import deque
@@ -12,8 +13,9 @@ _LOOKS = 4
 
 
 class UnitLife:
-    """Remembers the last looks at the rows of some weights. A unit is dead if all of them found its
-    row zero.
+    """Remembers the last looks at the rows of some weights.
+
+    A unit is dead if all of them found its row zero.
     """
 
     def __init__(self, rows: Collection[int]) -> None:
@@ -26,6 +28,7 @@ class UnitLife:
         """Look at these gradients; several looks in one step are one."""
         with torch.no_grad():
             for row, gradient in zip(rows, gradients, strict=True):
+                # Remembered as flags on the device: a count would have to be waited for.
                 if row in self._rows and gradient.dim() >= 2 and gradient.layout is torch.strided:
                     self._remember(row, step, (gradient.detach() != 0).flatten(1).any(dim=1))
 

@@ -35,6 +35,7 @@ class UpdateReading:
     def finish(self) -> None:
         """To be called when the optimizer has stepped; the samples from before are given back."""
         for rows, before in self._before:
+            # The same offset: the same entries, so that their difference is the update.
             after = Sample([self._tensors[row] for row in rows], self._offset)
             with torch.no_grad():
                 moments = _moments(torch.split(after.entries - before.entries, before.sizes))
@@ -76,8 +77,9 @@ def detail_columns(sums: Floats) -> dict[str, Floats]:
 def update_ratios(
     sums: Floats,
 ) -> tuple[Floats, Floats]:
-    """Ratio and its standard error per parameter; NaN where the weight is zero or there are no
-    entries.
+    """Ratio and its standard error per parameter.
+
+    NaN where the weight is zero or there are no entries.
 
     With n sampled squares of mean m2 and second moment m4, the mean's relative error is
     sqrt((m4/m2**2 - 1) / n); a square root halves it; a sample without replacement of n out of N
@@ -96,8 +98,9 @@ def update_ratios(
 
 
 def squares_of_whole(sums: Floats) -> Floats:
-    """Sums of squares of the weights before the step, NaN where only a sample was read: two samples
-    cannot be compared.
+    """Sums of squares of the weights before the step, NaN where only a sample was read.
+
+    Two samples cannot be compared.
     """
     return np.where(sums[:, 0] == sums[:, 1], sums[:, 4], np.nan)
 

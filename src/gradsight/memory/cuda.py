@@ -7,6 +7,7 @@ runs on fake CPU tensors instead, with the operators replaced whose saved tensor
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -60,45 +61,62 @@ def _torch_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return dropout(input, p, train)
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of torch's scaled_dot_product_attention, in its order and with its defaults."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def takes_flash(self) -> bool:
+        """Whether torch would take its flash kernel: no mask, 16-bit types, heads of up to 256."""
+        half = self.query.dtype in (torch.float16, torch.bfloat16)
+        return self.attn_mask is None and half and self.query.shape[-1] <= 256
+
+    def heads_repeated(self) -> "AttentionCall":
+        """The call with a key and a value for each head of the query."""
+        if not self.enable_gqa:
+            return self
+        groups = self.query.shape[1] // self.key.shape[1]
+        key = self.key.repeat_interleave(groups, 1)
+        value = self.value.repeat_interleave(groups, 1)
+        return replace(self, key=key, value=value)
+
+    def bias(self) -> torch.Tensor | None:
+        """The mask as the additive bias that the kernel takes, in the query's type."""
+        mask = self.attn_mask
+        if mask is None:
+            return None
+        if mask.dtype == torch.bool:
+            bias = torch.zeros_like(mask, dtype=self.query.dtype)
+        else:
+            bias = mask.to(self.query.dtype)
+        return bias.expand(*self.query.shape[:3], self.key.shape[2])
+
+
+def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     """CUDA's fused attention: output and log-sum-exp are kept, never the matrix of weights."""
-    if query.dim() != 4:  # the kernels take batch and heads as two dimensions
-        return _attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(groups, 1)
-        value = value.repeat_interleave(groups, 1)
-    half = query.dtype in (torch.float16, torch.bfloat16)
+    call = AttentionCall(*args, **kwargs)
+    if call.query.dim() != 4:  # the kernels take batch and heads as two dimensions
+        return _attention(*args, **kwargs)
+    call = call.heads_repeated()
+    tensors = (call.query, call.key, call.value)
     made: tuple[torch.Tensor, ...]
-    # The flash kernel takes no mask, 16-bit types only, and heads of up to 256 numbers.
-    if attn_mask is None and half and query.shape[-1] <= 256:
+    if call.takes_flash():
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-        made = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+        made = flash(*tensors, call.dropout_p, call.is_causal, False, scale=call.scale)
     else:
-        bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
         efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-        made = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+        made = efficient(
+            *tensors, call.bias(), True, call.dropout_p, call.is_causal, scale=call.scale
+        )
     return made[0]
-
-
-def _as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask as the additive bias that the kernel takes, in the query's type."""
-    if mask.dtype == torch.bool:
-        bias = torch.zeros_like(mask, dtype=query.dtype)
-    else:
-        bias = mask.to(query.dtype)
-    return bias.expand(*query.shape[:3], key.shape[2])
 
 
 def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ WRAPPED_NUMBERS = 1024
 """Bytes of Python numbers that torch wraps into tensors of 8 bytes, without an operator."""
 
 
-def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> MemoryUse:
+def measure_peak_memory(fn: Callable[[], object], *, operators: bool = False) -> MemoryUse:
     """Run fn once and give the exact peak of live tensor bytes.
 
     Tensors from before that fn uses (parameters, batch) count from the start. On the CPU this is
@@ -67,7 +66,7 @@ def measure_peak_memory(fn: Callable[[], Any], *, operators: bool = False) -> Me
 
 
 def run_counted(
-    fn: Callable[[], Any], counter: StorageCounter, *, operators: bool
+    fn: Callable[[], object], counter: StorageCounter, *, operators: bool
 ) -> AllocatorPeak | None:
     """Run fn under the counter, and under the profiler where asked."""
 

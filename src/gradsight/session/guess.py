@@ -1,5 +1,6 @@
-"""What a loss would be if the model knew nothing: read from the operation that made it, without
-touching any data.
+"""What a loss would be if the model knew nothing.
+
+Read from the operation that made it, without touching any data.
 """
 
 import math
@@ -9,14 +10,16 @@ from torch import Tensor
 
 _MEAN, _SUM = 1, 2
 _DEPTH = 4
-"""Multiplications and divisions after the loss itself that are followed: by a GradScaler, for
-accumulation, by a weight.
+"""Multiplications and divisions after the loss itself that are followed.
+
+By a GradScaler, for accumulation, by a weight.
 """
 
 
 def loss_of_a_guess(loss: Tensor) -> float | None:
-    """The cross-entropy of equal probabilities, times what it was multiplied by since; None for any
-    other loss.
+    """The cross-entropy of equal probabilities, times what it was multiplied by since.
+
+    None for any other loss.
 
     >>> import torch
     >>> logits, labels = torch.zeros(8, 5, requires_grad=True), torch.arange(8) % 5
@@ -24,6 +27,7 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
     >>> round(loss_of_a_guess(loss), 4), round(math.log(5) / 4, 4)
     (0.4024, 0.4024)
     """
+    # The graph knows the shape of the logits and every factor; no data is read, so nothing waits.
     node: Any = loss.grad_fn
     factor = 1.0
     for _ in range(_DEPTH):
@@ -43,8 +47,9 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
 
 
 def _chance(node: Any, name: str) -> float | None:
-    """Of the loss itself. A sum counts all rows: where labels are ignored that is a little too
-    much, and on the safe side.
+    """Of the loss itself.
+
+    A sum counts all rows: where labels are ignored that is a little too much, and on the safe side.
     """
     if name not in (
         "BinaryCrossEntropyWithLogitsBackward0",

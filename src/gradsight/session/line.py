@@ -89,6 +89,7 @@ class StepLine:
         """
         reading = self.builder.gradients_ready(rows, scaler)
         norms = None if reading is None else reading.known
+        # Copied now: clipping and the optimizer will have changed it by the time it is judged.
         if self._dumps is not None:
             self._dumps.gradients_ready(self.builder.step, scaler, norms)
         if self._incidents is None or reading is None or norms is None:
@@ -196,6 +197,7 @@ class StepLine:
                 "says so. Look after backward() and before zero_grad(), at the model that is being "
                 "trained.",
             )
+        # Each finding goes through once and is written once, with all that is known of it.
         findings = self._judge(measured)
         if self._incidents is not None:
             findings = self._incidents.explain(measured, findings)

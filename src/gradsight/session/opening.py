@@ -61,6 +61,7 @@ def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> Opene
             opened = _open_here(options)
             first_step = opened.first_step
     finally:
+        # Also where opening failed: the other ranks are waiting for this number.
         first_step = group.from_first(first_step)
     if first_step == _FAILED:
         raise RunError("rank 0 could not open the run; its own error says why")

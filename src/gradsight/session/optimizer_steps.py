@@ -61,6 +61,8 @@ class OptimizerSteps:
 
     def start(self) -> None:
         """Begin to watch."""
+        # Hooks of the optimizer alone would not do: they see clipped gradients, scaled ones where
+        # it is fused, none yet where a closure makes them, and no step that a scaler skips.
         moments.listen(self)
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._pre_hook))
@@ -114,6 +116,7 @@ class OptimizerSteps:
     def _post_hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        # Not in a pre-hook: under Lightning that one runs before backward.
         self._called_by_scaler = True
         self._guarded(self._stepped, optimizer, getattr(optimizer, "found_inf", None))
 
@@ -141,6 +144,7 @@ class OptimizerSteps:
             self._stepped_in_backward = False
             if self._done:
                 self._end_round()
+        # LBFGS evaluates its closure many times a step; the step starts from the first gradient.
         elif not self._closure_evaluated:
             self._local = not reduces_gradients(self._model)
             self._look(self._with_gradient(range(len(self._parameters))))
@@ -169,9 +173,11 @@ class OptimizerSteps:
 
     def _ready(self, optimizer: Optimizer) -> None:
         """The optimizer has its gradients and has not used them yet."""
+        # It steps a second time before the others have: it has a rhythm of its own.
         if id(optimizer) in self._done:
             self._end_round()
         rows = self._rows_of(optimizer)
+        # Optimizers that step inside backward free each gradient at once: this is the only chance.
         if moments.inside_backward():
             self._look(self._with_gradient(rows))
         else:
@@ -216,6 +222,7 @@ class OptimizerSteps:
 
         The first one also answers for parameters that no optimizer was given.
         """
+        # Groups may be added in the middle of a run; counting them is cheaper than comparing.
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._rows.get(id(optimizer))
         if known is None or known[0] != size:

@@ -15,10 +15,10 @@ class WatchOptions:
     """What `watch` was asked for beside a model and its optimizers; `watch` documents each."""
 
     run_dir: str | os.PathLike[str] | None
-    sinks: tuple[Any, ...]
+    sinks: tuple[object, ...]
     stats: Schedule
     histograms: Schedule
-    health: bool | Mapping[str, Any] | str | os.PathLike[str]
+    health: bool | Mapping[str, object] | str | os.PathLike[str]
     dump: GradientDumper | None
     recorder: bool | str
     start_step: int | None

@@ -139,6 +139,7 @@ def parameter_columns(measured: MeasuredStep) -> dict[str, Floats]:
         rows = slice(None) if measured.rows is None else list(measured.rows)
         for name in OPTIONAL:
             values = details[name][rows]
+            # A column that was not measured takes no bytes in the record.
             if not np.isnan(values).all():
                 columns[name] = values
     return columns

@@ -100,6 +100,7 @@ def norms_of(step: StepInProgress, size: int) -> tuple[list[int], Norms]:
     """This rank's norms, and the parameters they are of, in the model's order."""
     if len(step.used) == 1 and len(step.used[0].rows) == len(step.used[0].reading.rows):
         return step.used[0].reading.rows, step.used[0].norms()
+    # Several optimizers, or several looks: each has its own rows of one table.
     table = np.zeros((size, 5))
     for used in step.used:
         seen = rank_table(used.norms(), used.reading.rows, size)
@@ -154,6 +155,7 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
     """The scaler's factor at this moment, without waiting for it."""
     if scaler is None:
         return None
+    # Not get_scale(): it reads the number on the host, and so waits for the device.
     factor = getattr(scaler, "_scale", None)
     if isinstance(factor, Tensor):
         return HostCopy.of(factor.detach().clone().view(1))

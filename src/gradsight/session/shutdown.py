@@ -46,8 +46,10 @@ class ShutdownHooks:
         self._handles_signals = False
         self._previous_hook = sys.excepthook
         self._hook = self._on_exception
+        # The bound method is kept: a new one is made at every access, and could not be told again.
         sys.excepthook = self._hook
         atexit.register(self._at_exit)
+        # Only the main thread may set handlers; a watch in another one closes at exit.
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
             self._handles_signals = True

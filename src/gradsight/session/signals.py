@@ -168,6 +168,7 @@ class Clearing:
             return
         gradient = self._parameter.grad
         self._cleared = self._was_touched(gradient)
+        # Zeros that were always there look untouched, and are as good as cleared.
         if not self._cleared and self._passes == 0 and gradient is not None:
             self._cleared = not bool((gradient != 0).any())
 
@@ -182,6 +183,7 @@ class Clearing:
         return gradient is not self._left[0]() or gradient._version != self._left[1]
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        # An optimizer inside backward clears each gradient by itself.
         if moments.inside_backward():
             return
         if self._parameter is not None and self._passes:
@@ -225,6 +227,8 @@ class Batches:
         tensors = _tensors(values)
         if not tensors:
             return
+        # Objects as well as entries: a loop that overfits one batch on purpose hands in the same
+        # tensors, a loader that does not advance makes them anew.
         samples = [_sample(tensor) for tensor in tensors]
         same_objects = self._are_the_same_objects(tensors)
         alike = not same_objects and self._are_alike(samples)

@@ -106,11 +106,13 @@ class StepBuilder:
             return None
         gradients = [self._gradient(row) for row in rows]
         reading = GradientReading(list(rows), NormReading(gradients), scale_of(scaler))
+        # A recount reads the gradients themselves, so it must happen while they are what they were.
         if reading.ready():
             reading.known = recount(gradients, reading.read())
         if wants_details:
             reading.histograms = HistogramReading(gradients, offset=self.step)
             self._units.look(self.step, rows, gradients)
+        # A later look of the same step replaces this one: the last before the update is the truth.
         for row in rows:
             self._readings[row] = reading
         return reading
@@ -132,6 +134,7 @@ class StepBuilder:
             current.update_rows = list(rows)
             current.update = UpdateReading(weights, offset=self.step)
         reading = readings[0]
+        # Gradients of several looks have no one clip coefficient.
         if any(other is not reading for other in readings):
             return None
         mine = None
@@ -194,6 +197,7 @@ class StepBuilder:
         self._sequence = _sequence_number()
         self._queue.append(made)
         finished = []
+        # At least one step is left on its way: reading the newest would wait for the device.
         while self._queue and (len(self._queue) > _LAG or self._queue[0].ready()):
             finished += self._read(self._queue.popleft())
         return finished
@@ -252,6 +256,7 @@ class StepBuilder:
         sums = detail_sums(made, size)
         if self._group is None:
             return [self._finished(made, rows, norms, sums)]
+        # One merge at a time: the one before is finished first, so that steps stay in order.
         landed = self._land()
         tables = self._group.start_gather(rank_table(norms, rows, size, self._left_out))
         details = None

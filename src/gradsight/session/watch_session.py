@@ -46,13 +46,13 @@ _FORKED = (
 
 def watch(
     model: nn.Module,
-    optimizer: Any = None,
+    optimizer: object = None,
     *,
     run_dir: str | os.PathLike[str] | None = None,
-    sinks: Iterable[Any] = (),
+    sinks: Iterable[object] = (),
     stats: Schedule = Schedule(),
     histograms: Schedule = Schedule(step_interval=50),
-    health: bool | Mapping[str, Any] | str | os.PathLike[str] = True,
+    health: bool | Mapping[str, object] | str | os.PathLike[str] = True,
     dump: GradientDumper | None = None,
     recorder: bool | Literal["batch"] = True,
     start_step: int | None = None,
@@ -87,7 +87,7 @@ def watch(
     """
     options = WatchOptions(
         run_dir=run_dir,
-        sinks=tuple(sinks),
+        sinks=(sinks,) if isinstance(sinks, str) else tuple(sinks),
         stats=stats,
         histograms=histograms,
         health=health,
@@ -106,7 +106,7 @@ class Watch:
     Use `watch(...)`; a context manager, closed at the latest when the process ends.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, options: WatchOptions) -> None:
+    def __init__(self, model: nn.Module, optimizer: object, options: WatchOptions) -> None:
         self._optimizers = optimizer_list(optimizer)
         parameters = _watched_parameters(model)
         names = [named.name for named in parameters]
@@ -138,6 +138,7 @@ class Watch:
         if self._opened.store is not None:
             first_step = self._opened.first_step
             write_run_config(self._opened.store, options, first_step, parameters, self._optimizers)
+        # Hooks come last: whatever fails above leaves the model as it was.
         self._steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
@@ -176,7 +177,7 @@ class Watch:
 
     # For the user.
 
-    def step(self, step: int | None = None, **scalars: Any) -> None:
+    def step(self, step: int | None = None, **scalars: object) -> None:
         """The gradient is in place, not yet clipped: record it, go on to the next step.
 
         For loops without a watched optimizer.
@@ -210,7 +211,7 @@ class Watch:
         if self._instruments.incidents is not None and not self._closed:
             self._instruments.incidents.calls.name_samples(sample_ids)
 
-    def log(self, **scalars: Any) -> None:
+    def log(self, **scalars: object) -> None:
         """Add loss=, lr= or anything else to the current step.
 
         That is the one under way, or the one just made if none has begun.
@@ -262,7 +263,7 @@ class Watch:
 
     # For those who open watches of their own.
 
-    def also_optimized_by(self, optimizer: Any) -> None:
+    def also_optimized_by(self, optimizer: object) -> None:
         """An optimizer that holds some of these parameters, but is watched elsewhere."""
         if self._instruments.health is not None:
             self._instruments.health.also_optimized_by(optimizer)
@@ -305,6 +306,7 @@ class Watch:
         with self._survives("closing"):
             if wait or not self._line.builder.is_merged:
                 self._line.flush()
+            # Without waiting the other ranks may be gone; the group closes when the process does.
             if wait and self._group is not None:
                 self._group.close()
         with self._survives("judging"):

@@ -119,6 +119,7 @@ class Summary:
 
 def summarize(run: ReadableRun) -> Summary:
     """Read a run once."""
+    # In one pass: a long run has millions of rows, and only what is added up of them is kept.
     blocks: dict[str, BlockNorms] = {}
     broken: dict[int, list[str]] = {}
     last: list[ParameterStat] = []

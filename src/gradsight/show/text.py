@@ -30,6 +30,7 @@ def tinted(text: str, code: str, colour: bool) -> str:
 
 def one_line(text: str) -> str:
     """Text on one line; a sample's text is a stranger's, so what could move the cursor is a dot."""
+    # Indentation goes with its line break, for width is scarce.
     line = re.sub(r"\s*\n\s*", "⏎", text.strip(" \t")).replace("\t", " ")
     return "".join(sign if sign.isprintable() else "·" for sign in line)
 

@@ -35,6 +35,7 @@ def encode_document(body: Mapping[str, Any]) -> str:
         "crc32": checksum_of(body),
         "incident": body,
     }
+    # NaN is no JSON: other programs would refuse the file.
     return json.dumps(document, indent=1, allow_nan=False)
 
 
@@ -76,7 +77,7 @@ def checked_file(path: Path, body: Mapping[str, Any], name: str) -> Path | None:
     if not file.is_file():
         raise RunError(f"{path} is damaged: {name} is missing")
     size = file.stat().st_size
-    if size != known["bytes"]:
+    if size != known["bytes"]:  # asked first, as it needs no reading
         raise RunError(f"{file} is damaged: it has {size} bytes, and {known['bytes']} were written")
     if checksum_of_file(file) != known["crc32"]:
         raise RunError(f"{file} is damaged: its checksum does not fit what was written")
@@ -85,6 +86,7 @@ def checked_file(path: Path, body: Mapping[str, Any], name: str) -> Path | None:
 
 def checksum_of(body: Mapping[str, Any]) -> int:
     """The checksum of an incident, whatever the order of its keys."""
+    # Of the values, not of the text: its layout and the order of its keys do not matter.
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 

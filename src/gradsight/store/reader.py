@@ -82,6 +82,7 @@ class Run:
         query = f"SELECT {columns} FROM steps WHERE time IS NOT NULL ORDER BY step"
         for row in self._rows(query):
             step, time, loss, lr, total_norm, clip_coef, scale, skipped, gradient = row
+            # Both come in the order of steps, so that neither has to be held in memory as a whole.
             while upcoming is not None and upcoming[0] < step:
                 upcoming = next(scalars, None)
             extra = {}
@@ -264,6 +265,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     tail = path / rundir.TAIL
     if not _has_bytes(tail):
         return unchanging
+    # The tail cannot be brought into a record that cannot be written, but into a copy of it.
     copy = sqlite3.connect(":memory:", check_same_thread=False)
     unchanging.backup(copy)
     last = schema.last_frame(copy)

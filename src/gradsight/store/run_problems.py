@@ -25,10 +25,13 @@ class RunProblems:
         """Say a fault the first time, count and record it every time."""
         self._problems.report(key, message, step)
         if self._run_dir is not None:
-            with contextlib.suppress(Exception):  # the fault has been said, and training goes on
+            # The fault has been said, and must not become a second one that ends the training.
+            with contextlib.suppress(Exception):
                 self._record(self._run_dir)
 
     def _record(self, run_dir: str | os.PathLike[str]) -> None:
+        # For a moment only: kept open, it would lock the run against other processes, and somebody
+        # would have to close it.
         store = open_store(run_dir)
         try:
             for problem in self._problems.take_changed():

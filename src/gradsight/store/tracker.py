@@ -37,6 +37,7 @@ class MetricsTracker:
         if self._path is not None:
             self._store = open_store(self._path)
             self._problems = self._store.problems
+        # A store that stays open would keep its thread, and the run locked.
         try:
             if use_tensorboard:
                 self._sinks += open_sinks(["tensorboard"], self._path)

@@ -48,7 +48,7 @@ class BatchStream:
         return self.batch_size * self.accumulation * self.world
 
     def get(self, position: int, micro: int) -> Batch:
-        """This process's part of a micro-batch; `position` is the step's first place in the order."""
+        """This process's part of a micro-batch of the step that starts at a place in the order."""
         start = position + (micro * self.world + self.rank) * self.batch_size
         return self.make(self.samples, self.order.take(start, self.batch_size))
 

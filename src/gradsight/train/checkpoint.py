@@ -1,5 +1,6 @@
-"""Checkpoints: all that a run needs to go on bit for bit. Safetensors and JSON, no pickle; complete
-or not there at all.
+"""Checkpoints: all that a run needs to go on bit for bit, complete or not there at all.
+
+Safetensors and JSON, no pickle.
 """
 
 import json
@@ -22,17 +23,15 @@ from gradsight.core.shards import held_like, whole
 from gradsight.errors import RunError, UsageError
 from gradsight.train.processes import Processes
 
-_TENSORS, _FACTS = "tensors.safetensors", "checkpoint.json"
+_TENSORS = "tensors.safetensors"
+_FACTS = "checkpoint.json"
 
 
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step; None where there is none."""
-    found = [
-        path
-        for path in (run_dir / rundir.CHECKPOINTS).glob(rundir.CHECKPOINT_FOLDERS)
-        if (path / _FACTS).is_file()
-    ]
-    return max(found, key=_step, default=None)
+    folders = (run_dir / rundir.CHECKPOINTS).glob(rundir.CHECKPOINT_FOLDERS)
+    complete = [folder for folder in folders if (folder / _FACTS).is_file()]
+    return max(complete, key=_step, default=None)
 
 
 def save(
@@ -56,10 +55,8 @@ def save(
         folder = run_dir / rundir.CHECKPOINTS / rundir.checkpoint_folder(facts["step"])
         try:
             _write(folder, tensors, facts)
-        except (
-            OSError,
-            SafetensorError,
-        ) as error:  # a full disk must not end what the checkpoint was to protect
+        except (OSError, SafetensorError) as error:
+            # A full disk must not end what the checkpoint was to protect.
             fault = f"the checkpoint {folder} cannot be written: {error}. "
             fault += "Training goes on; the one before stays"
         for old in sorted(folder.parent.glob(rundir.CHECKPOINT_FOLDERS), key=_step)[:-keep]:
@@ -71,9 +68,7 @@ def save(
 def load(
     folder: Path, model: nn.Module, optimizer: Optimizer | None, processes: Processes
 ) -> dict[str, Any]:
-    """Fill model, optimizer and this process's random generators from a checkpoint; gives its facts
-    back.
-    """
+    """Fill model, optimizer and random generators from a checkpoint; returns its facts."""
     try:
         facts: dict[str, Any] = json.loads((folder / _FACTS).read_text())
         tensors = load_file(folder / _TENSORS)
@@ -118,20 +113,27 @@ def _kept(tensor: Tensor) -> Tensor:
     return whole(tensor).detach().cpu().contiguous()
 
 
-def _state(parameter: Tensor, found: Tensor) -> Tensor:
-    """A tensor of the optimizer's; AdamW's count of steps is one number, which stays on the CPU."""
-    return held_like(parameter, found) if found.dim() else found
+def _state(parameter: Tensor, stored: Tensor) -> Tensor:
+    """A tensor of the optimizer's, sharded as its parameter is."""
+    if stored.dim() == 0:  # AdamW's count of steps is one number, which stays on the CPU
+        return stored
+    return held_like(parameter, stored)
 
 
 def _fill(parameter: Tensor, tensors: dict[str, Tensor], key: str, folder: Path) -> None:
-    found = tensors.get(key)
-    if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
-        what = "does not have it" if found is None else f"has {tuple(found.shape)} {found.dtype}"
-        raise UsageError(
-            f"the checkpoint {folder} is of another model: {key.removeprefix('model/')} is {tuple(parameter.shape)} "
-            f"{parameter.dtype} here, and the checkpoint {what}. Give the settings that the run was started with"
-        )
-    parameter.copy_(held_like(parameter, found))
+    """Copy a stored tensor into a parameter; refuse one of another shape or type."""
+    stored = tensors.get(key)
+    what = "does not have it"
+    if stored is not None:
+        if stored.shape == parameter.shape and stored.dtype == parameter.dtype:
+            parameter.copy_(held_like(parameter, stored))
+            return
+        what = f"has {tuple(stored.shape)} {stored.dtype}"
+    raise UsageError(
+        f"the checkpoint {folder} is of another model: {key.removeprefix('model/')} is "
+        f"{tuple(parameter.shape)} {parameter.dtype} here, and the checkpoint {what}. "
+        f"Give the settings that the run was started with"
+    )
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What `gradsight train` can be told: nested dataclasses, whose fields are the options. No torch."""
+"""The settings of `gradsight train`: nested dataclasses, whose fields are the options. No torch."""
 
 import dataclasses
 import difflib
@@ -146,7 +146,7 @@ class Settings:
     """true or false: recompute activations in backward instead of keeping them."""
     model: Annotated[ModelShape, Parameter(group=MODEL)] = ModelShape()
     method: Annotated[Literal["GradDotProd", "Regular"], Parameter(group=TRAINING)] = "GradDotProd"
-    """GradDotProd scores every training sample against the validation batch; Regular trains only."""
+    """GradDotProd scores each training sample against the validation batch; Regular trains only."""
     batch_size: Annotated[int, Parameter(group=TRAINING)] = 4
     """Samples per process and micro-batch."""
     gradient_accumulation_steps: Annotated[int, Parameter(group=TRAINING)] = 1

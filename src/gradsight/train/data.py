@@ -32,6 +32,7 @@ _LEFT_OUT = {
     "ensurepip",
 }
 _SMALLEST_DOMAIN = 100_000
+"""Bytes that a package of the standard library must have to be a domain."""
 _PAGE = 4096
 SPLITS = ("train", "val", "test")
 _SPLIT_OF_PAGE = ("train",) * 8 + ("val", "test")
@@ -57,20 +58,20 @@ def open_corpus(path: str | Path | None) -> Corpus:
     path = Path(path)
     if not path.exists():
         raise UsageError(f"--data {path}: there is no such file or folder")
-    bins = [path] if path.suffix == ".bin" else sorted(path.rglob("*.bin")) if path.is_dir() else []
-    corpus = Corpus(_token_parts(path, bins) if bins else _text_parts(_texts(path)))
-    if not corpus.parts["train"]:
+    token_files = _token_files(path)
+    parts = _token_parts(path, token_files) if token_files else _text_parts(_texts(path))
+    if not parts["train"]:
         raise UsageError(f"--data {path}: there is no text in it, and no .bin file of tokens")
-    return corpus
+    return Corpus(parts)
 
 
 def standard_library() -> Corpus:
     """The packages of the standard library with enough source."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = {}
-    for folder in sorted(
-        path for path in root.iterdir() if path.is_dir() and path.name not in _LEFT_OUT
-    ):
+    for folder in sorted(root.iterdir()):
+        if not folder.is_dir() or folder.name in _LEFT_OUT:
+            continue
         text = b"\n".join(file.read_bytes() for file in _sources(folder))
         if len(text) >= _SMALLEST_DOMAIN:
             texts[folder.name] = text
@@ -91,19 +92,21 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def _texts(path: Path) -> dict[str, bytes]:
-    """The text of each domain: a file is one, as is each sub-folder; files beside sub-folders share
-    the folder's name.
+    """The text of each domain: a file is one, as is each sub-folder.
+
+    Files beside sub-folders make one domain, which has the folder's own name.
     """
     if path.is_file():
-        return {path.stem: _read(path)} if _is_text(path) else {}
-    files: dict[str, list[Path]] = {}
-    for file in sorted(found for found in path.rglob("*") if found.is_file()):
+        return {path.stem: path.read_bytes()} if _is_text(path) else {}
+    texts: dict[str, list[bytes]] = {}
+    for file in sorted(path.rglob("*")):
         inside = file.relative_to(path).parts
-        if not any(part.startswith(".") for part in inside) and _is_text(file):
-            files.setdefault(inside[0] if len(inside) > 1 else path.resolve().name, []).append(file)
-    return {
-        domain: b"\n".join(_read(file) for file in found) for domain, found in sorted(files.items())
-    }
+        hidden = any(part.startswith(".") for part in inside)
+        if hidden or not file.is_file() or not _is_text(file):
+            continue
+        domain = inside[0] if len(inside) > 1 else path.resolve().name
+        texts.setdefault(domain, []).append(file.read_bytes())
+    return {domain: b"\n".join(parts) for domain, parts in sorted(texts.items())}
 
 
 def _is_text(file: Path) -> bool:
@@ -116,10 +119,6 @@ def _is_text(file: Path) -> bool:
     return bool(start) and b"\0" not in start
 
 
-def _read(file: Path) -> bytes:
-    return file.read_bytes()
-
-
 def _text_parts(texts: dict[str, bytes]) -> Parts:
     parts: Parts = {split: {} for split in SPLITS}
     for domain, text in texts.items():
@@ -129,42 +128,51 @@ def _text_parts(texts: dict[str, bytes]) -> Parts:
 
 
 def _split(text: bytes) -> dict[str, bytes]:
-    """Pages dealt out to the splits; a short text has shorter pages, so that each split gets some."""
+    """Pages dealt out to the splits; a short text has shorter pages: each split gets some."""
     size = max(1, min(_PAGE, len(text) // 10))
-    pages = [text[start : start + size] for start in range(0, len(text), size)]
-    kept = {
-        split: [page for number, page in enumerate(pages) if _SPLIT_OF_PAGE[number % 10] == split]
-        for split in SPLITS
-    }
-    return {split: b"".join(found) for split, found in kept.items()}
+    pages: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+    for number, start in enumerate(range(0, len(text), size)):
+        pages[_SPLIT_OF_PAGE[number % 10]].append(text[start : start + size])
+    return {split: b"".join(dealt) for split, dealt in pages.items()}
 
 
 # Tokens.
 
 
+def _token_files(path: Path) -> list[Path]:
+    if path.suffix == ".bin":
+        return [path]
+    return sorted(path.rglob("*.bin")) if path.is_dir() else []
+
+
 def _token_parts(root: Path, files: list[Path]) -> Parts:
-    found: dict[str, dict[str, list[Tokens]]] = {split: {} for split in SPLITS}
+    pieces: dict[str, dict[str, list[Tokens]]] = {split: {} for split in SPLITS}
     for file in files:
         domain, split = _domain_and_split(root, file)
         tokens = _open_tokens(file)
-        for name, part in ({split: tokens} if split else _tenths(tokens)).items():
-            found[name].setdefault(domain, []).append(part)
-    joined: Parts = {split: {} for split in SPLITS}
-    for split, domains in found.items():
-        joined[split] = {
-            name: parts[0] if len(parts) == 1 else np.concatenate(parts)
-            for name, parts in sorted(domains.items())
-        }
-    return joined
+        parts = {split: tokens} if split else _tenths(tokens)
+        for name, part in parts.items():
+            pieces[name].setdefault(domain, []).append(part)
+    return {
+        split: {domain: _joined(parts) for domain, parts in sorted(domains.items())}
+        for split, domains in pieces.items()
+    }
+
+
+def _joined(parts: list[Tokens]) -> Tokens:
+    """One array; a single part stays on the disk, where it is mapped from."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _domain_and_split(root: Path, file: Path) -> tuple[str, str | None]:
     """web_val.bin is val of web; web/val.bin too; web.bin is web, not split yet."""
     match = _SPLIT_IN_NAME.fullmatch(file.stem)
-    folder = file.parent.name if root.is_dir() and file.parent != root else None
+    folder = ""
+    if root.is_dir() and file.parent != root:
+        folder = file.parent.name
     if match is None or root.is_file():
         return folder or file.stem, None
-    split = "val" if match[2] == "validation" else match[2]
+    split = match[2].replace("validation", "val")
     return folder or match[1] or root.resolve().name, split
 
 

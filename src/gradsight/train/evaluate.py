@@ -30,7 +30,7 @@ class NextTokenLoss:
         }
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """The mean over rows of inputs and targets; a third tensor says how much each row counts."""
+        """The mean over rows of inputs and targets; a third tensor says how much each counts."""
         losses = self.by_row(model, batch)
         if len(batch) > 2:
             losses = losses * batch[2]

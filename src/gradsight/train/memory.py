@@ -44,7 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def advice(settings: Settings, device: torch.device, config: Path) -> str:
-    """Commands that would fit instead; they build on the run's config.json where there is one yet."""
+    """Commands that would fit instead; they build on the run's config.json where there is one."""
     room = int(HEADROOM * _room(device))
     base = "gradsight train YOUR_OPTIONS"
     if config.is_file():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradsight.errors import MissingPackage, UsageError
+from gradsight.train.config import ModelShape
 
 if TYPE_CHECKING:
     import torch
@@ -43,17 +44,9 @@ ARCHITECTURES = {
 def architecture(name: str) -> Architecture:
     """The architecture of a name; "char" reads bytes and has about ten million parameters."""
     if name not in ARCHITECTURES:
-        near = difflib.get_close_matches(
-            name.lower(), [known.lower() for known in ARCHITECTURES], 1
-        )
-        meant = next(
-            (
-                f" Did you mean {known}?"
-                for known in ARCHITECTURES
-                if near and known.lower() == near[0]
-            ),
-            "",
-        )
+        by_lower_case = {known.lower(): known for known in ARCHITECTURES}
+        near = difflib.get_close_matches(name.lower(), by_lower_case, 1)
+        meant = f" Did you mean {by_lower_case[near[0]]}?" if near else ""
         raise UsageError(
             f"unknown architecture {name!r}; known are {', '.join(ARCHITECTURES)}.{meant}"
         )
@@ -65,36 +58,30 @@ def model_from_settings(settings: Mapping[str, Any]) -> "nn.Module":
     import torch
 
     train = settings.get("train", settings)
-    shape = train.get("model") or {}
-    model = build_model(
-        train.get("architecture", "char"), block_size=train.get("block_size"), **shape
-    )
+    shape = ModelShape(**(train.get("model") or {}))
+    model = build_model(train.get("architecture", "char"), shape, train.get("block_size"))
     return model.to(getattr(torch, train.get("model_dtype", "float32")))
 
 
 def build_model(
-    name: str,
-    *,
-    block_size: int | None = None,
-    vocab_size: int | None = None,
-    dropout: float = 0.0,
-    n_layer: int | None = None,
-    n_head: int | None = None,
-    n_embd: int | None = None,
+    name: str, shape: ModelShape = ModelShape(), block_size: int | None = None
 ) -> "nn.Module":
     """A freshly initialised GPT-2 language model; every size is the architecture's unless given."""
-    shape = architecture(name)
-    width = n_embd or shape.width
-    heads = n_head or max(count for count in range(1, shape.heads + 1) if width % count == 0)
+    usual = architecture(name)
+    width = shape.n_embd or usual.width
+    heads = shape.n_head or _most_heads(width, usual.heads)
     if width % heads:
         raise UsageError(
-            f"the width {width} cannot be shared among {heads} heads: n_embd must be a multiple of n_head"
+            f"the width {width} cannot be shared among {heads} heads: "
+            f"n_embd must be a multiple of n_head"
         )
-    block_size, vocabulary = block_size or shape.block_size, vocab_size or shape.vocabulary
-    if block_size < 1 or vocabulary < 1 or not 0 <= dropout < 1:
+    length = block_size or usual.block_size
+    vocabulary = shape.vocab_size or usual.vocabulary
+    dropout = shape.dropout
+    if length < 1 or vocabulary < 1 or not 0 <= dropout < 1:
         raise UsageError(
-            f"block_size and vocab_size must be 1 or more and dropout at least 0 and below 1, got {block_size}, "
-            f"{vocabulary}, {dropout}"
+            f"block_size and vocab_size must be 1 or more and dropout at least 0 and below 1, "
+            f"got {length}, {vocabulary}, {dropout}"
         )
     try:
         import transformers
@@ -102,9 +89,9 @@ def build_model(
         raise MissingPackage("transformers", "hf", f"the model {name}") from error
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
-        n_positions=block_size,
+        n_positions=length,
         n_embd=width,
-        n_layer=n_layer or shape.layers,
+        n_layer=shape.n_layer or usual.layers,
         n_head=heads,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -118,14 +105,18 @@ def build_model(
     return model  # type: ignore[no-any-return]
 
 
+def _most_heads(width: int, heads: int) -> int:
+    """The most heads, up to the architecture's, that share a width equally."""
+    return max(count for count in range(1, heads + 1) if width % count == 0)
+
+
 def training_step(
     name: str, *, batch_size: int | None = None, block_size: int | None = None, dropout: float = 0.0
 ) -> "Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]":
-    """A build function: the model and a batch of random tokens, for measuring and predicting
-    memory.
-    """
+    """A build function for measuring memory: the model and a batch of random tokens."""
     shape = architecture(name)
-    size, length = batch_size or shape.batch_size, block_size or shape.block_size
+    size = batch_size or shape.batch_size
+    length = block_size or shape.block_size
     if size < 1:
         raise UsageError(f"batch_size must be 1 or more, got {size}")
 
@@ -133,9 +124,7 @@ def training_step(
         import torch
 
         tokens = torch.randint(0, shape.vocabulary, (size, length))
-        return build_model(name, block_size=length, dropout=dropout), {
-            "input_ids": tokens,
-            "labels": tokens,
-        }
+        model = build_model(name, ModelShape(dropout=dropout), length)
+        return model, {"input_ids": tokens, "labels": tokens}
 
     return build

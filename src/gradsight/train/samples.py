@@ -1,6 +1,4 @@
-"""Numbered samples: each split cut into blocks that do not overlap. A training sample's id is its
-number. No torch.
-"""
+"""Numbered samples: each split cut into blocks; a training sample's id is its number. No torch."""
 
 import bisect
 import csv
@@ -32,14 +30,17 @@ def open_samples(settings: Mapping[str, Any]) -> "Samples":
 
 
 class Samples:
-    """One split of a corpus as numbered blocks of block_size + 1 tokens: the inputs, and one more
-    as the last target.
+    """One split of a corpus as numbered blocks that do not overlap.
+
+    A block has block_size + 1 tokens: the inputs, and one more as the last target.
     """
 
     def __init__(
         self, corpus: Corpus, block_size: int, split: str = "train", tokenizer: str | None = None
     ) -> None:
-        self.corpus, self.block_size, self.split = corpus, block_size, split
+        self.corpus = corpus
+        self.block_size = block_size
+        self.split = split
         self._tokenizer = tokenizer
         self._domains = list(corpus.parts[split])
         self._tokens = [corpus.parts[split][name] for name in self._domains]
@@ -48,8 +49,9 @@ class Samples:
         if split == "train" and not len(self):
             longest = max((len(tokens) for tokens in self._tokens), default=0)
             raise UsageError(
-                f"the data is too short: no domain has {block_size + 1} tokens to train on (the longest has {longest}). "
-                f"Give more data, or a smaller --block_size than {block_size}"
+                f"the data is too short: no domain has {block_size + 1} tokens to train on "
+                f"(the longest has {longest}). Give more data, or a smaller --block_size than "
+                f"{block_size}"
             )
 
     def __len__(self) -> int:
@@ -62,26 +64,22 @@ class Samples:
     def tokens(self, sample_id: int) -> npt.NDArray[np.int64]:
         """The block_size + 1 tokens of a sample."""
         part = self._part(sample_id)
-        start = (sample_id - self._starts[part]) * (self.block_size + 1)
-        found: npt.NDArray[np.int64] = self._tokens[part][
-            start : start + self.block_size + 1
-        ].astype(np.int64)
-        return found
+        length = self.block_size + 1
+        start = (sample_id - self._starts[part]) * length
+        return self._tokens[part][start : start + length].astype(np.int64)
 
     def domain(self, sample_id: int) -> str:
         """The domain that a sample comes from."""
         return self._domains[self._part(sample_id)]
 
     def text(self, sample_id: int) -> str:
-        """A sample to read: text where tokens are bytes or a tokenizer is known, else the tokens'
-        numbers.
-        """
-        part, tokens = self._part(sample_id), self.tokens(sample_id)
-        if self._tokens[part].dtype == np.uint8:
+        """A sample to read: text where tokens are bytes or a tokenizer is known, else numbers."""
+        tokens = self.tokens(sample_id)
+        if self._tokens[self._part(sample_id)].dtype == np.uint8:
             return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-        return (
-            " ".join(map(str, tokens)) if self._tokenizer is None else self._decode(tokens.tolist())
-        )
+        if self._tokenizer is None:
+            return " ".join(map(str, tokens))
+        return self._decode(tokens.tolist())
 
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
@@ -97,18 +95,17 @@ class Samples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The data's, of all splits: names, lengths, and a look at up to 64 pages of each domain."""
+        """A hash of all splits: names, lengths, and up to 64 pages of each domain."""
         digest = hashlib.blake2b(digest_size=8)
         for split in SPLITS:
             for domain, tokens in self.corpus.parts[split].items():
                 digest.update(f"{split}/{domain}/{tokens.dtype}/{len(tokens)}\n".encode())
                 pages = -(-len(tokens) // _PAGE)
-                for page in sorted(
-                    {number * pages // _LOOKED_AT for number in range(_LOOKED_AT)} if pages else ()
-                ):
-                    digest.update(
-                        np.ascontiguousarray(tokens[page * _PAGE : (page + 1) * _PAGE]).tobytes()
-                    )
+                if not pages:
+                    continue
+                for page in sorted({number * pages // _LOOKED_AT for number in range(_LOOKED_AT)}):
+                    part = tokens[page * _PAGE : (page + 1) * _PAGE]
+                    digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()
 
     @property
@@ -121,14 +118,16 @@ class Samples:
     def _part(self, sample_id: int) -> int:
         if not 0 <= sample_id < len(self):
             raise UsageError(
-                f"there is no sample {sample_id}: the {self.split} split has samples 0 to {len(self) - 1}"
+                f"there is no sample {sample_id}: the {self.split} split has samples 0 to "
+                f"{len(self) - 1}"
             )
         return bisect.bisect_right(self._starts, sample_id) - 1
 
 
 def read_weights(file: str | Path, samples: Samples) -> npt.NDArray[np.float64]:
-    """The weight of every sample, from a list of ids to keep or from a CSV of sample_id,weight; ids
-    not in the CSV weigh 1.
+    """The weight of every sample, from a list of ids to keep or from a CSV of sample_id,weight.
+
+    A list leaves out the ids that are not in it; to a CSV they weigh 1.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -140,12 +139,14 @@ def read_weights(file: str | Path, samples: Samples) -> npt.NDArray[np.float64]:
         for number, line in enumerate(lines, 1)
         if line.strip() and not line.startswith("#")
     ]
+    weights = np.zeros(len(samples))
     is_csv = bool(rows) and rows[0][1].replace(" ", "") == "sample_id,weight"
-    weights = np.ones(len(samples)) if is_csv else np.zeros(len(samples))
-    for number, line in rows[1:] if is_csv else rows:
-        sample_id, weight = _row(
-            line, is_csv, f"--data_weights {file}, line {number}", len(samples)
-        )
+    if is_csv:
+        weights = np.ones(len(samples))
+        rows = rows[1:]
+    for number, line in rows:
+        where = f"--data_weights {file}, line {number}"
+        sample_id, weight = _row(line, is_csv, where, len(samples))
         weights[sample_id] = weight
     if not weights.any():
         raise UsageError(f"--data_weights {file} leaves no sample to train on")
@@ -155,22 +156,25 @@ def read_weights(file: str | Path, samples: Samples) -> npt.NDArray[np.float64]:
 def _refuse_other_data(file: str | Path, lines: Sequence[str], samples: Samples) -> None:
     stamp = next((line.strip() for line in lines if line.startswith("# gradsight ")), None)
     if stamp is not None and stamp.split() != samples.stamp.split():
+        theirs = stamp.removeprefix("# gradsight ")
+        ours = samples.stamp.removeprefix("# gradsight ")
         raise UsageError(
-            f"--data_weights {file} numbers the samples of other data or another block size: it says "
-            f"{stamp.removeprefix('# gradsight ')!r}, this run has {samples.stamp.removeprefix('# gradsight ')!r}"
+            f"--data_weights {file} numbers the samples of other data or another block size: "
+            f"it says {theirs!r}, this run has {ours!r}"
         )
 
 
 def _row(line: str, is_csv: bool, where: str, count: int) -> tuple[int, float]:
     fields = next(csv.reader([line]))
+    wanted = "a sample id (a CSV starts with the line sample_id,weight)"
+    if is_csv:
+        wanted = "a sample id and a weight"
+    weight = 1.0
     try:
-        sample_id, weight = int(fields[0]), float(fields[1]) if is_csv else 1.0
+        sample_id = int(fields[0])
+        if is_csv:
+            weight = float(fields[1])
     except (ValueError, IndexError):
-        wanted = (
-            "a sample id and a weight"
-            if is_csv
-            else "a sample id (a CSV starts with the line sample_id,weight)"
-        )
         raise UsageError(f"{where}: expected {wanted}, got {line!r}") from None
     if not 0 <= sample_id < count:
         raise UsageError(
@@ -182,8 +186,7 @@ def _row(line: str, is_csv: bool, where: str, count: int) -> tuple[int, float]:
 
 
 class Order:
-    """Which samples each step trains on: a stream of epochs, each a shuffle of the samples that are
-    kept.
+    """Which samples each step trains on: a stream of epochs, each a shuffle of those kept.
 
     With weights other than 0 and 1 an epoch draws as many samples, with replacement. What stands at
     a place of the stream follows from the place alone, so a resumed run continues with the same
@@ -193,7 +196,10 @@ class Order:
     def __init__(self, weights: npt.NDArray[np.float64], seed: int) -> None:
         self._kept = np.flatnonzero(weights)
         chosen = weights[self._kept]
-        self._shares = None if np.isin(chosen, (0.0, 1.0)).all() else chosen / chosen.sum()
+        self._shares: npt.NDArray[np.float64] | None = None
+        """How likely each sample is drawn; None: each comes once in an epoch."""
+        if not (chosen == 1.0).all():
+            self._shares = chosen / chosen.sum()
         self._seed = seed
         self._known: dict[int, npt.NDArray[np.int64]] = {}
 
@@ -209,11 +215,14 @@ class Order:
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch not in self._known:
-            generator = np.random.default_rng([self._seed, epoch])
-            drawn = generator.permutation(self._kept) if self._shares is None else generator.choice(
-                self._kept, len(self._kept), p=self._shares
-            )  # fmt: skip
-            self._known = {
-                number: order for number, order in self._known.items() if number == epoch - 1
-            } | {epoch: drawn}
+            # A step may lie across two epochs, so the one before is kept too.
+            before = self._known.get(epoch - 1)
+            self._known = {} if before is None else {epoch - 1: before}
+            self._known[epoch] = self._drawn(epoch)
         return self._known[epoch]
+
+    def _drawn(self, epoch: int) -> npt.NDArray[np.int64]:
+        generator = np.random.default_rng([self._seed, epoch])
+        if self._shares is None:
+            return generator.permutation(self._kept)
+        return generator.choice(self._kept, len(self._kept), p=self._shares)

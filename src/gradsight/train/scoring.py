@@ -10,9 +10,7 @@ from gradsight.train.batches import Batch
 
 
 class Scoring:
-    """Scores micro-batches where there is an engine, and goes on without where a pass cannot be
-    scored.
-    """
+    """Scores micro-batches where there is an engine; goes on without where it cannot score."""
 
     def __init__(self, engine: GhostEngine | None, problems: RunProblems) -> None:
         self._engine = engine

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 _IMPATIENCE = 2.0
-"""Seconds after which a second signal is meant: launchers pass the first on, so it may come twice."""
+"""Seconds after which a second signal is meant: launchers pass the first on, so it comes twice."""
 
 
 class StopRequest:

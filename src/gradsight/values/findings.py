@@ -54,6 +54,7 @@ class Finding:
     def __post_init__(self) -> None:
         # Records written before there were families lack it, and so do findings made by hand.
         if not self.family:
+            # A frozen record can be completed in this way only.
             object.__setattr__(self, "family", family_of(self.code))
 
 

@@ -157,6 +157,7 @@ def _status(bad: str, is_bad: bool) -> str:
 
 
 def _norm_status(norm: float) -> str:
+    # The limits that GS102, GS101 and GS105 have unless they are set otherwise.
     if not math.isfinite(norm) or norm > 1000 or norm == 0:
         return "critical"
     return _status("warning", norm > 100 or norm < 0.001)

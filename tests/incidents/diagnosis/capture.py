@@ -33,7 +33,7 @@ def user_frame() -> str:
 def captured(
     model: nn.Module, ids: list[tuple[Any, ...]] | None = None
 ) -> Iterator[list[RecordedCall]]:
-    """Every call of the model in here as a RecordedCall, with the gradients that come back to its outputs."""
+    """Every call of the model in here, with the gradients that come back to its outputs."""
     passes: list[RecordedCall] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:

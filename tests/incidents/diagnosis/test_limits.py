@@ -117,7 +117,8 @@ def test_parameters_spread_over_ranks_are_refused(one_rank: Any) -> None:
     fully_shard(model)
     found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
     assert found.notes == (
-        "the parameters are spread over ranks: one rank alone cannot run the step again without the others",
+        "the parameters are spread over ranks: "
+        "one rank alone cannot run the step again without the others",
     )
 
 

@@ -132,5 +132,6 @@ def test_infinities_that_are_meant_are_not_blamed_for_the_loss() -> None:
     assert found is not None
     assert (found.operation, found.phase) == ("log", "loss")
     assert found.detail.startswith(
-        "the outputs hold infinities that the model wrote on purpose, the gradients that came back are"
+        "the outputs hold infinities that the model wrote on purpose, "
+        "the gradients that came back are"
     )

@@ -213,7 +213,7 @@ def test_dropout_is_the_batchs_own(checkpointed: bool) -> None:
 
 
 def masked_out(model: nn.Module, count: int) -> Iterator[float]:
-    """Each sample's norm out of the batch's own graph, with the loss of the other samples left out."""
+    """Each sample's norm out of the batch's own graph, without the loss of the other samples."""
     labels = labelled()["labels"][:, 1:]
     for row in range(count):
         torch.manual_seed(5)
@@ -393,7 +393,8 @@ def test_randomness_that_cannot_be_dealt_out_is_turned_off_and_said() -> None:
     passes, _ = step(model, [rows()], squared)
     found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="spike", most=None))
     assert found.notes == (
-        "norms were taken with dropout off: the batch's random numbers could not be dealt out to its samples",
+        "norms were taken with dropout off: "
+        "the batch's random numbers could not be dealt out to its samples",
     )
     quiet: RecordedCall = passes[0]
     model.eval()

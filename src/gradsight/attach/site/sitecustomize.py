@@ -1,5 +1,6 @@
-"""Python runs this at the start of every process below `gradsight check`: scripts, ranks of a
-launcher, workers alike.
+"""Python runs this at the start of every process below `gradsight check`.
+
+Scripts, ranks of a launcher, workers alike.
 
 It waits until torch's optimizers are imported, and notices when one is made. Only then Gradsight
 itself is loaded. Whatever sitecustomize the user has is run as well.

@@ -6,7 +6,7 @@ compared with the fallback and with the twin.
 """
 
 from gradsight.ghost.rules import convolution, elementwise, embedding, linear, matmul, norm
-from gradsight.ghost.rules.attention import descend
+from gradsight.ghost.rules.linear import descend
 from gradsight.ghost.use import DECLINED, RULES, rule
 
 __all__ = [

@@ -1,7 +1,15 @@
-"""Linear layers: torch.nn.functional.linear, and addmm as in Hugging Face's Conv1D."""
+# mypy: allow-untyped-calls
+"""Linear layers: torch.nn.functional.linear, and addmm as in Hugging Face's Conv1D.
 
-from collections.abc import Iterable, Iterator, Sequence
+The packed projections of nn.MultiheadAttention are linear layers too, inside one torch function.
+It is run from the inside: the same code, with its test for overrides answering no, so that every
+operation in it is seen on its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,7 +62,7 @@ def split_product(
     if route == "project" or not weight.requires_grad:
         return project(use, x, layout, sources, transposed)
     split = ProductSplit(layout, sources, transposed, autocast_dtype(x.device.type), use.scratch)
-    return SplitProduct.apply(x, weight, bias, use.probe, split)  # type: ignore[no-untyped-call]
+    return SplitProduct.apply(x, weight, bias, use.probe, split)
 
 
 def pick_route(use: Use, x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
@@ -264,3 +272,19 @@ def sum_and_dots(
     number = len(tangents)
     pairs = [(slot, torch.stack(dots[i::number])) for i, (slot, _) in enumerate(tangents)]
     return total.view(shape), pairs
+
+
+COMPOSITE = frozenset({F.multi_head_attention_forward})
+
+
+def descend(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The body of a composite function, to be run under the tracer; None for all others."""
+    return _body(func) if func in COMPOSITE else None
+
+
+@cache
+def _body(func: Any) -> Callable[..., Any]:
+    inside = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    body = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body

@@ -58,8 +58,9 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
 
 
 def _is_excused(window: Window, row: int, steps_of_twins: int) -> bool:
-    """Whether there is a harmless reason: its layer learns and its own part cancels out, or a twin
-    had its turn.
+    """Whether there is a harmless reason.
+
+    Its layer learns and its own part cancels out, or a twin had its turn.
     """
     names, alive = window.subject.names, np.flatnonzero(window.alive).tolist()
     layer = names[row].rpartition(".")[0]

@@ -91,13 +91,12 @@ def _all_the_time(window: Window, apart: Floats, limit: float) -> Iterator[Fact]
     """At every one of the last looks, on the same side."""
     middle, least = np.median(apart, axis=0), np.abs(apart).min(axis=0)
     same_side = np.abs(np.sign(apart).sum(axis=0)) == len(apart)
-    found = np.flatnonzero((np.abs(middle) > limit) & (least > limit / 2) & same_side)
-    if len(middle) == 2 and len(
-        found
-    ):  # each is apart from the other: the one with next to nothing, else the larger
+    ranks = np.flatnonzero((np.abs(middle) > limit) & (least > limit / 2) & same_side)
+    # Of two ranks each is apart from the other: the one with next to nothing, else the larger.
+    if len(middle) == 2 and len(ranks):
         lower = int(middle.argmin())
-        found = np.array([lower if middle.min() < np.log(NOTHING) / 4 else 1 - lower])
-    for rank in found:
+        ranks = np.array([lower if middle.min() < np.log(NOTHING) / 4 else 1 - lower])
+    for rank in ranks:
         text = f"at each of {len(apart)} looks, rank {rank} brings {_times(middle[rank])}"
         yield Fact(text, first_step=window.rank_steps[-len(apart)])
 

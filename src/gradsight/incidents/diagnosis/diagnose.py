@@ -123,6 +123,7 @@ def _samples(
     by_number: dict[int, SampleNorms] = {}
     troubles: list[str] = []
     learning = [number for number, call in enumerate(calls) if _learns(call)]
+    # Time may run out: the micro-batch of the guilty operation comes first.
     for number in sorted(learning, key=lambda n: (n != first, n)):
         norms = SampleNorms()
         by_number[number] = norms

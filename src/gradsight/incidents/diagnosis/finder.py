@@ -132,6 +132,8 @@ class Finder(OperationWatcher):
         self._budget.check()
         kwargs = kwargs or {}
         place = current_place(self._names)
+        # Autograd numbers its nodes as they are made: by that number, backward finds the place of
+        # the forward operation that a node belongs to.
         self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._places.append(place)
         inputs = _inputs(func, args, kwargs)
@@ -180,7 +182,7 @@ class Finder(OperationWatcher):
     def _from_arguments(self, operation: Operation, infinities: Origins) -> Origins:
         """Infinities that came into the pass from outside, unless they mask something here."""
         if "softmax" in operation.name or "attention" in operation.name:
-            return frozenset()
+            return frozenset()  # a row that is all masked: NaN begins here, the mask was meant
         return frozenset(n for n in infinities if self.events[n].operation.phase == "before")
 
     def _begun_at(self, operation: Operation) -> Origins:

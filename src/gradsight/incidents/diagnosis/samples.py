@@ -152,6 +152,7 @@ def _run_batch(root: nn.Module, call: RecordedCall, budget: Budget) -> BatchPass
         at_rows = _direct(rows, _at_rows(rows, outputs.own, totals))
         known = {number: total for number, total in enumerate(totals) if total is not None}
         at_last = _direct(outputs.own, known)
+        # Under the tape too: what activation checkpointing computes again draws again.
         gradient = pull(
             [outputs.own[number] for number in at_last],
             list(at_last.values()),
@@ -280,6 +281,7 @@ def _rounding(call: RecordedCall, gradient: Sequence[Tensor | None]) -> float | 
 
 def _likeliest_first(batch: BatchOutputs) -> list[int]:
     """The rows, those to which the largest gradient came first."""
+    # Time may run out: the culprit should be among those that have been measured by then.
     weights = torch.zeros(batch.size, dtype=torch.float64)
     for cotangent in batch.cotangents:
         if cotangent.dim() and cotangent.shape[0] % batch.size == 0:

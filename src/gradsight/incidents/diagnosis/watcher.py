@@ -66,6 +66,7 @@ class OperationWatcher(TorchDispatchMode):
         for tensor in written(func, args, kwargs):
             key = key_of(tensor)
             if key not in self._born and key not in self._saved:
+                # The whole storage: other views of it see what is written too.
                 storage = tensor.untyped_storage()
                 self._saved[key] = (storage, storage.clone())
         out = func(*args, **kwargs)

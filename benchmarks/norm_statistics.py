@@ -3,7 +3,7 @@ once.
 
 Everything runs in turn on the same gradients, and the best of several turns counts.
 
-    python benchmarks/statistics.py [--turns 9]
+    python benchmarks/norm_statistics.py [--turns 9]
 """
 
 import argparse
@@ -66,9 +66,8 @@ def main() -> None:
             way()
             best[name] = min(best[name], time.perf_counter() - started)
     read, stats, slow, picture, histc = (best[name] for name in list(ways)[:2] + list(ways)[3:])
-    print(
-        f"{sum(g.numel() for g in grads) / 1e6:.1f}M entries in {len(grads)} tensors, best of {turns}"
-    )
+    entries = sum(gradient.numel() for gradient in grads) / 1e6
+    print(f"{entries:.1f}M entries in {len(grads)} tensors, best of {turns}")
     for name, seconds in best.items():
         print(f"  {seconds * 1e3:8.1f} ms  {name}")
     print(f"statistics / one read-only pass:     {stats / read:6.2f}x   (at most 3)")
