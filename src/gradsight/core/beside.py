@@ -24,8 +24,9 @@ def beside_training(root: nn.Module, *, evaluating: bool = False) -> Iterator[No
     `evaluating`: in evaluation mode. This is light enough for every step; a pass in training mode
     changes buffers and attributes too, and wants `replaying`.
     """
-    modes = [(module, module.training) for module in root.modules()]
-    with suspended(), randomness_kept(root), torch.enable_grad():
+    modules = list(root.modules())
+    modes = [(module, module.training) for module in modules]
+    with suspended(), randomness_kept(modules), torch.enable_grad():
         try:
             if evaluating:
                 # The flags, not eval(): a model's own train() may do more than what is put back.

@@ -3,7 +3,7 @@
 
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
@@ -112,9 +112,14 @@ def drawing_again(states: Mapping[str, Tensor] | None) -> Iterator[None]:
 
 
 @contextmanager
-def randomness_kept(model: nn.Module | None = None) -> Iterator[None]:
-    """Leave every generator as it was: torch's, numpy's, Python's, and those the model holds."""
-    sources = [] if model is None else list(random_sources(model).values())
+def randomness_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Leave every generator as it was: torch's, numpy's, Python's, and those these modules hold."""
+    sources = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if _is_source(value.__class__)
+    ]
     with ExitStack() as stack:
         stack.callback(set_torch_states, torch_states())
         stack.callback(np.random.set_state, np.random.get_state())

@@ -182,6 +182,7 @@ class BlockScorer:
             domains = [None] * batch
         _refuse_other_count("domain", domains, batch)
         self._samples += batch
+        # The gradient is the mean over the processes, so a sample's share of it is smaller too.
         self._keep(table / self._group.size, ids, domains)
         self._log.look_at_gradients(self.parameters, observation.scale)
 

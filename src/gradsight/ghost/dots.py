@@ -14,6 +14,7 @@ WIDE = frozenset({torch.float32, torch.float64})
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type that sums over positions and parameters are made in: fp32 or wider."""
+    # A gradient summed from per-sample products in bf16 is 3e-3 off; in fp32 it is not.
     return dtype if dtype in WIDE else torch.promote_types(dtype, torch.float32)
 
 

@@ -61,6 +61,7 @@ class Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient unchanged, and the scores as the gradient of the probe."""
+        # As a gradient autograd adds the scores up itself: no side effects, safe under recompute.
         table = None
         if ctx.needs_input_grad[1]:
             table = score_table(ctx.score(grad, ctx.saved_tensors), ctx.probe)

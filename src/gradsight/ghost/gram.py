@@ -96,6 +96,7 @@ class FactorCache:
         """
         known = self._proven.get((target, name))
         if known is None or known != len(uses):
+            # A tied head's weight is the embedding too, whose part no linear layer's factors make.
             whole = direction[name]
             made = torch.stack([b.t().to(whole.dtype) @ a.to(whole.dtype) for a, b in uses]).sum(0)
             same = bool((made - whole).norm() <= 1e-3 * whole.norm())

@@ -49,6 +49,8 @@ class RefreshSchedule:
         last = self._refreshed_at
         if last is not None and last <= step < last + self._every:
             return False
+        # Under Adam the plain score hardly correlates with what a sample does (R = 0.11 in the
+        # paper), the scaled one almost perfectly (R > 0.99).
         scales = None
         if self._precondition == "adam" and self._optimizer is not None:
             scales = adam_scales(self._optimizer, parameters.trainable)

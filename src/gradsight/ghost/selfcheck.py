@@ -87,6 +87,7 @@ class SelfCheck:
 
     def run(self, calls: Sequence[SplitCall]) -> set[Key]:
         """Find layouts under which engine and twin agree, or refuse; returns the uses met."""
+        # Dropout is off: stock GPT-2 has it on, and a comparison in flight would reject it.
         with beside_training(self._root, evaluating=True), eager():
             outputs, cotangents = self._outputs(calls)
             rows = spread(calls[0].batch)

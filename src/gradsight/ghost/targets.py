@@ -122,6 +122,7 @@ class Targets:
             if recorder is not None:
                 stack.enter_context(eager())
                 stack.enter_context(recorder)
+            # The whole direction first: then each use's dots hold every cross term of tied weights.
             loss = self._loss_fn(self._model, batch)
             check_loss(loss, f"on target {name!r}")
             direction, _ = gradients([loss], None, parameters.trainable, self.group.sharded)

@@ -185,6 +185,7 @@ class Tracer(TorchFunctionMode):
             replaced = guard.intercept(func, args, kwargs)
             if replaced is not DECLINED:
                 return replaced
+        # The arguments are flattened only if a parameter is among them: most operations have none.
         tensors = tensors_in(*args, *kwargs.values())
         if not torch.is_grad_enabled():
             self._expect_recompute()

@@ -40,6 +40,7 @@ class LossTwin:
 
     def scores(self, calls: Sequence[SplitCall]) -> dict[str, Tensor]:
         """<D, g_i> by target, [B] each, at the first cut whose parts add up to the gradient."""
+        # Not a loop over loss_fn of single rows: with ignored labels their mean is another loss.
         outputs, inputs, loss = self._forward()
         whole = self._dots([loss], None, keep_graph=True)
         reasons = []
