@@ -31,7 +31,7 @@ def test_an_exchange_under_way_at_the_end(tmp_path: Path, patience: str, trainin
 
 
 def test_every_order_of_ending(tmp_path: Path) -> None:
-    """One look, dumps and a watch; closed or not, training's group destroyed before, after, never."""
+    """A look, dumps and a watch; closed or not; training's group destroyed before, after, never."""
     done = ended("every_ending.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

@@ -40,5 +40,5 @@ def test_alone_every_exchange_is_with_itself() -> None:
     assert ModelGroup(nn.Linear(2, 2)).size == 1
 
 
-def test_two_ranks() -> None:
-    assert torchrun(HERE / "group_ranks.py").count("done") == 2
+def test_two_ranks(tmp_path: Path) -> None:
+    assert torchrun(HERE / "group_ranks.py", tmp_path, timeout=300).count("done") == 2

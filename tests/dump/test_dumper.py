@@ -290,8 +290,9 @@ def test_more_rows_than_there_are_is_told_once(tmp_path: Path, model: nn.Module)
         with GradientDumper(tmp_path, save_first_n=100) as dumper:
             for step in range(3):
                 folder = dumper.dump(model, step)
-    text = "gradient dump of step 0: save_first_n=100 is more rows than 2 gradients have (first: 0.weight)"
-    assert [str(one.message) for one in told] == [f"{text}; all of theirs are dumped"]
+    text = "save_first_n=100 is more rows than 2 gradients have (first: 0.weight)"
+    expected = f"gradient dump of step 0: {text}; all of theirs are dumped"
+    assert [str(one.message) for one in told] == [expected]
     names = {path.name for path in folder.glob("*.safetensors")}
     assert names == {
         f"{name}.safetensors"

@@ -71,7 +71,8 @@ def test_nothing_whole_is_a_fault() -> None:
     made = decide([offer(shard("a", 0, 3, 5)), offer()])
     assert made == Fault(
         "no gradient",
-        "no gradient could be had whole; a: some ranks have their part of this gradient, others have None",
+        "no gradient could be had whole; a: some ranks have their part of this gradient, others "
+        "have None",
     )
 
 

@@ -1,4 +1,4 @@
-"""Dumps of several ranks, on gloo: what was written by parts is read as a whole, in plain Python."""
+"""Dumps of several ranks, on gloo: what was written by parts is read as a whole."""
 
 import signal
 from pathlib import Path
@@ -64,7 +64,8 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
     )
     for text in words(tmp_path / "nothing"):
         assert text == (
-            "0 0 1\nno gradient: no parameter has a gradient on any rank: dump after backward() and before zero_grad()"
+            "0 0 1\nno gradient: no parameter has a gradient on any rank: dump after backward() "
+            "and before zero_grad()"
         )
     assert not (tmp_path / "nothing/gradient_dumper").exists()
     said = [(tmp_path / f"nothing/said{rank}.txt").read_text() for rank in range(2)]
@@ -72,7 +73,8 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
     assert said[1] == "", "one rank speaks for all"
     for text in words(tmp_path / "troubles"):
         assert text.startswith(
-            "1 0 2\nusage: the ranks dump different steps: 4, 5; call dump() on every rank at the same steps\n"
+            "1 0 2\nusage: the ranks dump different steps: 4, 5; call dump() on every rank at the "
+            "same steps\n"
         )
         assert text.endswith("disk: rank 1: No space left on device")
     assert [folder.name for folder in (tmp_path / "troubles/gradient_dumper").iterdir()] == [
@@ -140,10 +142,8 @@ def check_some_none(run: Path) -> None:
     for text in words(run):
         assert text.startswith("2 0 0\n")
         assert "left out: 1 gradients are not in the dump; 1.bias: some ranks" in text
-        assert (
-            "ranks disagree: 1 gradients differ between ranks, or are None on some, not reduced yet? First: 0.weight"
-            in text
-        )
+        differing = "1 gradients differ between ranks, or are None on some, not reduced yet?"
+        assert f"ranks disagree: {differing} First: 0.weight" in text
 
 
 def test_four_ranks_as_a_mesh_of_two_by_two(tmp_path: Path, launch) -> None:

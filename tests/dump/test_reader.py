@@ -142,7 +142,8 @@ def test_a_folder_that_is_no_dump(tmp_path: Path, dumped: Path) -> None:
     (dumped / "manifest.json").unlink()
     with pytest.raises(
         RunError,
-        match=r"is a checkpoint without our manifest.json; torch.distributed.checkpoint may read it",
+        match=r"is a checkpoint without our manifest.json; torch.distributed.checkpoint may "
+        "read it",
     ):
         load_keys(dumped, ["0.weight"])
 
@@ -155,7 +156,8 @@ def test_missing_and_cut_files(dumped: Path, tmp_path: Path) -> None:
         file.truncate(500)
     with pytest.raises(
         RunError,
-        match=r"__0_0.distcp is cut short; without its end the gradient of '1.weight' cannot be read",
+        match=r"__0_0.distcp is cut short; without its end the gradient of '1.weight' cannot "
+        "be read",
     ):
         next(load_keys(dumped, ["1.weight"]))
     path.unlink()

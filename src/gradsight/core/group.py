@@ -278,7 +278,7 @@ _shared: list[ProcessGroup] = []
 
 
 def shared_group() -> ProcessGroup:
-    """One group of our own for single looks, made at the first. To be called on every rank alike."""
+    """One group of our own for single looks, made at the first; call it on every rank alike."""
     if not _shared or not _shared[0].is_usable or _shared[0].size != world_size():
         for stale in _shared:
             stale.close()

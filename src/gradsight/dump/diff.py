@@ -17,8 +17,9 @@ from gradsight.errors import UsageError
 class Difference:
     """One gradient in two dumps.
 
-    `relative` is max|a - b| / max(max|a|, max|b|), over all entries; NaN or infinity in the same place on both sides
-    is no difference, on one side an infinite one. `cosine` is None where one side is zero or not finite.
+    `relative` is max|a - b| / max(max|a|, max|b|), over all entries; NaN or infinity in the same
+    place on both sides is no difference, on one side an infinite one. `cosine` is None where one
+    side is zero or not finite.
     """
 
     step: int
@@ -32,8 +33,10 @@ class Difference:
 def compare(first: Path, second: Path, step: int | None = None) -> list[Difference]:
     """Every gradient of the steps that both runs have, the worst first."""
     pairs = list(_pairs(first, second, step))
-    found = [difference for a, b in pairs for difference in _compare_dumps(a, b)]
-    return sorted(found, key=lambda one: (-one.relative, -one.absolute, one.step, one.parameter))
+    differences = [difference for a, b in pairs for difference in _compare_dumps(a, b)]
+    return sorted(
+        differences, key=lambda one: (-one.relative, -one.absolute, one.step, one.parameter)
+    )
 
 
 def _pairs(first: Path, second: Path, step: int | None) -> Iterator[tuple[Path, Path]]:

@@ -32,11 +32,12 @@ WRITING = timedelta(minutes=60)
 class GradientDumper:
     """Writes a model's gradients to `run_dir/gradient_dumper/step{N}`, complete or not at all.
 
-    `save_first_n=None` writes everything as a torch distributed checkpoint, each rank its own part; a number writes
-    that many first rows of each gradient as safetensors. `asynchronous`: training waits only for a copy in memory; at
-    most `queue_size` such copies exist, and when all of them are still being written, `when_full` says whether to
-    "wait" or to "skip" the dump. `keep_last` and `max_bytes` let the oldest dumps go once a new one is complete.
-    `dump_on`: under watch, also dump when a step is judged so.
+    `save_first_n=None` writes everything as a torch distributed checkpoint, each rank its own part;
+    a number writes that many first rows of each gradient as safetensors. `asynchronous`: training
+    waits only for a copy in memory; at most `queue_size` such copies exist, and when all of them
+    are still being written, `when_full` says whether to "wait" or to "skip" the dump. `keep_last`
+    and `max_bytes` let the oldest dumps go once a new one is complete. `dump_on`: under watch, also
+    dump when a step is judged so.
 
     Several ranks: make one on each, with the same arguments, and call `dump` on each at the same
     steps, after backward. A fault never stops training: it is warned of once, counted in
@@ -73,13 +74,15 @@ class GradientDumper:
             raise UsageError(f"dump_on must be 'warning', 'critical' or None, got {dump_on!r}")
         if when_full not in ("wait", "skip"):
             raise UsageError(f"when_full must be 'wait' or 'skip', got {when_full!r}")
-        self.enabled, self.dump_on = enabled, dump_on
+        self.enabled = enabled
+        self.dump_on = dump_on
         self.schedule = Schedule(start_step, end_step, step_interval)
-        self.written, self.skipped, self.failed = 0, 0, 0
+        self.written = 0
+        self.skipped = 0
+        self.failed = 0
         self._limits = Limits(keep_last, max_bytes, save_first_n)
-        self._layout = Layout(
-            Path(run_dir).absolute(), "full" if save_first_n is None else "sampled"
-        )
+        kind = "full" if save_first_n is None else "sampled"
+        self._layout = Layout(Path(run_dir).absolute(), kind)
         self._wait = when_full == "wait"
         self._pool = Pool(queue_size)
         self._writer = Writer(self._work, asynchronous)
@@ -90,7 +93,8 @@ class GradientDumper:
         self._unsaid: list[str] = []
         self._capped = False
         self._lock = threading.Lock()
-        self._started = self._closed = False
+        self._started = False
+        self._closed = False
         atexit.register(self.close)
 
     @property
@@ -99,17 +103,19 @@ class GradientDumper:
         return self._problems.all()
 
     def wants(self, step: int, severity: str | None = None) -> bool:
-        """Whether a step is to be dumped: by schedule, or because it was judged at least as bad as
-        `dump_on`.
-        """
-        severe = SEVERITIES[SEVERITIES.index(self.dump_on) :] if self.dump_on else ()
-        return self.enabled and (self.schedule.due(step) or severity in severe)
+        """Whether a step is to be dumped: by schedule, or judged at least as bad as `dump_on`."""
+        if not self.enabled:
+            return False
+        severe: tuple[str, ...] = ()
+        if self.dump_on is not None:
+            severe = SEVERITIES[SEVERITIES.index(self.dump_on) :]
+        return self.schedule.due(step) or severity in severe
 
     def dump(self, model: torch.nn.Module, step: int, *, divisor: float = 1.0) -> Path | None:
-        """Dump what is in `.grad` now, if the step is due, and return where it will lie; None: not
-        due, or given up.
+        """Dump what is in `.grad` now, if the step is due, and return where it will lie.
 
-        `divisor` is the loss scale where gradients are still scaled. If asynchronous, the folder is there after wait().
+        None: not due, or given up. `divisor` is the loss scale where gradients are still scaled. If
+        asynchronous, the folder is there after wait().
         """
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"dump needs a torch.nn.Module, got {type(model).__name__}")
@@ -119,33 +125,32 @@ class GradientDumper:
             raise UsageError(f"divisor must be above 0, got {divisor}")
         if not self.wants(step):
             return None
-        facts = Facts(divisor=divisor, scale=divisor if divisor != 1.0 else None)
+        facts = Facts(divisor=divisor)
         if divisor != 1.0:
-            facts = replace(facts, gradient=f"{facts.gradient}, divided by {divisor:g}")
+            gradient = f"{facts.gradient}, divided by {divisor:g}"
+            facts = replace(facts, scale=divisor, gradient=gradient)
         return self._take(model, step, facts)
 
     def capture(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
-        """Dump now, whatever the schedule says, with known facts; for the composer: nothing is
-        raised.
-        """
+        """Dump now, whatever the schedule says, with known facts; nothing is raised."""
         try:
             return self._take(model, step, facts)
         except Exception as error:
-            text = (
-                str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-            )
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, UsageError):
+                text = str(error)
             self._count(step, Fault("fault", text))
             self._say()
             return None
 
     def stage(self, model: torch.nn.Module, step: int, facts: Facts) -> Job | None:
-        """Copy the gradients now; `commit` writes them, `discard` forgets them. For the composer:
-        nothing is raised.
-        """
+        """Copy the gradients; `commit` writes them, `discard` forgets them. Nothing is raised."""
         try:
             self._say()
             ranks = self._join(step)
-            return self._look(model, step, facts, ranks) if ranks is not None else None
+            if ranks is None:
+                return None
+            return self._look(model, step, facts, ranks)
         except Exception as error:
             self._count(step, Fault("fault", f"{type(error).__name__}: {error}"))
             self._say()
@@ -169,6 +174,7 @@ class GradientDumper:
     def close(self) -> None:
         """Finish every dump; afterwards nothing can be dumped."""
         self._closed = True
+        # First the thread that uses the group, then the group.
         self._writer.close()
         if self._ranks is not None:
             self._ranks.close()
@@ -197,7 +203,9 @@ class GradientDumper:
         job = self._look(model, step, facts, ranks)
         self._writer.put(job)
         self._say()
-        return self._layout.final(step) if job.buffer is not None else None
+        if job.buffer is None:
+            return None
+        return self._layout.final(step)
 
     def _look(self, model: torch.nn.Module, step: int, facts: Facts, ranks: ProcessGroup) -> Job:
         """Find the gradients and copy them; the other ranks hear of it when that fails here."""
@@ -211,6 +219,7 @@ class GradientDumper:
                 raise UsageError(f"no parameter has a gradient at step {step}: {advice}")
         except UsageError as error:
             if ranks.size > 1:
+                # The others are already on their way to meet this rank: it tells them, then raises.
                 self._writer.put(replace(job, fault=Fault("usage", str(error))))
             raise
         except Exception as error:
@@ -282,7 +291,8 @@ class GradientDumper:
         if gradients.capped and not self._capped:
             self._capped = True
             number, name = len(gradients.capped), gradients.capped[0]
-            text = f"save_first_n={self._limits.first_n} is more rows than {number} gradients have (first: {name})"
+            asked = f"save_first_n={self._limits.first_n}"
+            text = f"{asked} is more rows than {number} gradients have (first: {name})"
             self._note(step, Fault("capped", f"{text}; all of theirs are dumped"))
 
     def _count(self, step: int, fault: Fault) -> None:
@@ -305,6 +315,7 @@ class GradientDumper:
     def _say(self) -> None:
         """Warn of new problems, in the thread of the caller."""
         with self._lock:
-            unsaid, self._unsaid = self._unsaid, []
+            unsaid = self._unsaid
+            self._unsaid = []
         for text in unsaid:
             say(text, stacklevel=5)

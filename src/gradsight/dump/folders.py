@@ -2,7 +2,7 @@
 
 gradient_dumper/step{N}/{full,sampled}_gradients/           complete, manifest and all
 gradient_dumper/step{N}.partial/{full,sampled}_gradients/   being written; never read
-gradient_dumper/step{N}.partial/*.old                       replaced by a newer dump; put back if that never came
+gradient_dumper/step{N}.partial/*.old                       replaced; put back if no newer came
 gradient_dumper/step{N}.partial/*.removed                   no longer wanted; half removed, perhaps
 """
 
@@ -59,9 +59,7 @@ class Layout:
 
     @_alone
     def recover(self) -> None:
-        """Clear what a killed process left behind; a dump that was about to be replaced is put
-        back.
-        """
+        """Clear what a killed process left; a dump that was about to be replaced is put back."""
         files.make_folder(self.root)
         partials = step_folders(self.root, ".partial")
         leftovers = [
@@ -86,14 +84,15 @@ class Layout:
 
     @_alone
     def commit(self, step: int) -> None:
-        """Make a written dump the dump of its step, in one rename; an older one of the same step
-        goes afterwards.
-        """
-        partial, final = self.partial(step), self.final(step)
+        """Make a written dump that of its step, in one rename; an older one goes afterwards."""
+        partial = self.partial(step)
+        final = self.final(step)
         old = partial.with_suffix(".old")
+        # The names in the folder must be on the disk before the rename makes it the dump.
         files.sync_path(partial)
         final.parent.mkdir(exist_ok=True)
         if final.exists():
+            # Moved aside, not removed: killed between the two renames, `recover` puts it back.
             files.remove_tree(old)
             files.move(final, old)
         files.move(partial, final)
@@ -110,7 +109,8 @@ class Layout:
     @_alone
     def retire(self, step: int) -> None:
         """Remove a complete dump: first out of sight, then from the disk."""
-        final, gone = self.final(step), self.partial(step).with_suffix(".removed")
+        final = self.final(step)
+        gone = self.partial(step).with_suffix(".removed")
         gone.parent.mkdir(exist_ok=True)
         files.remove_tree(gone)
         files.move(final, gone)
@@ -119,24 +119,28 @@ class Layout:
         files.remove_if_empty(final.parent)
 
     def complete(self) -> list[Manifest]:
-        """The manifests of the dumps that are there, oldest first; unreadable ones are left alone."""
-        found = []
+        """The manifests of complete dumps, oldest first; unreadable ones are left alone."""
+        manifests = []
         for folder in (step / FOLDERS[self.kind] for step in step_folders(self.root)):
             try:
                 manifest = read(folder)
             except GradsightError:
                 continue
             if folder == self.final(manifest.step):
-                found.append(manifest)
-        return sorted(found, key=lambda manifest: (manifest.created, manifest.step))
+                manifests.append(manifest)
+        return sorted(manifests, key=lambda manifest: (manifest.created, manifest.step))
 
     def trim(self, keep_last: int | None, max_bytes: int | None) -> None:
         """Remove the oldest dumps until the limits hold; the newest always stays."""
-        dumps = self.complete() if keep_last or max_bytes else []
+        if not keep_last and not max_bytes:
+            return
+        dumps = self.complete()
         total = sum(size(manifest) for manifest in dumps)
-        while len(dumps) > 1 and (
-            len(dumps) > (keep_last or len(dumps)) or total > (max_bytes or total)
-        ):
+        while len(dumps) > 1:
+            too_many = keep_last is not None and len(dumps) > keep_last
+            too_large = max_bytes is not None and total > max_bytes
+            if not too_many and not too_large:
+                return
             oldest = dumps.pop(0)
             total -= size(oldest)
             self.retire(oldest.step)
@@ -148,30 +152,24 @@ def size(manifest: Manifest) -> int:
 
 
 def find_dumps(path: Path, step: int | None = None) -> list[Path]:
-    """The dump folders under a run, its gradient_dumper, a step or a dump itself, in the order of
-    their steps.
+    """The dump folders under a run, its gradient_dumper, a step or a dump, in the order of steps.
 
     Every folder that has the place of a dump is named, readable or not; folders still being written
     are not.
     """
     if (path / NAME).exists() or path.name in FOLDERS.values():
-        found = [path]
+        dumps = [path]
     else:
         parents = [path, *step_folders(path), *step_folders(path / rundir.DUMPS)]
-        found = [
-            folder / name
-            for folder in parents
-            for name in FOLDERS.values()
-            if (folder / name).is_dir()
-        ]
-    if not found:
+        places = [folder / name for folder in parents for name in FOLDERS.values()]
+        dumps = [place for place in places if place.is_dir()]
+    if not dumps:
         raise RunError(_nothing(path))
-    found = sorted(found, key=lambda folder: (step_of(folder) or 0, folder.name))
-    chosen = [folder for folder in found if step is None or step_of(folder) == step]
+    dumps.sort(key=lambda folder: (step_of(folder) or 0, folder.name))
+    chosen = [folder for folder in dumps if step is None or step_of(folder) == step]
     if not chosen:
-        steps = ", ".join(
-            str(number) for number in sorted({step_of(folder) or 0 for folder in found})
-        )
+        numbers = sorted({step_of(folder) or 0 for folder in dumps})
+        steps = ", ".join(str(number) for number in numbers)
         raise UsageError(f"{path} has no dump of step {step}; it has steps {steps}")
     return chosen
 
@@ -191,4 +189,5 @@ def step_of(folder: Path) -> int | None:
 def _nothing(path: Path) -> str:
     if not path.exists():
         return f"{path} does not exist"
-    return f"{path} holds no gradient dump; expected {rundir.DUMPS}/step{{N}}/full_gradients or sampled_gradients in it"
+    expected = f"{rundir.DUMPS}/step{{N}}/full_gradients or sampled_gradients"
+    return f"{path} holds no gradient dump; expected {expected} in it"

@@ -1,6 +1,8 @@
-"""Full dumps: every rank writes its pieces into one file of torch's distributed checkpoint format."""
+"""Full dumps: every rank writes its pieces into one file of torch's checkpoint format (DCP)."""
 
 import pickle
+import queue
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +11,6 @@ from pathlib import Path
 import torch
 
 from gradsight.core import files
-from gradsight.dump.checksums import Checksums
 from gradsight.dump.gradients import Row
 from gradsight.dump.manifest import Chunk, Entry, Stored
 from gradsight.dump.staging import Buffer, Span
@@ -37,8 +38,10 @@ class Shard:
 
 
 def checked(buffer: Buffer, span: Span) -> Row:
-    """A staged piece's row; one that other ranks may offer too gets its checksum, to be compared."""
-    return span.row if span.row.alone else replace(span.row, crc32=zlib.crc32(buffer.raw(span)))
+    """A staged piece's row; one that other ranks may offer too gets a checksum, to be compared."""
+    if span.row.alone:
+        return span.row
+    return replace(span.row, crc32=zlib.crc32(buffer.raw(span)))
 
 
 def write_shard(folder: Path, rank: int, buffer: Buffer, spans: Sequence[Span]) -> Shard:
@@ -55,21 +58,57 @@ def write_shard(folder: Path, rank: int, buffer: Buffer, spans: Sequence[Span]) 
     return Shard(tuple(body.records), ((name, Stored(body.position, body.frame_crc)),))
 
 
+class Checksums:
+    """The crc32 of each part, in order, computed in a thread beside the writing."""
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = parts
+        self._sums: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="gradsight-crc", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # The interpreter is ending (a dump that nobody closed) and starts no more threads.
+            self._run()
+
+    def next(self) -> int:
+        """The checksum of the next part."""
+        return self._sums.get()
+
+    def close(self) -> None:
+        """Stop, and return when no part is read any more."""
+        self._stopped = True
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        for part in self._parts:
+            if self._stopped:
+                return
+            self._sums.put(zlib.crc32(part))
+
+
 class _Body:
     """The bytes of a shard's file in their order, and a note of where each piece came to lie."""
 
     def __init__(self, name: str, buffer: Buffer, spans: Sequence[Span], sums: Checksums) -> None:
-        self.position, self.frame_crc = 0, 0
+        self.position = 0
+        self.frame_crc = 0
         self.records: list[tuple[str, Record]] = []
-        self._name, self._buffer, self._spans, self._sums = name, buffer, spans, sums
+        self._name = name
+        self._buffer = buffer
+        self._spans = spans
+        self._sums = sums
 
     def parts(self) -> Iterator[bytes | memoryview]:
         """Head, raw bytes and tail of one record after the other."""
         for span in self._spans:
-            place, length, crc = span.row.place, span.stop - span.start, self._sums.next()
-            around = frame(
-                self.position, describe(place.sizes, getattr(torch, span.row.dtype)), length, crc
-            )
+            place = span.row.place
+            length = span.stop - span.start
+            crc = self._sums.next()
+            described = describe(place.sizes, getattr(torch, span.row.dtype))
+            around = frame(self.position, described, length, crc)
             yield around.head
             yield self._buffer.raw(span)
             yield around.tail

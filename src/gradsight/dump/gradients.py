@@ -54,12 +54,12 @@ class Gradients:
 
 
 class Collector:
-    """Finds the pieces of gradients that this rank should write; remembers what it found, to be
-    quick the next time.
-    """
+    """Finds the pieces of gradients that this rank should write, and remembers their rows."""
 
     def __init__(self, world_size: int = 1, rank: int = 0, first_n: int | None = None) -> None:
-        self._world_size, self._rank, self._first_n = world_size, rank, first_n
+        self._world_size = world_size
+        self._rank = rank
+        self._first_n = first_n
         self._known: dict[str, tuple[object, Row | None]] = {}
 
     @torch.no_grad()
@@ -72,73 +72,78 @@ class Collector:
             isinstance(module, DistributedDataParallel) and reduces_gradients(module)
             for module in modules
         )
-        owners = (
-            _owners(named, 1 if self._first_n else self._world_size)
-            if reduced and self._world_size > 1
-            else {}
-        )
-        rows, tensors, left_out, capped, seen = [], [], dict[str, str](), list[str](), 0
+        owners: dict[str, int] = {}
+        if reduced and self._world_size > 1:
+            # The first rows are written by rank 0: sharing them out would only send them about.
+            owners = _owners(named, 1 if self._first_n else self._world_size)
+        rows: list[Row] = []
+        tensors: list[torch.Tensor] = []
+        left_out: dict[str, str] = {}
+        capped: list[str] = []
+        seen = 0
         for turn, (name, parameter) in enumerate(named.items()):
             gradient, source = _gradient(parameter)
             if gradient is None:
                 continue
             seen += 1
             owned = owners.get(name, self._rank) == self._rank
-            found = _Found(name, gradient, source, turn, owned, reduced, unscale)
+            held = _HeldGradient(name, gradient, source, turn, owned, reduced, unscale)
             try:
-                row = self._row(found, parameter)
+                row = self._row(held, parameter)
             except UsageError as problem:
                 left_out[name] = str(problem)
                 continue
-            if self._first_n is not None and self._first_n > (
-                gradient.shape[0] if gradient.dim() else 1
-            ):
+            length = gradient.shape[0] if gradient.dim() else 1
+            if self._first_n is not None and self._first_n > length:
                 capped.append(name)
             if row is not None:
                 rows.append(row)
-                tensors.append(
-                    _cut(local_part(gradient), row) if self._first_n else local_part(gradient)
-                )
+                part = local_part(gradient)
+                tensors.append(_cut(part, row) if self._first_n else part)
         return Gradients(
             tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen, tuple(capped)
         )
 
-    def _row(self, found: "_Found", parameter: torch.Tensor) -> Row | None:
-        """The row of this rank's piece, or None if it has none; looked up if the gradient is like
-        the last one.
+    def _row(self, held: "_HeldGradient", parameter: torch.Tensor) -> Row | None:
+        """The row of this rank's piece, or None if it has none.
+
+        Looked up where the gradient is like the last one, to be quick.
         """
-        gradient = found.gradient
-        likeness = (*found[2:], gradient.shape, gradient.dtype, gradient.layout, sharding(gradient))
-        known = self._known.get(found.name)
+        gradient = held.gradient
+        likeness = (*held[2:], gradient.shape, gradient.dtype, gradient.layout, sharding(gradient))
+        known = self._known.get(held.name)
         if known is None or known[0] != likeness:
-            known = likeness, self._describe(found, parameter)
-            self._known[found.name] = known
+            known = likeness, self._describe(held, parameter)
+            self._known[held.name] = known
         return known[1]
 
-    def _describe(self, found: "_Found", parameter: torch.Tensor) -> Row | None:
-        gradient = found.gradient
-        place = place_of(gradient, found.turn)
+    def _describe(self, held: "_HeldGradient", parameter: torch.Tensor) -> Row | None:
+        gradient = held.gradient
+        place = place_of(gradient, held.turn)
         if problem := _refusal(gradient, parameter, place):
             raise UsageError(problem)
         if self._first_n is not None:
             place = _first_rows(place, self._first_n)
-        if not _writes(place, found.owned):
+        if not _writes(place, held.owned):
             return None
-        stored = torch.float32 if found.unscale and gradient.dtype in HALVES else gradient.dtype
-        alone = self._world_size == 1 or found.reduced or place.mesh is not None
+        stored = gradient.dtype
+        if held.unscale and stored in HALVES:
+            # Divided by its scale, a half's small entries would underflow.
+            stored = torch.float32
+        alone = self._world_size == 1 or held.reduced or place.mesh is not None
         return Row(
-            found.name,
+            held.name,
             _word(stored),
             place,
             tuple(gradient.shape),
             _word(gradient.layout),
-            found.source,
+            held.source,
             alone,
         )
 
 
-class _Found(NamedTuple):
-    """A gradient as it was found."""
+class _HeldGradient(NamedTuple):
+    """A gradient as this rank holds it."""
 
     name: str
     gradient: torch.Tensor
@@ -150,9 +155,7 @@ class _Found(NamedTuple):
 
 
 def _writes(place: Place, owned: bool) -> bool:
-    """Whether this rank has anything to write of a gradient; an empty shard has not, a gradient
-    without entries has.
-    """
+    """Whether this rank writes a piece; an empty shard is none, a gradient without entries is."""
     if place.mesh is None:
         return owned
     return place.writes and (math.prod(place.sizes) > 0 or math.prod(place.shape) == 0)
@@ -167,20 +170,24 @@ def _distinct(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str
     """The parameters by name, and further names of tied ones."""
     named: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    for found in named_parameters(model):
-        if found.name in named:
+    for parameter in named_parameters(model):
+        name = parameter.name
+        if name in named:
             raise UsageError(
-                f"two parameters of the model have the name {found.name!r} without their wrappers; rename one"
+                f"two parameters of the model have the name {name!r} without their wrappers; "
+                "rename one"
             )
-        named[found.name] = found.tensor
-        aliases |= dict.fromkeys(found.names[1:], found.name)
+        named[name] = parameter.tensor
+        aliases |= dict.fromkeys(parameter.names[1:], name)
     return named, aliases
 
 
 def _gradient(parameter: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     """A parameter's gradient; frameworks that accumulate in fp32 keep it in `main_grad`."""
     main = getattr(parameter, "main_grad", None)
-    return (main, "main_grad") if main is not None else (parameter.grad, "grad")
+    if main is not None:
+        return main, "main_grad"
+    return parameter.grad, "grad"
 
 
 def _refusal(gradient: torch.Tensor, parameter: torch.Tensor, place: Place) -> str | None:
@@ -195,13 +202,13 @@ def _refusal(gradient: torch.Tensor, parameter: torch.Tensor, place: Place) -> s
 
 
 def _owners(named: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
-    """Which rank writes which replicated gradient: consecutive parameters, about the same bytes for
-    everyone.
-    """
+    """Which rank writes which replicated gradient: neighbours, about as many bytes for each."""
     sizes = {
         name: parameter.numel() * parameter.element_size() for name, parameter in named.items()
     }
-    total, before, owners = max(1, sum(sizes.values())), 0, {}
+    total = max(1, sum(sizes.values()))
+    before = 0
+    owners = {}
     for name, size in sizes.items():
         owners[name] = min(world_size - 1, (before + size // 2) * world_size // total)
         before += size
@@ -223,9 +230,9 @@ def _cut(local: torch.Tensor, row: Row) -> torch.Tensor:
 
 
 def _refuse_flat(kinds: set[type[torch.nn.Module]]) -> None:
-    """The older FSDP keeps gradients as pieces of one flat vector, which have no shape of their
-    own.
-    """
+    """The older FSDP has pieces of one flat vector, without a shape of their own."""
     if any(kind.__name__ == "FullyShardedDataParallel" for kind in kinds):
-        text = "FullyShardedDataParallel is not supported: its gradients are flat pieces. Use torch's fully_shard"
-        raise UsageError(text)
+        raise UsageError(
+            "FullyShardedDataParallel is not supported: its gradients are flat pieces. "
+            "Use torch's fully_shard"
+        )

@@ -1,5 +1,4 @@
-"""One dump from staged pieces to a complete folder: the ranks offer, rank 0 plans, all write, rank
-0 completes.
+"""One dump from staged pieces to a complete folder: offered, planned, written, completed.
 
 Whatever goes wrong on one rank is told to all in the next exchange, so that no rank waits for
 another that has given up, and either every rank knows the dump complete or none does.
@@ -27,18 +26,13 @@ FRAME_BYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of the gradient beside its values; the composer knows more than a user's call
-    can say.
-    """
+    """What is known of the gradient beside its values; a watch knows more than a user's call."""
 
     gradient: str = "as found in .grad"
-    """"true" for the gradient accumulated, reduced, unscaled, before clipping; else what it is
-    instead.
-    """
+    """Its form: "true" is accumulated, reduced, unscaled, before clipping."""
     reason: str = "schedule"
     clip_coef: float | None = None
-    """What clipping multiplied, or will multiply, this gradient with; None where that is not known.
-    """
+    """What clipping multiplies this gradient with; None where that is not known."""
     scale: float | None = None
     """The loss scale; None without one."""
     divisor: float = 1.0
@@ -56,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A dump to be written; without a buffer, the word to the other ranks that this one gave it up."""
+    """A dump to be written; without a buffer, the word to other ranks that this one gave it up."""
 
     step: int
     facts: Facts
@@ -66,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DumpOutcome:
     """How a dump ended: complete unless `fault`; `notes` are lesser troubles."""
 
     fault: Fault | None = None
@@ -76,7 +70,7 @@ class Outcome:
 
 def run(
     job: Job, layout: Layout, ranks: ProcessGroup, limits: Limits, first: bool = False
-) -> Outcome:
+) -> DumpOutcome:
     """Write one dump together with the other ranks."""
     offers: list[Any] = ranks.gather_objects(_guarded(lambda: _offer(job))) or []
     decision: Any = None
@@ -84,12 +78,12 @@ def run(
         decision = _guarded(lambda: _prepare(job, offers, layout, limits, first))
     plan: Plan | Fault = ranks.from_first(decision)
     if isinstance(plan, Fault):
-        return Outcome(plan)
+        return DumpOutcome(plan)
     shards = _write(job, layout, ranks, plan, offers)
     ending: Any = None
     if ranks.is_first:
         ending = _complete(job, layout, limits, plan, offers, shards)
-    outcome: Outcome = ranks.from_first(ending)
+    outcome: DumpOutcome = ranks.from_first(ending)
     return outcome
 
 
@@ -98,15 +92,16 @@ def _guarded(action: Callable[[], T]) -> T | Fault:
     try:
         return action()
     except OSError as error:
-        return Fault(
-            "disk", f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-        )
+        text = str(error.strerror or error)
+        if error.filename:
+            text += f": {error.filename}"
+        return Fault("disk", text)
     except Exception as error:
         return Fault("fault", f"{type(error).__name__}: {error}")
 
 
 def _offer(job: Job) -> Offer | Fault:
-    """What this rank has to give: pieces that others may have too carry a checksum, to be compared."""
+    """What this rank has to give; pieces that others may have too carry a checksum."""
     if job.fault is not None or job.buffer is None:
         return job.fault or Fault("fault", "nothing was staged")
     job.buffer.settle(job.facts.divisor)
@@ -125,18 +120,16 @@ def _prepare(
     if isinstance(plan, Fault):
         return plan
     needed = sum(plan.lengths) + FRAME_BYTES * sum(len(indices) for indices in plan.choices)
-    if limits.max_bytes is not None and sum(plan.lengths) > limits.max_bytes:
-        return Fault(
-            "size",
-            f"one dump takes {sum(plan.lengths):,} bytes, more than max_bytes={limits.max_bytes:,} allows",
-        )
+    total = sum(plan.lengths)
+    if limits.max_bytes is not None and total > limits.max_bytes:
+        allowed = f"max_bytes={limits.max_bytes:,}"
+        return Fault("size", f"one dump takes {total:,} bytes, more than {allowed} allows")
     free = files.free_bytes(layout.root)
     if needed > free:
-        return Fault(
-            "disk",
-            f"not enough space in {layout.root}: the dump needs {needed:,} bytes, {free:,} are free",
-        )
+        text = f"the dump needs {needed:,} bytes, {free:,} are free"
+        return Fault("disk", f"not enough space in {layout.root}: {text}")
     if first:
+        # Only the first dump of a process can meet what another, killed one has left.
         layout.recover()
     layout.prepare(job.step)
     return plan
@@ -147,17 +140,16 @@ def _write(
 ) -> list[Shard | Fault]:
     """Write this rank's share, and gather at rank 0 what all have written."""
     assert job.buffer is not None
-    folder, buffer = layout.partial(job.step), job.buffer
+    folder = layout.partial(job.step)
+    buffer = job.buffer
     spans: list[Span] = [buffer.spans[index] for index in plan.choices[ranks.rank]]
     if layout.kind == "full":
         mine = _guarded(lambda: full.write_shard(folder, ranks.rank, buffer, spans))
         return ranks.gather_objects(mine) or []
     parts = sampled.bring_together(ranks, buffer, spans, plan)
-    return (
-        [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts))]
-        if ranks.rank == 0
-        else []
-    )
+    if not ranks.is_first:
+        return []
+    return [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts))]
 
 
 def _complete(
@@ -167,25 +159,25 @@ def _complete(
     plan: Plan,
     offers: Sequence[Offer],
     shards: Sequence[Shard | Fault],
-) -> Outcome:
-    """Write the manifest, make the dump visible, and let old ones go; or clear away what there is."""
+) -> DumpOutcome:
+    """Write the manifest, make the dump visible, let old ones go; or clear away what there is."""
     written = [shard for shard in shards if isinstance(shard, Shard)]
     faults = [(rank, shard) for rank, shard in enumerate(shards) if isinstance(shard, Fault)]
+    ending: Manifest | Fault
     if faults:
-        rank, fault = faults[0]
-        ending: Manifest | Fault = (
-            fault if len(shards) == 1 else Fault(fault.key, f"rank {rank}: {fault.message}")
-        )
+        rank, ending = faults[0]
+        if len(shards) > 1:
+            ending = Fault(ending.key, f"rank {rank}: {ending.message}")
     else:
         ending = _guarded(lambda: _seal(job, layout, limits, plan, offers, written))
     if isinstance(ending, Fault):
         _guarded(lambda: layout.discard(job.step))
-        return Outcome(ending)
+        return DumpOutcome(ending)
     trouble = _guarded(lambda: layout.trim(limits.keep_last, limits.max_bytes))
     notes = _notes(ending)
     if isinstance(trouble, Fault):
         notes.append(Fault("old dumps", f"an old dump could not be removed: {trouble.message}"))
-    return Outcome(bytes=ending.bytes, notes=tuple(notes))
+    return DumpOutcome(bytes=ending.bytes, notes=tuple(notes))
 
 
 def _seal(
@@ -202,6 +194,7 @@ def _seal(
     for shard in shards:
         for name, record in shard.records:
             chunks.setdefault(name, []).append(record.chunk)
+    # Reversed, so that the lowest rank's row is the one that stays.
     rows = {row.name: row for offer in reversed(offers) for row in offer.rows}
     tensors = {
         name: _entry(rows[name], chunks[name], name in plan.disagreeing)
@@ -254,20 +247,15 @@ def _notes(manifest: Manifest) -> list[Fault]:
     notes = []
     if manifest.left_out:
         name, why = next(iter(manifest.left_out.items()))
-        notes.append(
-            Fault(
-                "left out", f"{len(manifest.left_out)} gradients are not in the dump; {name}: {why}"
-            )
-        )
+        text = f"{len(manifest.left_out)} gradients are not in the dump; {name}: {why}"
+        notes.append(Fault("left out", text))
     differing = [name for name, entry in manifest.tensors.items() if entry.ranks_disagree]
     if differing:
-        text = f"{len(differing)} gradients differ between ranks, or are None on some, not reduced yet?"
-        notes.append(
-            Fault(
-                "ranks disagree",
-                f"{text} First: {differing[0]}. The dump has those of the lowest rank that has one",
-            )
+        text = (
+            f"{len(differing)} gradients differ between ranks, or are None on some, not reduced "
+            f"yet? First: {differing[0]}. The dump has those of the lowest rank that has one"
         )
+        notes.append(Fault("ranks disagree", text))
     return notes
 
 

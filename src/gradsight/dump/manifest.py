@@ -1,5 +1,4 @@
-"""The manifest: a JSON file that says everything about a dump, so that reading one never opens a
-pickle. No torch.
+"""The manifest: JSON that says all about a dump, so that reading never opens a pickle. No torch.
 
 A dump without a manifest is no dump. The manifest is written last, carries a checksum of itself,
 and is refused when malformed: it may come from a stranger.
@@ -21,16 +20,15 @@ FORMAT = "gradsight-dump"
 VERSION = 1
 
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "complex64": 8, "complex32": 4,
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16,
+    "complex64": 8, "complex32": 4,
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor and where its bytes lie: row-major, little-endian, `bytes` long from
-    `offset` in `file`.
-    """
+    """A box of a tensor and where its bytes lie in `file`: row-major, little-endian."""
 
     file: str
     offset: int
@@ -42,9 +40,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One gradient: its shape as dumped, the parameter's whole shape, how it was sharded, and its
-    chunks.
-    """
+    """One gradient: its shape as dumped, the parameter's shape, how it was sharded, its chunks."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,8 +52,7 @@ class Entry:
     mesh: str | None = None
     placements: tuple[str, ...] = ()
     ranks_disagree: bool = False
-    """Ranks held different values or none: what is stored is that of the first rank that had one.
-    """
+    """Ranks held different values or none: stored is that of the first rank that had one."""
 
     @property
     def bytes(self) -> int:
@@ -131,7 +126,8 @@ def decode(body: Any, path: Path) -> Manifest:
         raise RunError(f"{path} is not the manifest of a gradient dump")
     if body.get("version") != VERSION:
         raise RunError(
-            f"{path} has format version {body.get('version')!r}; this Gradsight reads version {VERSION}"
+            f"{path} has format version {body.get('version')!r}; this Gradsight reads version "
+            f"{VERSION}"
         )
     if body.pop("crc32", None) != _checksum(body):
         raise RunError(f"{path} is damaged: its checksum does not match")
@@ -146,6 +142,7 @@ def _typed(body: dict[str, Any]) -> Manifest:
         name: Stored(_count(stored["bytes"]), _count(stored["frame_crc32"]))
         for name, stored in body["files"].items()
     }
+    # A manifest may come from a stranger: a name with a path in it would read any file.
     if unsafe := [name for name in files if name != Path(name).name or name in {"", ".", ".."}]:
         raise ValueError(f"the file name {unsafe[0]!r} leads out of the dump's folder")
     rest = {
@@ -185,10 +182,8 @@ def _entry(name: str, body: dict[str, Any], files: Mapping[str, Stored]) -> Entr
 
 def _check_chunk(name: str, entry: Entry, chunk: Chunk, files: Mapping[str, Stored]) -> None:
     """A chunk must lie inside its tensor and inside its file."""
-    if (
-        chunk.file not in files
-        or _count(chunk.offset) + _count(chunk.bytes) > files[chunk.file].bytes
-    ):
+    known = chunk.file in files
+    if not known or _count(chunk.offset) + _count(chunk.bytes) > files[chunk.file].bytes:
         raise ValueError(f"a chunk of {name} lies outside of its file {chunk.file!r}")
     if chunk.bytes != math.prod(chunk.sizes) * ITEM_BYTES[entry.dtype]:
         raise ValueError(
@@ -203,8 +198,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     """Whether boxes cover a shape exactly once.
 
-    >>> tiles((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))]), tiles((4,), [((0,), (2,)), ((1,), (2,))])
-    (True, False)
+    >>> tiles((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
+    True
+    >>> tiles((4,), [((0,), (2,)), ((1,), (2,))])
+    False
     """
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):

@@ -42,13 +42,13 @@ class Plan:
 
 
 def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
-    """Choose one writer for each piece; a gradient that the ranks together do not have whole is
-    left out.
-    """
+    """Choose one writer for each piece; a gradient that is nowhere whole is left out."""
     held = []
     for rank, offer in enumerate(offers):
         if isinstance(offer, Fault):
-            return offer if len(offers) == 1 else Fault(offer.key, f"rank {rank}: {offer.message}")
+            if len(offers) == 1:
+                return offer
+            return Fault(offer.key, f"rank {rank}: {offer.message}")
         held.append(offer)
     if len({offer.step for offer in held}) > 1:
         text = "the ranks dump different steps: " + ", ".join(str(offer.step) for offer in held)
@@ -85,15 +85,14 @@ def _choose(offers: Sequence[Offer]) -> tuple[list[list[int]], set[str]]:
         for index, row in enumerate(offer.rows):
             pieces[row.name, row.place.offsets].append((rank, index))
     knowing = [set(offer.parameters) for offer in offers]
-    load, chosen, disagreeing = [0] * len(offers), [[] for _ in offers], set()  # type: ignore[var-annotated]
+    load = [0] * len(offers)
+    chosen: list[list[int]] = [[] for _ in offers]
+    disagreeing: set[str] = set()
     for (name, _), holders in pieces.items():
         rows = [offers[rank].rows[index] for rank, index in holders]
-        asked = (
-            holders
-            if rows[0].alone
-            else [rank for rank, names in enumerate(knowing) if name in names]
-        )
-        if any(row != rows[0] for row in rows) or len(asked) > len(holders):
+        # A replica is every rank's that knows the parameter: one that has None disagrees too.
+        expected = len(holders) if rows[0].alone else sum(name in names for names in knowing)
+        if any(row != rows[0] for row in rows) or expected > len(holders):
             disagreeing.add(name)
             rank, index = holders[0]
         else:

@@ -1,6 +1,4 @@
-"""Reading dumps in plain Python: no process group, no pickle, checksums compared. torch only for
-tensors.
-"""
+"""Reading dumps in plain Python: no process group, no pickle, checksums compared."""
 
 import difflib
 import zlib
@@ -45,8 +43,7 @@ def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
 def load_keys(
     directory: str | Path, keys: Iterable[str], *, index: slice | Slices | None = None
 ) -> "Iterator[torch.Tensor]":
-    """The gradients of these parameters, whole, in the order of the keys; `directory` is a dump's
-    folder.
+    """The gradients of these parameters, in the order of the keys; `directory` is a dump's folder.
 
     Checksums are compared while reading. `index`, one slice per leading dimension, reads only that
     part of each tensor, straight from its place on the disk; whole chunks are then not read, so
@@ -55,8 +52,9 @@ def load_keys(
     folder = dump_folder(directory)
     manifest = read(folder)
     wanted = [keys] if isinstance(keys, str) else list(keys)
-    found = [lookup(manifest, folder, key) for key in wanted]
-    return (_tensor(folder, name, manifest, index) for name in found)
+    # All names are looked up before the first tensor is read: a wrong one is an error at once.
+    names = [lookup(manifest, folder, key) for key in wanted]
+    return (_tensor(folder, name, manifest, index) for name in names)
 
 
 def dump_folder(directory: str | Path) -> Path:
@@ -80,17 +78,17 @@ def lookup(manifest: Manifest, folder: Path, key: str) -> str:
     if name in manifest.parameters:
         raise UsageError(f"{key!r} had no gradient at step {manifest.step}, so {folder} has none")
     near = difflib.get_close_matches(key, [*manifest.tensors, *manifest.aliases], n=3, cutoff=0.4)
-    names = (
-        f"nearest: {', '.join(near)}"
-        if near
-        else f"it has {', '.join(list(manifest.tensors)[:5])}, ..."
-    )
+    names = f"it has {', '.join(list(manifest.tensors)[:5])}, ..."
+    if near:
+        names = f"nearest: {', '.join(near)}"
     raise UsageError(f"{folder} has no gradient named {key!r}; {names}")
 
 
 def bounds(shape: tuple[int, ...], index: slice | Slices | None) -> list[tuple[int, int]]:
     """First and last-plus-one entry along each dimension that an index asks for."""
-    slices = () if index is None else index if isinstance(index, tuple) else (index,)
+    slices: Slices = ()
+    if index is not None:
+        slices = index if isinstance(index, tuple) else (index,)
     if len(slices) > len(shape) or not all(
         isinstance(part, slice) and part.step in (None, 1) for part in slices
     ):
@@ -102,16 +100,16 @@ def bounds(shape: tuple[int, ...], index: slice | Slices | None) -> list[tuple[i
 
 
 def gather(folder: Path, name: str, entry: Entry, index: slice | Slices | None = None) -> Bytes:
-    """The raw bytes of a tensor or of a part of it, row-major; the last axis runs over the bytes of
-    one entry.
-    """
+    """The raw bytes of a tensor or a part of it, row-major; the last axis is those of one entry."""
     width = ITEM_BYTES[entry.dtype]
     spans = bounds(entry.shape, index)
     out = np.empty([stop - start for start, stop in spans] + [width], dtype=np.uint8)
     for chunk in entry.chunks:
-        inner, outer = [], []
+        inner = []
+        outer = []
         for (start, stop), begin, size in zip(spans, chunk.offsets, chunk.sizes, strict=True):
-            low, high = max(start, begin), min(stop, begin + size)
+            low = max(start, begin)
+            high = min(stop, begin + size)
             inner.append(slice(low - begin, high - begin))
             outer.append(slice(low - start, high - start))
         if chunk.bytes and all(part.stop > part.start for part in outer):

@@ -1,17 +1,16 @@
-"""Sampled dumps: the first rows of every gradient, one safetensors file for each, written by rank
-0.
-"""
+"""Sampled dumps: the first rows of each gradient in a safetensors file, written by rank 0."""
 
+import hashlib
 import json
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from gradsight.core import files
 from gradsight.core.group import ProcessGroup
-from gradsight.dump.file_names import file_stems
 from gradsight.dump.full import Record, Shard
 from gradsight.dump.gradients import Row
 from gradsight.dump.manifest import Chunk, Stored
@@ -19,6 +18,8 @@ from gradsight.dump.plan import Offer, Plan
 from gradsight.dump.staging import Buffer, Span
 
 KEY = "gradient"
+LONGEST = 180
+"""Bytes of a file name that come from the parameter's name; file systems allow 255 in all."""
 WORDS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -30,9 +31,7 @@ SPLIT = {
     "float8_e4m3fnuz": ("U8", 1),
     "float8_e5m2fnuz": ("U8", 1),
 }
-"""Dtypes it does not know, and what they are stored as: so many parts in a last dimension of their
-own.
-"""
+"""Dtypes it does not know: what they are stored as, and in how many parts of a last dimension."""
 
 
 def bring_together(
@@ -99,3 +98,27 @@ def header(dtype: str, shape: tuple[int, ...], length: int) -> bytes:
     text = json.dumps({"__metadata__": {"dtype": dtype}, KEY: entry}).encode()
     text += b" " * (-len(text) % 64 + 56)
     return len(text).to_bytes(8, "little") + text
+
+
+def file_stems(names: Iterable[str]) -> dict[str, str]:
+    """A file name for each parameter name: itself where safe and short, else with a hash.
+
+    >>> file_stems(["wte.weight", "a/b"])
+    {'wte.weight': 'wte.weight', 'a/b': 'a_b-c14cddc033f6'}
+    """
+    stems: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        stem = re.sub(r"[\x00-\x1f\x7f/\\:*?\"<>|]", "_", name)
+        safe = stem == name and bool(stem.strip(". "))
+        # Some file systems do not tell capitals apart.
+        if not safe or len(stem.encode()) > LONGEST or stem.casefold() in taken:
+            stem = f"{_shorten(stem)}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+        stems[name] = stem
+        taken.add(stem.casefold())
+    return stems
+
+
+def _shorten(stem: str) -> str:
+    """The beginning of a name that fits, cut between characters."""
+    return stem.encode()[: LONGEST - 13].decode(errors="ignore")

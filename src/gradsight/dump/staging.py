@@ -37,10 +37,11 @@ class Buffer:
         self._arrange(gradients.rows, pinned=bool(devices))
         for target, tensor in zip(self._views, gradients.tensors, strict=True):
             target.copy_(_dense(tensor, target), non_blocking=tensor.is_cuda)
+        # One event per device says that all copies ordered before it have arrived.
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def settle(self, divisor: float = 1.0) -> None:
-        """Wait until the copies have arrived and divide out a loss scale; for the writer's thread."""
+        """Wait for the copies and divide out a loss scale; for the writer's thread."""
         for event in self._events:
             event.synchronize()
         if divisor != 1.0:
@@ -58,17 +59,22 @@ class Buffer:
         return self._bytes.numpy().data[span.start : span.stop]
 
     def _arrange(self, rows: tuple[Row, ...], pinned: bool) -> None:
-        """Find a place for each piece, unless they are those of the last time; memory grows, and
-        never shrinks.
+        """Find a place for each piece, unless they are those of the last time.
+
+        Memory grows, and never shrinks.
         """
         if rows == self._rows and (not pinned or self._bytes.is_pinned()):
             return
-        self.spans, self._rows = _lay_out(rows), ()
+        self.spans = _lay_out(rows)
+        self._rows = ()
         length = self.spans[-1].stop if self.spans else 0
         if length > len(self._bytes) or (pinned and not self._bytes.is_pinned()):
-            self._views, self._bytes = [], torch.empty(0, dtype=torch.uint8)
+            # The old memory goes before the new is asked for: both together may not fit.
+            self._views = []
+            self._bytes = torch.empty(0, dtype=torch.uint8)
             self._bytes = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
-        self._rows, self._views = rows, [self.view(span) for span in self.spans]
+        self._rows = rows
+        self._views = [self.view(span) for span in self.spans]
 
 
 class Pool:

@@ -12,9 +12,7 @@ BINS = 24
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """One gradient in numbers; those of order and size are of its finite entries, a complex entry
-    counting as two.
-    """
+    """One gradient in numbers: of its finite entries, a complex entry counting as two."""
 
     count: int
     norm: float
@@ -35,8 +33,12 @@ def measure(values: Values) -> Statistics:
     flat = np.ascontiguousarray(values).reshape(-1)
     if np.iscomplexobj(flat):
         flat = flat.view(flat.real.dtype)
-    nan, inf = int(np.isnan(flat).sum()), int(np.isinf(flat).sum())
-    finite = flat[np.isfinite(flat)].astype(np.float64) if nan or inf else flat.astype(np.float64)
+    nan = int(np.isnan(flat).sum())
+    inf = int(np.isinf(flat).sum())
+    if nan or inf:
+        finite = flat[np.isfinite(flat)].astype(np.float64)
+    else:
+        finite = flat.astype(np.float64)
     if not len(finite):
         nothing = float("nan")
         return Statistics(
@@ -51,7 +53,9 @@ def measure(values: Values) -> Statistics:
             inf,
             (0,) * BINS,
         )
-    low, high = float(finite.min()), float(finite.max())
+    low = float(finite.min())
+    high = float(finite.max())
+    # One value alone gets bins of its own width, as numpy does by itself.
     spread = (low, high) if high > low else (low - 0.5, low + 0.5)
     counts, _ = np.histogram(finite, bins=BINS, range=spread)
     return Statistics(
@@ -71,4 +75,6 @@ def measure(values: Values) -> Statistics:
 def _norm(finite: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
     """The L2 norm, scaled so that squares neither overflow nor vanish."""
     largest = float(np.abs(finite).max())
-    return largest * float(np.sqrt(np.square(finite / largest).sum())) if largest else 0.0
+    if largest == 0.0:
+        return 0.0
+    return largest * float(np.sqrt(np.square(finite / largest).sum()))

@@ -34,21 +34,18 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Stands for the raw bytes of a tensor: what torch calls them, and how many entries of that
-    there are.
-    """
+    """Stands for the raw bytes of a tensor: what torch calls them, and how many entries."""
 
     kind: Any
     count: int
 
 
 class _Tensor:
-    """Stands for a dense tensor of any size; pickled as torch pickles one, without the memory for
-    it.
-    """
+    """Stands for a dense tensor of any size; pickled as torch pickles one, without its memory."""
 
     def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-        count, known = math.prod(sizes), torch.storage._dtype_to_storage_type_map()
+        count = math.prod(sizes)
+        known = torch.storage._dtype_to_storage_type_map()
         strides = tuple(
             math.prod(max(1, size) for size in sizes[axis + 1 :]) for axis in range(len(sizes))
         )
@@ -60,6 +57,7 @@ class _Tensor:
                 (_Bytes(getattr(torch, known[dtype]), count), *common),
             )
         else:
+            # Newer dtypes (float8) have no storage class of their own; torch.save names them apart.
             raw = _Bytes(torch.UntypedStorage, count * dtype.itemsize)
             self._rebuilt = torch._utils._rebuild_tensor_v3, (raw, *common, dtype)
 
@@ -72,11 +70,12 @@ class _Describer(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """How torch.load finds the bytes: entry 0 of the archive."""
-        return (
-            ("storage", value.kind, "0", "cpu", value.count) if isinstance(value, _Bytes) else None
-        )
+        if not isinstance(value, _Bytes):
+            return None
+        return ("storage", value.kind, "0", "cpu", value.count)
 
 
+# Remembered: a model's shapes are the same at every dump.
 @lru_cache(maxsize=1 << 14)
 def describe(sizes: tuple[int, ...], dtype: torch.dtype) -> bytes:
     """The pickle of a dense tensor, without its bytes."""
@@ -86,19 +85,19 @@ def describe(sizes: tuple[int, ...], dtype: torch.dtype) -> bytes:
 
 
 def frame(position: int, description: bytes, length: int, crc: int, limit: int = LIMIT) -> Frame:
-    """The frame of `length` raw bytes with checksum `crc`, when the record starts at `position` of
-    its file.
-    """
+    """The frame of `length` raw bytes with checksum `crc`; its record starts at `position`."""
     small = {"r/data.pkl": description, "r/byteorder": sys.byteorder.encode(), "r/version": b"3\n"}
-    head, directory = b"", b""
+    head = b""
+    directory = b""
     for name, content in small.items():
         directory += _entry(name, len(content), zlib.crc32(content), limit, header_at=len(head))
         head += _entry(name, len(content), zlib.crc32(content), limit) + content
     directory += _entry("r/data/0", length, crc, limit, header_at=len(head))
+    # The raw bytes begin on a multiple of ALIGN of the whole file, so that they can be mapped and
+    # viewed as any dtype; 4 is the head of the extra field that holds the padding.
     bare = len(_entry("r/data/0", length, crc, limit))
-    head += _entry(
-        "r/data/0", length, crc, limit, padding=-(position + len(head) + bare + 4) % ALIGN
-    )
+    padding = -(position + len(head) + bare + 4) % ALIGN
+    head += _entry("r/data/0", length, crc, limit, padding=padding)
     return Frame(head, directory + _end(len(small) + 1, len(directory), len(head) + length, limit))
 
 
@@ -114,8 +113,10 @@ def _entry(
     large = length >= limit
     extra = struct.pack("<HHQQ", 1, 16, length, length) if large else b""
     if padding is not None:
+        # The extra field "FB" and its filling are those that torch.save pads with.
         extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     shown = 0xFFFFFFFF if large else length
+    # 0x21 is the first day that a zip can name: 1980-01-01.
     common = struct.pack("<4H3I2H", 0, 0, 0, 0x21, crc, shown, shown, len(name), len(extra))
     needed = struct.pack("<H", 45 if large else 20)
     if header_at is None:
@@ -138,8 +139,5 @@ def _end(count: int, directory: int, at: int, limit: int) -> bytes:
             "<Q2H2I4Q", 44, 45, 45, 0, 0, count, count, directory, at
         )
         wide += b"PK\x06\x07" + struct.pack("<IQI", 0, at + directory, 1)
-    return (
-        wide
-        + b"PK\x05\x06"
-        + struct.pack("<4H2IH", 0, 0, count, count, directory, 0xFFFFFFFF if at >= limit else at, 0)
-    )
+    shown = 0xFFFFFFFF if at >= limit else at
+    return wide + b"PK\x05\x06" + struct.pack("<4H2IH", 0, 0, count, count, directory, shown, 0)

@@ -24,9 +24,7 @@ FLOAT8 = {
     "float8_e5m2": (5, 15, True),
     "float8_e5m2fnuz": (5, 16, False),
 }
-"""Exponent bits, bias, and whether it follows the OCP standard (else: no negative zero, which is
-NaN).
-"""
+"""Exponent bits, bias, and whether it is of the OCP standard (else negative zero is NaN)."""
 
 
 def values(folder: Path, name: str, entry: Entry, index: slice | Slices | None = None) -> Values:
@@ -41,8 +39,10 @@ def widen(raw: npt.NDArray[np.uint8], dtype: str) -> Values:
     if dtype in PLAIN:
         return flat.view(PLAIN[dtype]).reshape(shape)
     if dtype == "bfloat16":
+        # The upper half of a float32.
         return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if dtype == "complex32":
+        # numpy has no complex of halves, and warns of signalling NaN on the way to float32.
         with np.errstate(invalid="ignore"):
             return flat.view("<f2").astype(np.float32).view(np.complex64).reshape(shape)
     return _table(*FLOAT8[dtype])[flat].reshape(shape)
@@ -60,6 +60,7 @@ def _table(exponent_bits: int, bias: int, standard: bool) -> npt.NDArray[np.floa
     if not standard:
         numbers[0x80] = np.nan
     elif exponent_bits == 4:
+        # e4m3fn has no infinity: its largest codes are numbers, and only the last one is NaN.
         numbers[0x7F] = numbers[0xFF] = np.nan
     else:
         numbers[exponent == 31] = np.nan

@@ -1,4 +1,4 @@
-"""Is a dump on the disk what was written? Every byte of every file is read and compared. No torch."""
+"""Is a dump on the disk what was written? Every byte of every file is compared. No torch."""
 
 import zlib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The writer's thread: takes staged dumps one by one, so that training need not wait for the disk."""
+"""The writer's thread: takes staged dumps one by one; training does not wait for the disk."""
 
 import queue
 import threading

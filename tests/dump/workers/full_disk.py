@@ -77,5 +77,4 @@ def small(run: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    limited(Path(sys.argv[1]) / "limited")
-    small(Path(sys.argv[1]) / "small")
+    {"limited": limited, "small": small}[sys.argv[2]](Path(sys.argv[1]) / sys.argv[2])

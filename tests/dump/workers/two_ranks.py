@@ -141,7 +141,7 @@ def no_space(*_: object) -> int:
 
 
 def skipping(out: Path) -> None:
-    """One rank's buffer is busy: then no rank dumps, and the next dump finds them together again."""
+    """One rank's buffer is busy: then no rank dumps, and the next dump finds them together."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     backward(model, 2)
