@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # the tables of loops and models are imported by name
+# The tables of loops and models are imported by name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Two workers on two cores: more threads only get in each other's way."""
     torch.set_num_threads(1)
