@@ -46,6 +46,7 @@ class Alarm:
         """
         if norms.counts is None or self._not_finite_raised:
             return None
+        # GradScaler starts at 2**16: a few overflows in a row are how it comes down to what fits.
         if scaler_settles and self._bad_in_a_row < _SCALER_PATIENCE:
             return None
         code = self._ask(self._look(norms, None))

@@ -66,6 +66,7 @@ def spiking(jump: Jump, baseline: Baseline, limits: Mapping[str, float]) -> Flag
     usual = baseline.median
     if jump.steps_seen < STEPS_BEFORE_A_SPIKE or usual is None:
         return None
+    # Noise around zero may jump as it likes.
     if not jump.total > limits["least"]:
         return None
     bound = baseline.bound(limits["factor"], limits["sigmas"], len(jump.logarithms))

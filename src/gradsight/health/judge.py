@@ -17,6 +17,7 @@ from gradsight.values.findings import Finding
 from gradsight.values.health_report import SEVERITIES, Abstention
 from gradsight.values.measured import MeasuredStep, RankComparison
 
+# A new check is one new file: there is no list of checks to keep beside it.
 for _module in pkgutil.iter_modules(checks.__path__):
     importlib.import_module(f"{checks.__name__}.{_module.name}")
 

@@ -68,6 +68,7 @@ class RankComparer:
             self._leaving.append((step, self._rows, self._norms.take()))
             self._look_at(step + 1)
             self._send()
+            # gloo would say so only after its time limit; till then each step holds a message.
             if len(self._pending) > _PENDING:
                 raise TimeoutError("the other ranks do not answer")
             return self._landed()
@@ -112,6 +113,7 @@ class RankComparer:
             rows = np.flatnonzero(
                 (table[:, :-1] >= 0).all(axis=0) | np.isnan(table[:, :-1]).any(axis=0)
             )
+            # The step travels along: ranks that have lost count of it cannot be compared.
             if (table[:, -1] == table[0, -1]).all():
                 few = np.isin(rows, self._few)
                 comparisons.append(RankComparison(int(table[0, -1]), rows, table[:, rows], few))

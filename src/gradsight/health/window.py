@@ -204,6 +204,7 @@ class Window:
         self.logarithms = logarithms(self.l2, norms.total, ordinary)
         if not self.all_alive:
             self.received[rows] = True
+            # Not `> 0`: a NaN is a gradient too, and its parameter is not cut off.
             self.alive[rows] |= norms.l2 != 0
             self.all_alive = bool(self.alive.all())
         # The total is compared first: it differs on nearly every step, and costs nothing.
@@ -213,6 +214,8 @@ class Window:
         self.effective = norms.total
         if self.step.clip_coef is not None:
             self.effective *= self.step.clip_coef
+        # One NaN in a running mean hides what follows: OLMo-core's spike rule misses a norm of 1e6
+        # for a whole window behind it.
         if self.finite and isfinite(norms.total):
             self.totals.append(norms.total)
 
@@ -230,6 +233,7 @@ class Window:
     def _take_signals(self) -> None:
         signals = self.now.signals
         if signals.loss is not None:
+            # Backward is called on the loss times the GradScaler's factor.
             self._take_loss(signals.loss / (self.step.scale or 1.0))
         if signals.uncleared is not None:
             self.signals.add("clearing")
@@ -264,6 +268,7 @@ class Window:
     @property
     def broken(self) -> bool:
         """Whether this step's gradient is not finite, and reached the optimizer."""
+        # A GradScaler finds its scale by overflowing: the steps that it leaves out are no fault.
         return not self.finite and not self.step.skipped
 
     @property
@@ -280,6 +285,7 @@ class Window:
 
         A minimum, where nothing has to move any more.
         """
+        # A full-batch problem soon gets there, and from then on repeats its gradient as it should.
         return self.total < 1e-3 * max(self.totals, default=0.0)
 
     def named(self, rows: object) -> tuple[str, ...]:

@@ -27,5 +27,7 @@ def large(
     Why: a step is as long as the gradient times the learning rate; the outer guard for what no
     baseline has seen yet.
     """
+    # A rule of thumb: 0.1 to 10 is healthy, above 100 may explode, above 1000 does (GS102). Alone
+    # it misfires on real recipes, so trends are judged by baselines.
     if limit < window.effective <= critical and not window.step.skipped:
         yield Fact(f"norm {window.effective:.4g}, limit {limit:g}", window.largest())

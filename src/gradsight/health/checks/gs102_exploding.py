@@ -37,6 +37,7 @@ def exploding(window: Window, *, limit: float = 1000.0, patience: int = 3) -> It
     Why: a few such steps carry the weights to where the loss overflows. What clipping has tamed
     does not count.
     """
+    # What a GradScaler leaves out moves no weight; what is not finite is GS103's and GS104's.
     reached_the_optimizer = window.finite and not window.step.skipped
     if reached_the_optimizer and is_exploding(window.effective, limit):
         yield Fact(f"norm {window.effective:.4g}, limit {limit:g}", window.largest())

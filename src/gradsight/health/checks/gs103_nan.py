@@ -16,6 +16,7 @@ def _in_sight(look: EarlyLook) -> bool:
     "GS103",
     "NaN gradient",
     "critical",
+    # A finite norm proves that no entry is NaN or infinite: only bad steps need the look.
     asked=Asked(gate=lambda window: not window.finite),
     incident=AsIncident(alarm=_in_sight),
     advice=Advice(
@@ -55,6 +56,7 @@ def broken_rows(window: Window, broken: Flags, what: str) -> Iterator[Fact]:
     if not bad:
         return
     names = window.named(bad)
+    # The clean layer nearest to the broken ones in backward order sits just above the fault.
     clean = [row for row in rows if row > bad[-1]]
     where = "from the last layer on"
     if clean:

@@ -25,6 +25,8 @@ def small(window: Window, *, limit: float = 0.001, patience: int = 10) -> Iterat
     Why: next to nothing reaches the weights. A gradient that becomes small later is the business of
     the trend checks.
     """
+    # 0.001 is the lower end of the rule of thumb in GS101. A run that converges gets there too, so
+    # only the first steps are asked.
     if (
         0 < window.total < limit
         and window.finite

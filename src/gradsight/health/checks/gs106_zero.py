@@ -12,6 +12,7 @@ from gradsight.values.steps import NO_GRADIENT
     "GS106",
     "zero gradient",
     "critical",
+    # Not even norms: where no parameter has a gradient there are none to be seen.
     asked=Asked(needs=()),
     advice=Advice(
         recommendation=(

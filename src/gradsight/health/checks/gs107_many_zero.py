@@ -30,6 +30,7 @@ def many_zero(window: Window, *, share: float = 0.5, patience: int = 5) -> Itera
     """
     if window.norms is None or window.total == 0 or not window.finite:
         return
+    # Half, by the rule of thumb in GS101; SageMaker Debugger has the same for dead ReLUs.
     size = len(window.norms.l2)
     zero = size - int(np.count_nonzero(window.norms.l2))
     if size >= 2 and zero > share * size:

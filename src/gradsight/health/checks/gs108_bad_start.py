@@ -38,6 +38,8 @@ def start(window: Window, *, first: float = 3.0, soon: float = 2.0) -> Iterator[
     """
     if len(window.starts) < 3 or window.details_taken > 5:
         return
+    # The loss is asked, not a norm: behind layer normalisation the gradients do not show weights
+    # that are far too large.
     ratios = [loss / guess for loss, guess in window.starts]
     if ratios[0] > first and np.median(ratios) > soon:
         text = (

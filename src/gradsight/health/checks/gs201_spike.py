@@ -77,12 +77,14 @@ def spike(
         logarithms=window.logarithms,
         steps_seen=window.steps_seen,
     )
+    # With a share of 0.3, layers of an LSTM that woke up one after the other counted as spikes.
     limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "share": share, "least": least}
     high = spiking(jumped, window.baseline, limits)
     if high is None or window.baseline.median is None or not high.any():
         return
     rows = np.flatnonzero(high[:-1])
     above = window.logarithms - window.baseline.median
+    # Finite entries of 1e30 have an infinite norm, and the exponential would overflow.
     worst = float(np.exp(min(50.0, above[np.append(rows, len(above) - 1)].max())))
     yield Fact(
         f"step {window.step.step}: norm {window.total:.4g}, up to {worst:.3g} times the usual",

@@ -39,6 +39,7 @@ def decay(
     """
     if window.now.signals.one_batch:
         return
+    # None, not known, does not do: without a loss a solved problem looks like a stalled one.
     if (
         len(window.totals) < 20
         or min(islice(reversed(window.totals), 10)) >= limit

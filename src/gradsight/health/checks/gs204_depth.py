@@ -50,6 +50,7 @@ def depth(
     first, last = (
         float(np.median([norm for _, norm in part])) for part in (known[:quarter], known[-quarter:])
     )
+    # 1000 is AUTOTRAINER's limit: below a thousandth of the last layer, the first one vanishes.
     if first * ratio < last:
         yield Fact(
             f"vanishing: {known[0][0]} {first:.3g}, {known[-1][0]} {last:.3g}", (known[0][0],)

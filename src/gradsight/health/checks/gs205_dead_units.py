@@ -37,9 +37,11 @@ def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterato
     capacity lost. A few dead units are ordinary, and so are lookup tables whose rows are not in the
     batch.
     """
+    # While a margin is kept the whole gradient is zero, and every unit looks dead.
     if window.details_taken < looks or window.total == 0:
         return
     dead = window.details[-1]["dead_share"]
+    # 70% is AUTOTRAINER's limit; SageMaker Debugger's 50% was tried first.
     with np.errstate(invalid="ignore"):
         rows = np.flatnonzero(dead > share)
     if len(rows):

@@ -64,6 +64,7 @@ def _is_excused(window: Window, row: int, steps_of_twins: int) -> bool:
     """
     names, alive = window.subject.names, np.flatnonzero(window.alive).tolist()
     layer = names[row].rpartition(".")[0]
+    # The last bias of a Wasserstein critic cancels out of its loss: its gradient is exactly 0.
     if window.received[row] and any(names[other].rpartition(".")[0] == layer for other in alive):
         return True
     return window.steps_seen < steps_of_twins and any(

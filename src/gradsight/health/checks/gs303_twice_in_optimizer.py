@@ -27,6 +27,8 @@ def twice(window: Window) -> Iterator[Fact]:
 
     Why: every occurrence makes an update of its own. Usually two lists of parameters overlap.
     """
+    # torch refuses a parameter in two groups of one optimizer, only warns of one twice in a group,
+    # and knows nothing of a second optimizer.
     counts = window.subject.memberships or ()
     rows = [row for row, count in enumerate(counts) if count > 1]
     if rows:

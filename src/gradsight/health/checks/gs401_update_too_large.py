@@ -46,6 +46,7 @@ def fast(
     if not len(known) or (known > ratio).mean() <= share:
         return
     rows = [row for row, value in zip(matrices, ratios.tolist(), strict=True) if value > ratio]
+    # Ten times the weight, the default of `critical`, is SageMaker Debugger's limit too.
     middle = float(np.median(known))
     text = (
         f"step {window.step.step}: median update is {middle:.0%} of the weight, in {len(rows)} "

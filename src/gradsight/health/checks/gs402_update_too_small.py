@@ -31,5 +31,7 @@ def slow(window: Window, *, ratio: float = 1e-7, patience: int = 4) -> Iterator[
     """
     ratios = window.details[-1]["update_ratio"][window.subject.matrices]
     known = ratios[~np.isnan(ratios)]
+    # A float32 has some seven digits: a relative update below 1e-7 is lost in rounding. SageMaker
+    # Debugger draws the line at 1e-8.
     if len(known) and window.step.lr != 0 and not window.step.skipped and 0 < known.max() < ratio:
         yield Fact(f"the largest update of a matrix is {known.max():.1e} of its size")

@@ -39,6 +39,7 @@ def underflow(window: Window, *, share: float = 0.5, patience: int = 3) -> Itera
     look, subject = window.details[-1], window.subject
     if not any(subject.half) and not window.now.signals.half:
         return
+    # A GradScaler is the remedy: where one is at work, there is nothing left to advise.
     unscaled = window.step.scale is None
     matrices = np.array(
         [row for row in subject.matrices if subject.half[row] or window.now.signals.half],

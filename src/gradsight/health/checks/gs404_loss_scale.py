@@ -34,6 +34,8 @@ def scale(
     """
     recent = list(window.scales)[-steps:]
     left_out = sum(skipped for _, skipped in recent)
+    # GradScaler starts at 2**16 and halves. Below 1 it no longer lifts small gradients out of
+    # underflow, it pushes them in.
     if (len(recent) == steps and left_out > share * steps) or (left_out and recent[-1][0] < least):
         yield Fact(
             f"{left_out} of the last {len(recent)} steps were left out; the scale is "

@@ -81,6 +81,7 @@ def _apart(logs: Floats) -> Floats:
     """How far each rank's logarithm is from the other's, or from the median where there are more
     than two.
     """
+    # The median of two lies in their middle: both would be equally far from it.
     result: Floats = logs - (
         logs[..., ::-1] if logs.shape[-1] == 2 else np.median(logs, axis=-1, keepdims=True)
     )
@@ -108,6 +109,7 @@ def _suddenly(look: RankComparison, logs: Floats, limit: float, sigmas: float) -
     usual = np.median(before, axis=0)
     spread = np.maximum(_NORMAL * np.median(np.abs(before - usual), axis=0), _LEAST_SPREAD)
     above = apart[-1] - usual
+    # By itself too: where the others fall to nothing, a rank is far above them and has not moved.
     for rank in np.flatnonzero((above > limit) & (above > sigmas * spread) & (own > limit / 2)):
         text = f"step {look.step}: rank {rank} brings {_times(apart[-1][rank])}"
         yield Fact(text, first_step=look.step)
