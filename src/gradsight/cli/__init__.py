@@ -51,6 +51,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     listing = not tokens or tokens[0].startswith("-")
     try:
         code = _app(listing)(_prepared(tokens), exit_on_error=False)
+        # Here a pipe that nobody reads any more can be answered; at Python's end it is a traceback.
         sys.stdout.flush()
     except CycloptsError:  # it has printed its own message
         return WRONG_USAGE
@@ -71,6 +72,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 def _app(listing: bool) -> App:
     """The commands; their lines stand in the list of all only, or they would hide their help."""
+    # Left to itself, cyclopts ends the process with a command's result, and makes dashes of the
+    # underscores in options.
     app = App(
         name="gradsight", help=_HELP, result_action="return_value", name_transform=lambda name: name
     )

@@ -149,6 +149,7 @@ def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
 
 def _check_python(file: Path) -> None:
     try:
+        # What is not even Python is wrong usage, 64; run, it would count as a failed script, 3.
         ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
@@ -177,12 +178,15 @@ def _run(
         "steps": steps,
         "health": None if health is None else str(health.resolve()),
     }
+    # A `sitecustomize` on the path reaches every process that a launcher starts; running the script
+    # in this process would not.
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")])),
         "GRADSIGHT_CHECK": json_format.dumps(told),
         "GRADSIGHT_HOME": str(Path(_attach).resolve().parents[2]),
     }
+    # The child writes to the same stream: what was printed before it must not come after.
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
     # Ctrl-C reaches the script by itself; the report still comes.

@@ -110,6 +110,7 @@ class CheckResult:
     def write(self, folder: Path) -> None:
         """report.md in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: another process may be reading it.
         write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
         notes = script_section(self.notes())
         for number, (name, summary) in enumerate(self.runs.items()):

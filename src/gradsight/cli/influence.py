@@ -114,6 +114,8 @@ def _export(file: Path, sums: Influence, by: str, drop: float | None, texts: Sam
     head = []
     unscored = []
     if texts.samples is not None:
+        # Ids are numbers of blocks, and mean others in other data: by its stamp the trainer refuses
+        # the file there.
         head.append(texts.samples.stamp)
         everything = map(str, range(len(texts.samples)))
         unscored = [sample_id for sample_id in everything if sample_id not in scored]

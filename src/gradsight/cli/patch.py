@@ -52,6 +52,7 @@ def _mend(lines: list[str], call: ast.Expr, codes: set[str]) -> None:
     if codes & _CLEAR:
         lines.insert(end, f"{indent}{optimizer}.zero_grad()\n")
     if codes & _CLIP:
+        # The optimizer is the one name that is sure to be known at this line.
         held = f'[parameter for group in {optimizer}.param_groups for parameter in group["params"]]'
         lines.insert(
             call.lineno - 1, f"{indent}torch.nn.utils.clip_grad_norm_({held}, max_norm=1.0)\n"

@@ -95,6 +95,7 @@ def replay(
 def _model(path: Path, body: dict[str, Any], build: str | None) -> Any:
     """The model to run the incident with; None where it cannot be known."""
     if build is not None:
+        # Of several ranks each writes its own batch, in a folder beside the first one's.
         kept_by_a_rank = list(path.parent.glob(f"{path.name.partition('-')[0]}-rank*"))
         if body.get("passes") is None and not kept_by_a_rank:
             raise UsageError(f"{path} cannot be run again: {body.get('replay')}")

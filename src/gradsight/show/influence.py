@@ -99,6 +99,7 @@ def normalised(steps: npt.NDArray[Any], scores: Floats) -> Floats:
     """
     if not len(scores):
         return scores
+    # Summed as they are, the first steps outweigh all others, and corrupted samples stay hidden.
     _, place = np.unique(steps, return_inverse=True)
     sizes = np.sqrt(np.bincount(place, scores**2) / np.bincount(place))
     return np.divide(scores, sizes[place], out=np.zeros_like(scores), where=sizes[place] > 0)
@@ -194,6 +195,7 @@ def _codes(
     column: Any, wanted: npt.NDArray[np.bool_] | None = None
 ) -> tuple[npt.NDArray[np.object_], Ints]:
     """The different values of a column of text, None last, and each row's number among them."""
+    # Numbers instead of text: millions of rows are nothing unusual.
     encoded = column.dictionary_encode().combine_chunks()
     names = np.array([*encoded.dictionary.to_pylist(), None], dtype=object)
     codes = encoded.indices.fill_null(len(names) - 1).to_numpy(zero_copy_only=False)

@@ -44,6 +44,7 @@ def shortened(text: str, width: int) -> str:
     'abcd…'
     """
     line = one_line(text)
+    # Columns of the terminal, not characters: some take two, some none.
     if cell_len(line) <= width:
         return set_cell_size(line, width)
     return set_cell_size(line, width - 1) + "…"

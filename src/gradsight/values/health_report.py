@@ -138,6 +138,7 @@ def _summary_rows(report: HealthReport) -> list[tuple[str, str, str]]:
         ("Total grad norm", f"{norm:.4g}", _norm_status(norm)),
         ("NaN parameters", str(report.nan_count), _status("critical", report.nan_count > 0)),
         ("Inf parameters", str(report.inf_count), _status("critical", report.inf_count > 0)),
+        # Half, as GS107 has it.
         ("Zero-grad parameters", f"{zero_share:.0%}", _status("warning", zero_share > 0.5)),
     ]
     if report.steps > 1:

@@ -41,6 +41,7 @@ class Histogram:
         >>> Histogram(0, None, -1, **counts, size=9, sampled=9).bins()
         ([3, 2, 4], [-1.0, -0.5, 0.5, 1.0])
         """
+        # Powers of two: no pass over the gradients has to find their range first.
         exponents = range(self.low, self.low + len(self.positive) + 1)
         magnitudes = [2.0**exponent for exponent in exponents]
         edges = [-edge for edge in reversed(magnitudes)] + magnitudes

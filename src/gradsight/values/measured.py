@@ -22,6 +22,7 @@ class Norms:
     """L2 norm and largest magnitude of n gradients, as arrays of length n."""
 
     l2: Floats
+    # Beside the norm, since finite entries of 1e30 have an infinite one: it tells the two apart.
     max_abs: Floats
     counts: tuple[Floats, Floats] | None = None
     """How many entries are NaN and how many infinite; None where all are finite.

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# A GPT of 124M parameters with AdamW saves 35%; of 6.6B only 14%, for there it is weights and
+# optimizer that fill the memory.
 USUAL_LEAST = 0.2
 USUAL_MOST = 0.4
 """The share of the plain peak that checkpointing usually saves."""

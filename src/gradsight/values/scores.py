@@ -12,6 +12,7 @@ class SampleScore:
     domain: str | None
     target: str
     score: float
+    # With these two a score is a change of the loss: -lr * clip_coef * score, to first order.
     lr: float | None
     clip_coef: float | None
 
