@@ -48,6 +48,7 @@ def save(
     """
     fault = None
     tensors = {name: value for name, value in _gathered(model, optimizer) if processes.first}
+    # Each process draws its own dropout, so that bit for bit takes the generators of all.
     for kind, state in _random_state(processes.device).items():
         for rank, one in enumerate(processes.gather(state) or ()):
             tensors[f"rng/{rank}/{kind}"] = one

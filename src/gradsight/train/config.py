@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from gradsight.errors import UsageError
 
+# cyclopts would add a --no- twin for every switch.
 Flag = Annotated[bool, Parameter(negative="")]
 DATA = Group("Data", sort_key=1)
 MODEL = Group("Model", sort_key=2)

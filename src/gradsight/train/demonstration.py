@@ -30,6 +30,7 @@ from gradsight.values.memory import CheckpointingReport
 class Demonstration:
     """What is trained, and the fault that is planted."""
 
+    # As many as take under a minute on a busy machine.
     steps: int = 100
     batch_size: int = 16
     block_size: int = 128

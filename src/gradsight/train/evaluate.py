@@ -70,6 +70,7 @@ def evaluate(
         summed = float(processes.sum(total))
         losses[f"{split}_loss"] = summed / len(rows) if rows else None
     model.train(was_training)
+    # fully_shard keeps the outermost parameters whole for a backward pass, and none follows.
     reshard(model)
     return losses
 

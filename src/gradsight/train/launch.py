@@ -96,6 +96,7 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
     """Wait for all; those that wait for one that has failed are ended."""
     until = time.monotonic() + _GRACE
+    # 130 and 143 are ends that a signal asked for: the others are on their way to one too.
     fine = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
     failed = any(child.returncode not in fine for child in children)
     for child in children:

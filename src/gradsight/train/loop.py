@@ -128,6 +128,8 @@ def train(run: Training, tools: Instruments) -> int | None:
             epoch = epoch_to_log(run)
             if epoch is not None:  # as step, so that epochs are what the plots count
                 log_gradient_distribution(model, tools.tracker, epoch, log_histogram=True)
+            # Whoever wants the true gradient has looked by now: where one entry is NaN, clipping
+            # makes every gradient NaN; where one is infinite, it makes zeros of the others.
             norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad()
@@ -141,6 +143,7 @@ def train(run: Training, tools: Instruments) -> int | None:
             show_progress(run, loss, norm)
             if due(run.step, settings.eval_interval, settings.max_steps):
                 log_losses(run, watched, log)
+            # A signal may reach one process a step early: ending alone, it would be waited for.
             ending = run.processes.any(request.signal is not None)
             if ending or due(run.step, settings.checkpoint_interval, settings.max_steps):
                 save_progress(run, tools.scoring)

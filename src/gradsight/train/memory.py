@@ -104,6 +104,7 @@ def _smaller_batch(settings: Settings, device: torch.device, room: int) -> str:
     """The largest batch that fits, with as many micro-batches as make the same step of it."""
     policy = _policy(settings)
     fits = largest_batch(build_for(settings), room, policy=policy, device=device.type)
+    # At most half: memory has run out with the present size, whatever is predicted for it.
     size = max(1, min(fits, settings.batch_size // 2))
     micro = -(-settings.batch_size * settings.gradient_accumulation_steps // size)
     return f"--batch_size {size} --gradient_accumulation_steps {micro}"

@@ -96,6 +96,7 @@ def build_model(
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
+        # GPT-2's own, 50256, lies beyond a small vocabulary.
         bos_token_id=vocabulary - 1,
         eos_token_id=vocabulary - 1,
         use_cache=False,

@@ -103,6 +103,7 @@ class Samples:
                 pages = -(-len(tokens) // _PAGE)
                 if not pages:
                     continue
+                # Not all: the tokens of a large corpus stay on the disk, and would be read.
                 for page in sorted({number * pages // _LOOKED_AT for number in range(_LOOKED_AT)}):
                     part = tokens[page * _PAGE : (page + 1) * _PAGE]
                     digest.update(np.ascontiguousarray(part).tobytes())

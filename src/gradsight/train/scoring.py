@@ -29,6 +29,7 @@ class Scoring:
                 yield
                 passed = True
         except GradsightError as error:
+            # The pass itself broke off: there is no whole gradient to go on with.
             if not passed:
                 raise
             self._report("scoring", f"samples are no longer scored, from step {step} on: {error}")
