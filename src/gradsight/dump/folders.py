@@ -78,6 +78,7 @@ class Layout:
     def prepare(self, step: int) -> Path:
         """An empty folder to write the dump of a step into."""
         partial = self.partial(step)
+        # A dump that is overwritten half way later loads as a mix of old and new values.
         files.remove_tree(partial)
         partial.mkdir(parents=True)
         return partial

@@ -49,6 +49,7 @@ def write_shard(folder: Path, rank: int, buffer: Buffer, spans: Sequence[Span]) 
     if not spans:
         return Shard()
     name = f"__{rank}_0.distcp"
+    # Not torch's own writer: with several threads it reports success where a write has failed.
     sums = Checksums([buffer.raw(span) for span in spans])
     try:
         body = _Body(name, buffer, spans, sums)
@@ -65,6 +66,7 @@ class Checksums:
         self._parts = parts
         self._sums: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._stopped = False
+        # zlib lets go of the interpreter's lock for large parts, so that both go on at once.
         self._thread = threading.Thread(target=self._run, name="gradsight-crc", daemon=True)
         try:
             self._thread.start()
@@ -161,6 +163,8 @@ def write_metadata(folder: Path, tensors: Mapping[str, Entry], shards: Sequence[
         storage_meta=StorageMeta(),
         version=DCP_VERSION,
     )
+    # torch's reader knows no other form. torch's writer syncs this file before the buffer is
+    # flushed, so that a crash may leave it cut off.
     data = pickle.dumps(metadata)
     files.write_file(folder / METADATA, [data])
     return Stored(len(data), zlib.crc32(data))

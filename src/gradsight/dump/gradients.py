@@ -98,6 +98,8 @@ class Collector:
                 capped.append(name)
             if row is not None:
                 rows.append(row)
+                # The shard itself: torch's staging raises on a gradient of FSDP2 at a nonzero
+                # offset of its buffer.
                 part = local_part(gradient)
                 tensors.append(_cut(part, row) if self._first_n else part)
         return Gradients(
@@ -219,6 +221,7 @@ def _first_rows(place: Place, first_n: int) -> Place:
     """The part of a piece that lies in the first rows of the whole tensor."""
     if not place.shape:
         return place
+    # No rank gathers a whole gradient for this: those that hold the first rows cut them off.
     rows = min(first_n, place.shape[0])
     mine = max(0, min(place.sizes[0], rows - place.offsets[0]))
     return replace(place, shape=(rows, *place.shape[1:]), sizes=(mine, *place.sizes[1:]))

@@ -35,6 +35,7 @@ class Chunk:
     bytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    # torch's reader does not notice a flipped byte.
     crc32: int
 
 

@@ -61,6 +61,7 @@ def write_samples(
             _insert(whole, row, piece)
     stems = file_stems(name for name in plan.parameters if name in rows)
     written = [_write_one(folder, stem, rows[name], whole[name]) for name, stem in stems.items()]
+    # All at once at the end: with a file for each parameter, one wait each would be slow.
     files.sync_files(folder / name for _, (name, _) in written)
     return Shard(tuple(record for record, _ in written), tuple(stored for _, stored in written))
 
@@ -96,6 +97,7 @@ def header(dtype: str, shape: tuple[int, ...], length: int) -> bytes:
     sizes = [*shape, parts] if parts else list(shape)
     entry = {"dtype": word, "shape": sizes, "data_offsets": [0, length]}
     text = json.dumps({"__metadata__": {"dtype": dtype}, KEY: entry}).encode()
+    # With the eight bytes of its length before it, the values begin on a multiple of 64.
     text += b" " * (-len(text) % 64 + 56)
     return len(text).to_bytes(8, "little") + text
 
