@@ -84,6 +84,7 @@ class BlockScorer:
         if self._open is not None:
             raise UsageError("an observed block is still open: blocks cannot be nested")
         if self._group.sharded:
+            # An evaluation before the block may have left it whole.
             reshard(self._model)
         self.parameters = ScoredParameters(self.parameters.root)
         self._step = self._log.step(step)

@@ -49,6 +49,7 @@ class Concatenation:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Refuse dropout, split the loss, leave everything else."""
+        # The modules were asked already, but a model may call F.dropout itself.
         refuse_dropout(func, args, kwargs)
         if func not in LOSSES or not torch.is_grad_enabled():
             return DECLINED

@@ -57,6 +57,7 @@ class Observation:
         """Begin to look; `stop` must follow."""
         refuse_batch_norm(self._root)
         try:
+            # A compiled model ignores hooks that are put on later, and says nothing.
             self._stack.enter_context(eager())
             listen(self)
             self._stack.callback(leave, self)

@@ -338,6 +338,7 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
         def enter_with_modules() -> None:
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+                # always_call: checkpointing ends its recomputation early, by an exception.
                 stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
         tracer.on_recompute = enter_with_modules
@@ -348,6 +349,7 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
 
 def saves_are_packed() -> bool:
     """Whether activation checkpointing, or somebody else, takes the tensors that autograd keeps."""
+    # A private name of torch's: where it is missing, hooks are put on, which is slower but right.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 

@@ -56,6 +56,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value
         return ["tensor", name]
     if isinstance(value, float):
+        # JSON knows neither NaN nor infinities.
         return ["float", value.hex()]
     if value is None or isinstance(value, (bool, int, str)):
         return ["value", value]

@@ -150,6 +150,7 @@ class FlightRecorder:
         if not (self._options.seconds or self._options.with_batch):
             return
         with self._survives():
+            # The model is handed on unwrapped: that DDP divides by the ranks is counted here.
             self._diagnose(step, kind, code, scale * world_size())
 
     def _diagnose(self, step: int, kind: Kind, code: str, scale: float) -> None:
@@ -165,6 +166,7 @@ class FlightRecorder:
             diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
             dropped = self.calls.dropped
             pending.diagnosis = numbered(diagnosis, rank(), first + dropped, len(passes) + dropped)
+        # The judge speaks on the first rank alone: here nobody would confirm it later.
         if rank() != 0:
             self._write_part(pending)
 
@@ -300,6 +302,7 @@ class FlightRecorder:
 
     def failed(self, step: int, error: BaseException) -> None:
         """An exception ends the run."""
+        # Ctrl-C and sys.exit() leave early on purpose.
         if isinstance(error, Exception):
             self._write_ending(step, "exception", describe_error(error))
 

@@ -82,6 +82,7 @@ def project_convolution(
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
         for slot, direction in weight_source.tangents() if weight_source else ():
+            # Backward runs outside of the autocast that the forward pass was under.
             with autocast_to(device, mixed):
                 along = use.func(saved[0], direction.to(saved[0].dtype), None, *settings)
             pairs.append((slot, row_dots(along, grad, layout, batch)))

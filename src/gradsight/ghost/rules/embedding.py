@@ -15,6 +15,8 @@ from gradsight.ghost.use import DECLINED, Use, rule
 def embedding(use: Use) -> Any:
     """y = W[index]: score_i = the sum over i's positions of <D[index], B>, without padding_idx."""
     index, weight = use.argument(0, "input"), use.argument(1, "weight")
+    # max_norm rewrites rows of the table in the pass; scale_grad_by_freq divides by counts over the
+    # whole batch, so that samples are mixed.
     if use.argument(3, "max_norm") is not None or use.argument(5, "scale_grad_by_freq", False):
         return DECLINED
     source, layout = use.source(weight), use.layout(index.shape)

@@ -137,6 +137,7 @@ def project(
 
 def bias_sums(rows: Tensor) -> Tensor:
     """Each sample's bias gradient [B, p] from its output gradients [B, T, p], in fp32 or wider."""
+    # By `dtype`, not of converted rows: that would copy them.
     return rows.sum(1, dtype=wide(rows.dtype))
 
 

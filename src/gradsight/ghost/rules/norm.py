@@ -51,6 +51,7 @@ def layer_norm(use: Use) -> Any:
     layout = use.layout(x.shape[: x.dim() - len(shape)])
     if layout is None:
         return DECLINED
+    # Summed by sample, the gradients of weight and bias are not bit for bit the plain ones.
     fused = len(shape) == 1 and weight is not None and bias is not None and not use.exact_grad
     if (
         fused

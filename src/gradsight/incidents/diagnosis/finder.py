@@ -75,6 +75,7 @@ class Operation:
     outputs: Sequence[Tensor]
 
 
+# Not torch's detect_anomaly: it misses infinities, and NaN that the forward pass has made.
 class Finder(OperationWatcher):
     """Watches a forward and a backward pass, and says which operation broke what came of them.
 

@@ -66,6 +66,7 @@ class RandomTape(OperationWatcher):
         kwargs = kwargs or {}
         self._budget.check()
         name = operation_name(func)
+        # A generator of the model's own has a state that torch's generators do not tell.
         if name not in RANDOM or kwargs.get("generator") is not None:
             return self.run(func, args, kwargs)
         state = tuple(as_bytes(each) for each in torch_states().values())

@@ -184,6 +184,7 @@ def _run_alone(root: nn.Module, batch: BatchPass, row: int) -> list[Tensor | Non
             raise _OwnRandomness
         rows = batch.rowed.of(outputs)
         try:
+            # Not by the loss of the row alone: with ignored labels that is another mean.
             pieces = batch.outputs.cotangents_of(row, rows)
         except NotSeparable:
             if batch.tape.has_drawn:  # then the difference may be due to that
@@ -296,6 +297,7 @@ def _norm(gradient: Sequence[Tensor | None]) -> float:
     for each in gradient:
         if each is not None:
             values = each.coalesce().values() if each.is_sparse else each
+            # In float32 the squares of finite entries of 1e30 are infinite.
             squares += float(values.double().square().sum())
     return math.sqrt(squares)
 
