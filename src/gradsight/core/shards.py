@@ -35,7 +35,8 @@ def counts_here(tensor: Tensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]
     if coordinate is None:
         return False
-    for position, placement in zip(coordinate, tensor.placements, strict=True):  # type: ignore[attr-defined]
+    placements = tensor.placements  # type: ignore[attr-defined]
+    for position, placement in zip(coordinate, placements, strict=True):
         if placement.is_partial():
             raise GradsightError(
                 f"a gradient has the placement {placement}: its parts are not reduced over the "
@@ -109,7 +110,9 @@ def place_of(tensor: Tensor, turn: int) -> Place:
     Of a shard with replicas, replica number `turn` (modulo their count) writes.
     """
     if is_sharded(tensor):
-        return _sharded_place(tensor.shape, tensor.device_mesh, tensor.placements, turn)  # type: ignore[attr-defined]
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        placements = tensor.placements  # type: ignore[attr-defined]
+        return _sharded_place(tensor.shape, mesh, placements, turn)
     shape = tuple(tensor.shape)
     return Place(shape, (0,) * len(shape), shape)
 

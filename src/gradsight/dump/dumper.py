@@ -32,17 +32,22 @@ WRITING = timedelta(minutes=60)
 class GradientDumper:
     """Writes a model's gradients to `run_dir/gradient_dumper/step{N}`, complete or not at all.
 
-    `save_first_n=None` writes everything as a torch distributed checkpoint, each rank its own part;
-    a number writes that many first rows of each gradient as safetensors. `asynchronous`: training
-    waits only for a copy in memory; at most `queue_size` such copies exist, and when all of them
-    are still being written, `when_full` says whether to "wait" or to "skip" the dump. `keep_last`
-    and `max_bytes` let the oldest dumps go once a new one is complete. `dump_on`: under watch, also
-    dump when a step is judged so.
-
     Several ranks: make one on each, with the same arguments, and call `dump` on each at the same
     steps, after backward. A fault never stops training: it is warned of once, counted in
     `problems`, and the dump is absent. With several ranks, `close` before the process group is
     destroyed.
+
+    run_dir: the run directory; it need not exist.
+    enabled: False writes nothing, and `dump` returns None.
+    start_step, end_step, step_interval: which steps are due, as in `Schedule`.
+    save_first_n: None writes everything as a torch distributed checkpoint, each rank its own part;
+      a number writes that many first rows of each gradient as safetensors.
+    keep_last: how many dumps are kept; older ones go once a new one is complete.
+    max_bytes: how much all dumps may take; the oldest go once a new one is complete.
+    asynchronous: whether training waits only for a copy in memory, not for the disk.
+    dump_on: under watch, also dump steps that are judged "warning" or worse, or "critical".
+    queue_size: how many copies may wait to be written.
+    when_full: whether to "wait" or to "skip" the dump when all of them are still being written.
     """
 
     def __init__(

@@ -22,7 +22,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
-    """What a dump holds, from its manifest alone."""
+    """What a dump holds, from its manifest alone.
+
+    directory: the dump's folder.
+    """
     manifest = read(dump_folder(directory))
     return DumpMetadata(
         step=manifest.step,
@@ -43,11 +46,14 @@ def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
 def load_keys(
     directory: str | Path, keys: Iterable[str], *, index: slice | Slices | None = None
 ) -> "Iterator[torch.Tensor]":
-    """The gradients of these parameters, in the order of the keys; `directory` is a dump's folder.
+    """The gradients of these parameters, in the order of the keys.
 
-    Checksums are compared while reading. `index`, one slice per leading dimension, reads only that
-    part of each tensor, straight from its place on the disk; whole chunks are then not read, so
-    their checksums are not compared.
+    Checksums are compared while reading.
+
+    directory: the dump's folder.
+    keys: names of parameters, or one name.
+    index: one slice per leading dimension: reads only that part of each tensor, straight from its
+      place on the disk. Whole chunks are then not read, so their checksums are not compared.
     """
     folder = dump_folder(directory)
     manifest = read(folder)

@@ -1,7 +1,6 @@
 """One look at the distribution of a model's gradients, through whatever tracker there is."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -12,13 +11,7 @@ from gradsight.errors import UsageError
 from gradsight.measure.histogram import HistogramReading, histograms, share_within_a_tenth
 from gradsight.measure.rank_table import left_out_here, norms_now
 from gradsight.values.measured import Floats
-
-
-class ScalarTracker(Protocol):
-    """What a tracker has to have."""
-
-    def log_scalar(self, name: str, value: float, step: int) -> object:
-        """One number under a name."""
+from gradsight.values.steps import ScalarTracker
 
 
 def log_gradient_distribution(

@@ -28,6 +28,11 @@ def apply_checkpointing(
     Acts in training mode and where gradients are wanted, and nowhere else. Apply it before or after
     DistributedDataParallel, fully_shard and torch.compile (which then compiles again). `remove()`
     on what is returned takes it off.
+
+    model: the model, inside any wrapper.
+    policy: "full" recomputes every block; "selective" keeps the results of products and attention;
+      "first:K" recomputes the first K blocks; or a CheckpointingPlan.
+    blocks: names of the modules that count as blocks; None finds them.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"apply_checkpointing takes a torch.nn.Module, got {type(model).__name__}")

@@ -5,7 +5,6 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,12 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gradsight.errors import UsageError
 from gradsight.memory.counter import storages
-
-
-class ScalarTracker(Protocol):
-    """Anything that takes scalars."""
-
-    def log_scalar(self, name: str, value: float, step: int) -> object: ...
+from gradsight.values.steps import ScalarTracker
 
 
 class MemoryMonitor:
@@ -28,6 +22,8 @@ class MemoryMonitor:
     CUDA's allocator has them. Elsewhere: memory/rss_gb and memory/peak_rss_gb of the process, and
     memory/tensor_gb, the live tensors that Python knows with their gradients; activations that only
     autograd holds are in the process, but not among those.
+
+    log_every: how many steps there are from one sample to the next.
     """
 
     def __init__(self, log_every: int = 1) -> None:

@@ -46,6 +46,12 @@ def plan_checkpointing(
     Every mode is weighed once on fake tensors; the best combination is then chosen on those numbers
     and its true peak predicted before it is returned. It never costs more than checkpointing all
     blocks, the first few, or recomputing every second product.
+
+    build: makes (model, batch) or (model, batch, loss_fn), as in the README.
+    budget: "6GB", "512MiB" or a number of bytes.
+    optimizer: its name, for the state that it keeps; None is forward and backward only.
+    device: "cpu" or "cuda"; no GPU is needed.
+    blocks: names of the modules that count as blocks; None finds them.
     """
     limit = parse_size(budget)
     with fake_device(device):

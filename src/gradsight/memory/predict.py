@@ -27,9 +27,14 @@ def predict_peak_memory(
 ) -> MemoryUse:
     """The peak of a training step with the optimizer's state in place, as in all but the first.
 
-    `optimizer=None` is forward and backward only. `device="cuda"` predicts what CUDA's operators
-    keep, and its notes say what cannot be known; no GPU is needed, also where build() puts the
-    model on CUDA.
+    No data is computed.
+
+    build: makes (model, batch) or (model, batch, loss_fn), as in the README.
+    policy: what is checkpointed, as in `apply_checkpointing`; None is nothing.
+    optimizer: its name, for the state that it keeps; None is forward and backward only.
+    device: "cuda" predicts what CUDA's operators keep, and the notes say what cannot be known; no
+      GPU is needed, also where build() puts the model on CUDA.
+    blocks: names of the modules that count as blocks; None finds them.
     """
     with fake_device(device):
         workload = call_build(build)

@@ -47,8 +47,11 @@ def verify_checkpointing(
 ) -> CheckpointingReport:
     """Run the same step plain and checkpointed, from the same seeds, and compare everything.
 
-    build() is called once for each run and must make the same model and batch each time it is
-    called with the same seeds.
+    build: makes (model, batch) or (model, batch, loss_fn). It is called once for each run, and must
+      make the same model and batch each time it is called with the same seeds.
+    policy: what is checkpointed, as in `apply_checkpointing`.
+    optimizer: its name; None is forward and backward only.
+    blocks: names of the modules that count as blocks; None finds them.
     """
     if isinstance(policy, CheckpointingPlan):
         blocks = blocks or policy.blocks

@@ -46,6 +46,8 @@ def open_run(run_dir: str | os.PathLike[str]) -> "Run":
     """A run directory for reading.
 
     A run that was killed is put in order first, so that all it had handed over is in it.
+
+    run_dir: the directory that `watch` was given.
     """
     path = Path(run_dir)
     if not path.is_dir():

@@ -17,6 +17,10 @@ class MetricsTracker:
 
     A missing W&B is one warning, and the rest goes on.
 
+    run_dir: where the numbers are recorded; None records nothing on disk.
+    use_wandb: whether they go to W&B too.
+    use_tensorboard: whether they go to TensorBoard too.
+
     >>> with MetricsTracker() as tracker:
     ...     tracker.log_scalar("loss", 2.5, step=0)
     """

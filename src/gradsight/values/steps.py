@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from gradsight.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When something is due: from start_step to end_step (inclusive), every step_interval steps.
+    """When something is due.
+
+    start_step: the first step that is due.
+    end_step: the last one that may be due; None has no end.
+    step_interval: how many steps there are from one that is due to the next.
 
     >>> schedule = Schedule(start_step=2, end_step=9, step_interval=3)
     >>> [step for step in range(12) if schedule.due(step)]
@@ -135,3 +140,11 @@ class Scalar:
     step: int
     name: str
     value: float
+
+
+@runtime_checkable
+class ScalarTracker(Protocol):
+    """Whoever takes scalars: a tracker of ours, a watch, or an object of the user's."""
+
+    def log_scalar(self, name: str, value: float, step: int) -> object:
+        """One number under a name."""

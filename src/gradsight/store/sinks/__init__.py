@@ -8,9 +8,10 @@ step)`, which is asked instead where there are many, `log_histogram(name, histog
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from gradsight.errors import UsageError
+from gradsight.values.steps import ScalarTracker
 
 _NAMED = {
     "console": "ConsoleSink",
@@ -18,14 +19,6 @@ _NAMED = {
     "trackio": "TrackioSink",
     "wandb": "WandbSink",
 }
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """What a sink must have."""
-
-    def log_scalar(self, name: str, value: float, step: int) -> None:
-        """Take one number."""
 
 
 def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
@@ -45,7 +38,7 @@ def _open(sink: Any, run_dir: Path | None) -> Any:
         # Imported by name, so that a tracker's package is needed only by those who use it.
         module = import_module(f"gradsight.store.sinks.{sink}")
         return getattr(module, _NAMED[sink])(run_dir)
-    if not isinstance(sink, Sink):
+    if not isinstance(sink, ScalarTracker):
         raise UsageError(
             f"a sink needs a method log_scalar(name, value, step); {type(sink).__name__} has none"
         )
