@@ -87,6 +87,8 @@ def script() -> None:
     reveal_type(engine.scores.total)
     reveal_type(engine.scores.by_target)
     reveal_type(engine.verify(batch).passed)
+    engine.attach_train_batch(batch[0], batch[1], iteration=0, batch_idx=0)
+    reveal_type(engine.prepare_forward_input(batch[0], batch[1]))
     engine.close()
 
     # Memory.

@@ -1,9 +1,9 @@
 """The ghost engine: which training samples push which target's loss where, while training runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.refresh import RefreshSchedule, Staleness
 from gradsight.ghost.score_log import PendingScores, SaveOptions, ScoreLog
 from gradsight.ghost.scores import Scores, VerifyReport
-from gradsight.ghost.targets import LossFn, Targets, check_targets
+from gradsight.ghost.targets import Targets, check_targets
 from gradsight.ghost.tracer import RuleOptions
 from gradsight.ghost.verify import compare_with_twin
 from gradsight.store.scores import ScoreFile
@@ -28,6 +28,12 @@ __all__ = ["GhostEngine", "GhostNotice"]
 
 ONLY_TARGET = "validation"
 """The name of the target that is given as val_data."""
+
+
+Batch = TypeVar("Batch")
+"""Whatever the user's loss function takes."""
+Inputs = TypeVar("Inputs")
+Labels = TypeVar("Labels")
 
 
 class GhostEngine:
@@ -49,10 +55,10 @@ class GhostEngine:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
-        val_data: Any = None,
+        loss_fn: Callable[[nn.Module, Batch], Tensor],
+        val_data: Batch | None = None,
         *,
-        targets: Mapping[str, Any] | None = None,
+        targets: Mapping[str, Batch] | None = None,
         optimizer: Optimizer | None = None,
         mode: str = "two_pass",
         refresh_every: int = 1,
@@ -174,7 +180,7 @@ class GhostEngine:
         """By target, the predicted change of its loss against the measured one, over all steps."""
         return self._log.history.checks(self._group)
 
-    def verify(self, batch: Any) -> VerifyReport:
+    def verify(self, batch: object) -> VerifyReport:
         """Score a batch with the engine and with the slow exact twin, dropout off.
 
         Nothing in the model or in .grad changes.
@@ -196,14 +202,15 @@ class GhostEngine:
     # --- the protocol of loops that build their own forward pass ---
 
     def attach_train_batch(
-        self, X: Any, Y: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor
+        self, X: object, Y: object, iteration: int, batch_idx: int | Sequence[int | str] | Tensor
     ) -> None:
         """Announce the batch of an iteration; batch_idx is its number, or its sample ids."""
         self._protocol.attach(X, iteration, batch_idx)
 
-    def prepare_forward_input(self, X: Any, Y: Any) -> tuple[Any, Any]:
+    def prepare_forward_input(self, X: Inputs, Y: Labels) -> tuple[Inputs, Labels]:
         """What to run the model on: the batch, in mode "concat" followed by the validation rows."""
-        return self._protocol.forward_input(X, Y)
+        inputs, labels = self._protocol.forward_input(X, Y)
+        return inputs, labels
 
     def prepare_gradients(self) -> None:
         """After backward: .grad is the training gradient alone, and the scores are taken."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradsight.errors import GradsightError, UsageError
 
-Build = Callable[[], Any]
+Build = Callable[[], object]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -60,7 +60,7 @@ def call_build(build: Build) -> Workload:
     return as_workload(built)
 
 
-def as_workload(built: Any) -> Workload:
+def as_workload(built: object) -> Workload:
     """The build function's return value, checked."""
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         got = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
