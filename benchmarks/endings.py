@@ -107,6 +107,7 @@ def start(case: tuple[str, str, str], folder: Path) -> list[int] | None:
     for rank in range(2):
         child = os.fork()
         if child == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             script(rank, *case, folder)
             return None
         children.append(child)
@@ -116,6 +117,8 @@ def start(case: tuple[str, str, str], folder: Path) -> list[int] | None:
 def main(jobs: int, busy: int) -> None:
     """Run the jobs one after the other."""
     torch.set_num_threads(1)
+    # Ended from outside, it still ends its busy loops.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for name in gradsight.__all__:
         getattr(gradsight, name)
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
@@ -134,6 +137,8 @@ def main(jobs: int, busy: int) -> None:
                 counts[word] += 1
                 said = [(folder / f"said{rank}").read_text()[-300:] for rank in range(2)]
                 print(" / ".join(case), word, *said, flush=True)
+            if counts["jobs"] % 20 == 0:
+                print(f"{counts['jobs']} jobs, {counts['aborted']} aborted", flush=True)
             subprocess.run(["rm", "-rf", str(folder)], check=True)
     finally:
         for loop in loops:
