@@ -4,19 +4,16 @@ It asks the predicates that checks declare (`@check(..., alarm=...)`) with the s
 checks, on every rank alike: the judge's own word comes later, and on some ranks not at all.
 """
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from gradsight.health.bad_steps import EarlyLook
-from gradsight.health.baseline import Baseline, logarithms
+from gradsight.health.bad_steps import EarlyLook, TotalHistory
 from gradsight.health.registry import CheckSettings
 from gradsight.measure.clipping import ClipReading
-from gradsight.values.measured import Floats, Norms
+from gradsight.values.measured import Norms
 
 _SCALER_PATIENCE = 8
 """Overflows in a row that a GradScaler is trusted to settle by itself."""
-_NO_PARAMETERS = np.zeros(0)
 
 
 class Alarm:
@@ -30,9 +27,7 @@ class Alarm:
         """
         self._checks = [each for each in checks if each.check.incident.alarm is not None]
         self._whole_norms = whole_norms
-        self._baseline = Baseline()
-        self._steps_made = 0
-        self._previous_total = 0.0
+        self._history = TotalHistory()
         self._bad_in_a_row = 0
         self._not_finite_raised = False  # in this stretch of steps that are not finite
         self._streaks: dict[str, int] = {}
@@ -55,26 +50,28 @@ class Alarm:
 
     def too_large(self, norms: Norms, clip: ClipReading | None) -> str | None:
         """The code of the incident, where an optimizer is about to use far too large a gradient."""
-        if norms.counts is not None or not np.isfinite(norms.total) or not self._whole_norms:
+        if norms.counts is not None or not math.isfinite(norms.total) or not self._whole_norms:
             return None
         return self._ask(self._look(norms, clip))
 
     def end_step(self, norms: Norms) -> None:
         """The step is made, with gradients of these norms."""
-        finite = norms.counts is None and bool(np.isfinite(norms.total))
+        finite = norms.counts is None and math.isfinite(norms.total)
         self._bad_in_a_row = 0 if finite else self._bad_in_a_row + 1
         if finite:
             self._not_finite_raised = False
+        if self._streaks:
+            self._end_streaks()
+        self._history.add(norms.total, finite)
+
+    def _end_streaks(self) -> None:
         for code in list(self._streaks):
             if code not in self._raised_in_step:
                 del self._streaks[code]
         self._raised_in_step.clear()
-        self._steps_made += 1
-        self._previous_total = norms.total
-        self._baseline.enter(_of_total(norms), finite)
 
     def _look(self, norms: Norms, clip: ClipReading | None) -> EarlyLook:
-        return EarlyLook(norms, clip, self._previous_total, self._steps_made + 1, self._baseline)
+        return EarlyLook(norms, clip, self._history)
 
     def _ask(self, look: EarlyLook) -> str | None:
         """The first check whose patience is over at this step; once in a stretch of such steps."""
@@ -91,8 +88,3 @@ class Alarm:
                 if known + 1 == each.patience and code is None:
                     code = each.check.code
         return code
-
-
-def _of_total(norms: Norms) -> Floats:
-    """The baseline of a single column: that of the total."""
-    return logarithms(_NO_PARAMETERS, norms.total, ordinary=0 < norms.total < np.inf)

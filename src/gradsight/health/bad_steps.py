@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradsight.health.baseline import Baseline
+from gradsight.health.baseline import LENGTH, Baseline, logarithms
 from gradsight.values.measured import Flags, Floats, Norms
 
 if TYPE_CHECKING:  # checks can be read and explained without torch
     from gradsight.measure.clipping import ClipReading
 
+NO_PARAMETERS = np.zeros(0)
+"""The norms of a step of which only the total is known."""
 STEPS_BEFORE_A_SPIKE = 12
 """The first step that can be a spike: before it nothing is usual yet."""
 
@@ -52,16 +54,28 @@ class Jump:
     total: float
     previous_l2: Floats
     previous_total: float
-    logarithms: Floats
-    """Of the norms and, last, of the total."""
     steps_seen: int
     """How many steps there have been, this one included."""
 
 
-def spiking(jump: Jump, baseline: Baseline, limits: Mapping[str, float]) -> Flags | None:
-    """Which of the norms (last: the total) are a spike; None where nothing is high.
+def far_above(logarithms: Floats, baseline: Baseline, limits: Mapping[str, float]) -> Flags | None:
+    """Which logarithms (last: the total's) are far above the usual; None where none is.
 
-    `limits` are the settings of the spike's check: factor, sigmas, jump, share, least.
+    `limits` are the settings of the spike's check; of these, factor and sigmas.
+    """
+    bound = baseline.bound(limits["factor"], limits["sigmas"], len(logarithms))
+    if bound is None:
+        return None
+    high = logarithms > bound
+    return high if high.any() else None
+
+
+def spiking(
+    jump: Jump, high: Flags, baseline: Baseline, limits: Mapping[str, float]
+) -> Flags | None:
+    """Which of the norms that are far above the usual are a spike; None where none can be.
+
+    `limits` are the settings of the spike's check; of these, jump, share and least.
     """
     usual = baseline.median
     if jump.steps_seen < STEPS_BEFORE_A_SPIKE or usual is None:
@@ -69,19 +83,46 @@ def spiking(jump: Jump, baseline: Baseline, limits: Mapping[str, float]) -> Flag
     # Noise around zero may jump as it likes.
     if not jump.total > limits["least"]:
         return None
-    bound = baseline.bound(limits["factor"], limits["sigmas"], len(jump.logarithms))
-    if bound is None:
-        return None
-    high = jump.logarithms > bound
-    if not high.any():
-        return None
     norms = np.append(jump.l2, jump.total)
     before = np.append(jump.previous_l2, jump.previous_total)
     with np.errstate(invalid="ignore"):
-        high &= ~(norms < limits["jump"] * before)
+        high = high & ~(norms < limits["jump"] * before)
     # A parameter counts only where it alone exceeds the usual whole: one that wakes up is no fault.
     high &= norms > limits["share"] * np.exp(usual[-1])
     return high
+
+
+class TotalHistory:
+    """The norms of the whole gradient so far, and what is usual for them."""
+
+    def __init__(self) -> None:
+        self.previous = 0.0
+        """The step before's."""
+        self.steps_seen = 0
+        """How many steps have been made."""
+        self._baseline = Baseline()
+        self._not_entered: list[tuple[float, bool]] = []
+
+    def add(self, total: float, finite: bool) -> None:
+        """A step was made with a gradient of this norm."""
+        self.previous = total
+        self.steps_seen += 1
+        # Entered in one go, and only when somebody asks: nobody does before the norm jumps, and a
+        # single number costs numpy more here than all else that the alarm does.
+        self._not_entered.append((total, finite))
+        if len(self._not_entered) >= LENGTH:
+            self._enter()
+
+    @property
+    def baseline(self) -> Baseline:
+        """A baseline whose only column is the total."""
+        self._enter()
+        return self._baseline
+
+    def _enter(self) -> None:
+        for total, finite in self._not_entered:
+            self._baseline.enter(logarithms(NO_PARAMETERS, total), finite)
+        self._not_entered.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +133,8 @@ class EarlyLook:
     """Without a scaler's factor."""
     clip: "ClipReading | None"
     """How much of it the optimizer will use; None where it is not about to use it yet."""
-    previous_total: float
-    steps_seen: int
-    """How many steps there have been, this one included."""
-    baseline: Baseline
+    history: TotalHistory
+    """Of the steps before."""
 
     @property
     def used_norm(self) -> float:

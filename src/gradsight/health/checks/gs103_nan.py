@@ -9,7 +9,7 @@ from gradsight.values.measured import Flags
 
 
 def _in_sight(look: EarlyLook) -> bool:
-    return bool(nan_rows(look.norms).any())
+    return look.norms.counts is not None and bool(nan_rows(look.norms).any())
 
 
 @check(

@@ -9,7 +9,7 @@ from gradsight.health.window import Window
 
 
 def _in_sight(look: EarlyLook) -> bool:
-    return bool(infinite_rows(look.norms).any())
+    return look.norms.counts is not None and bool(infinite_rows(look.norms).any())
 
 
 @check(

@@ -4,30 +4,38 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.bad_steps import EarlyLook, Jump, is_sudden, spiking
+from gradsight.health.bad_steps import (
+    NO_PARAMETERS,
+    EarlyLook,
+    Jump,
+    far_above,
+    is_sudden,
+    spiking,
+)
 from gradsight.health.baseline import logarithms
 from gradsight.health.fixes import CLIP
 from gradsight.health.registry import Advice, AsIncident, Fact, check
 from gradsight.health.window import Window
-
-_NO_PARAMETERS = np.zeros(0)
 
 
 def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
     """The same for the total alone: it is all that is known on every rank before the update."""
     total = look.norms.total
     # Nearly every step ends here: what did not jump is no spike, however large it is.
-    if not is_sudden(total, look.previous_total, limits["jump"]):
+    if not is_sudden(total, look.history.previous, limits["jump"]):
+        return False
+    baseline = look.history.baseline
+    high = far_above(logarithms(NO_PARAMETERS, total), baseline, limits)
+    if high is None:
         return False
     jumped = Jump(
-        l2=_NO_PARAMETERS,
+        l2=NO_PARAMETERS,
         total=total,
-        previous_l2=_NO_PARAMETERS,
-        previous_total=look.previous_total,
-        logarithms=logarithms(_NO_PARAMETERS, total, ordinary=total > 0),
-        steps_seen=look.steps_seen,
+        previous_l2=NO_PARAMETERS,
+        previous_total=look.history.previous,
+        steps_seen=look.history.steps_seen + 1,
     )
-    high = spiking(jumped, look.baseline, limits)
+    high = spiking(jumped, high, baseline, limits)
     return high is not None and bool(high[-1])
 
 
@@ -69,17 +77,18 @@ def spike(
     """
     if not window.finite or window.step.skipped:
         return
+    limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "share": share, "least": least}
+    high = far_above(window.logarithms, window.baseline, limits)
+    if high is None:
+        return
     jumped = Jump(
         l2=window.l2,
         total=window.total,
         previous_l2=window.previous,
         previous_total=window.previous_total,
-        logarithms=window.logarithms,
         steps_seen=window.steps_seen,
     )
-    # With a share of 0.3, layers of an LSTM that woke up one after the other counted as spikes.
-    limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "share": share, "least": least}
-    high = spiking(jumped, window.baseline, limits)
+    high = spiking(jumped, high, window.baseline, limits)
     if high is None or window.baseline.median is None or not high.any():
         return
     rows = np.flatnonzero(high[:-1])
