@@ -44,7 +44,7 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Instruments:
+class WatchedInstruments:
     """What looks at the steps of a watched run; None is switched off."""
 
     health: Health | None
@@ -60,7 +60,7 @@ class StepLine:
     def __init__(
         self,
         builder: StepBuilder,
-        instruments: Instruments,
+        instruments: WatchedInstruments,
         outputs: Sequence[Output],
         problems: Problems,
         manual: bool,

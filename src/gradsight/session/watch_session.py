@@ -22,7 +22,7 @@ from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
-from gradsight.session.line import Instruments, StepLine
+from gradsight.session.line import StepLine, WatchedInstruments
 from gradsight.session.manual_steps import ManualSteps
 from gradsight.session.opening import OpenedRun, open_run_outputs, write_run_config
 from gradsight.session.optimizer_steps import OptimizerSteps
@@ -151,7 +151,7 @@ class Watch:
         parameters: Sequence[Named],
         options: WatchOptions,
         checks: Sequence[CheckSettings] | None,
-    ) -> Instruments:
+    ) -> WatchedInstruments:
         health: Health | None = None
         signals: TrainingSignals | None = None
         incidents: FlightRecorder | None = None
@@ -173,7 +173,7 @@ class Watch:
             incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
         if options.dump is not None:
             dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
-        return Instruments(health, signals, incidents, dumps)
+        return WatchedInstruments(health, signals, incidents, dumps)
 
     # For the user.
 
@@ -374,7 +374,7 @@ def _watched_parameters(model: nn.Module) -> list[Named]:
 
 
 def _measuring_plan(
-    options: WatchOptions, opened: OpenedRun, instruments: Instruments
+    options: WatchOptions, opened: OpenedRun, instruments: WatchedInstruments
 ) -> MeasuringPlan:
     health = instruments.health
     return MeasuringPlan(
