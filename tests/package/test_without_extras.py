@@ -20,8 +20,11 @@ import gradsight
 
 def build():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)])
+    model = torch.nn.Sequential(*[block() for _ in range(4)])
     return model, torch.randn(4096, 8), loss_fn
+
+def block():
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
 
 def loss_fn(model, batch):
     return model(batch).square().mean()
