@@ -22,6 +22,7 @@ from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
+from gradsight.session.first_critical import FirstCritical
 from gradsight.session.line import StepLine, WatchedInstruments
 from gradsight.session.manual_steps import ManualSteps
 from gradsight.session.opening import OpenedRun, open_run_outputs, write_run_config
@@ -58,6 +59,7 @@ def watch(
     start_step: int | None = None,
     sink_detail: Literal["parameters", "blocks"] | None = None,
     diagnose_seconds: float = SECONDS,
+    quiet: bool = False,
 ) -> "Watch":
     """Record what the gradients of a model do while it trains, at next to no cost.
 
@@ -84,6 +86,8 @@ def watch(
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of
       parameters (500).
     diagnose_seconds: how long a diagnosis may hold training up; 0 diagnoses nothing.
+    quiet: whether to say nothing on standard error. Otherwise one line says that an old run is
+      continued, and one line the first critical finding: step, code, cause, and where to read on.
     """
     options = WatchOptions(
         run_dir=run_dir,
@@ -96,6 +100,7 @@ def watch(
         start_step=start_step,
         sink_detail=sink_detail,
         diagnose_seconds=diagnose_seconds,
+        quiet=quiet,
     )
     return Watch(model, optimizer, options)
 
@@ -119,6 +124,8 @@ class Watch:
         self._opened = open_run_outputs(options, self._group)
         self._problems = self._opened.problems
         self._outputs = self._opened.outputs(names, options.sink_detail)
+        if rank() == 0 and not options.quiet:
+            self._outputs.append(FirstCritical(options.run_dir))
         self._instruments = self._make_instruments(model, parameters, options, checks)
         plan = _measuring_plan(options, self._opened, self._instruments)
         self._line = StepLine(
