@@ -90,7 +90,15 @@ def test_the_version_names_torch_without_importing_it() -> None:
     command = [sys.executable, "-c", WITHOUT.format(names=[]), "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"gradsight {gradsight.__version__}, torch 2.")
-    hidden = "import importlib.metadata as m\nm.version = lambda name: 1 / 0 if name != 'torch' else (_ for _ in ()).throw(m.PackageNotFoundError())\n"
+    hidden = """
+from importlib import metadata
+known = metadata.version
+def version(name):
+    if name == "torch":
+        raise metadata.PackageNotFoundError
+    return known(name)
+metadata.version = version
+"""
     command = [sys.executable, "-c", hidden + WITHOUT.format(names=[]), "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ", torch not installed, Python 3." in done.stdout

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from gradsight import __version__
 from gradsight.errors import WRONG_USAGE, GradsightError
 from gradsight.show.encoding import never_fail_to_encode
 
@@ -107,7 +106,8 @@ def _versions() -> str:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
-    return f"gradsight {__version__}, torch {torch}, Python {platform.python_version()}"
+    ours = metadata.version("gradsight")
+    return f"gradsight {ours}, torch {torch}, Python {platform.python_version()}"
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:
