@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from gradsight.cli.build_function import load_build
 from gradsight.core import rundir
-from gradsight.errors import GradsightError, RunError, UsageError
+from gradsight.errors import GradsightError, RunError, UsageError, UserCodeError
 from gradsight.store.incident_format import read_document
 from gradsight.store.incidents import merged
 from gradsight.values.diagnoses import Diagnosis
@@ -43,7 +43,8 @@ def replay(
         A folder of a run's incidents/, for example runs/mine/incidents/step120-GS103.
     build
         A file and its function that returns (model, batch) or (model, batch, loss_fn); the model
-        is used.
+        is used. The file is imported: what trains in it must stand below
+        `if __name__ == "__main__":`.
     json
         Print everything as JSON.
     diagnose_seconds
@@ -118,7 +119,7 @@ def _built(place: str) -> Any:
     except GradsightError:
         raise
     except Exception as error:
-        raise GradsightError(f"{place} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{place} raised {type(error).__name__}: {error}") from error
     import torch
 
     if not isinstance(model, torch.nn.Module):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from gradsight.errors import UsageError
+from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks.step_sink import SinkPlace
 from gradsight.values.steps import ScalarTracker
 
@@ -28,13 +28,23 @@ def open_sinks(sinks: Iterable[Any], place: SinkPlace) -> list[Any]:
     return [_open(sink, place) for sink in sinks]
 
 
+def refuse_unavailable(names: Iterable[str]) -> None:
+    """Refuse a name that no sink has, or one whose package is missing, before torch is loaded."""
+    for name in names:
+        _refuse_unknown(name)
+        if name != "console":  # every other is named as its package and its extra are
+            MissingPackage.refuse(name, name, f"The sink {name!r}")
+
+
+def _refuse_unknown(name: str) -> None:
+    if name not in _NAMED:
+        known = ", ".join(sorted(_NAMED))
+        raise UsageError(f"there is no sink {name!r}; there are {known}, or an object of your own")
+
+
 def _open(sink: Any, place: SinkPlace) -> Any:
     if isinstance(sink, str):
-        if sink not in _NAMED:
-            known = ", ".join(sorted(_NAMED))
-            raise UsageError(
-                f"there is no sink {sink!r}; there are {known}, or an object of your own"
-            )
+        _refuse_unknown(sink)
         # Imported by name, so that a tracker's package is needed only by those who use it.
         module = import_module(f"gradsight.store.sinks.{sink}")
         return getattr(module, _NAMED[sink])(place)
