@@ -25,6 +25,7 @@ from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOption
 from gradsight.session.first_critical import FirstCritical
 from gradsight.session.line import StepLine, WatchedInstruments
 from gradsight.session.manual_steps import ManualSteps
+from gradsight.session.missing_steps import MissingSteps
 from gradsight.session.opening import OpenedRun, open_run_outputs, write_run_config
 from gradsight.session.optimizer_steps import OptimizerSteps
 from gradsight.session.options import WatchOptions
@@ -141,12 +142,15 @@ class Watch:
             self._steps = OptimizerSteps(model, tensors, self._optimizers, self._line)
         else:
             self._steps = ManualSteps(model, tensors, self._line)
+        self._missing_steps = MissingSteps(tensors, self._optimizers, self._line, self._problems)
+        self._ended_early = False
         self._shutdown = ShutdownHooks(_ProcessEnd(self))
         if self._opened.store is not None:
             first_step = self._opened.first_step
             write_run_config(self._opened.store, options, first_step, parameters, self._optimizers)
         # Hooks come last: whatever fails above leaves the model as it was.
         self._steps.start()
+        self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
         if self._instruments.signals is not None:
@@ -279,11 +283,13 @@ class Watch:
 
     def _ended_by(self, error: BaseException) -> None:
         """An exception ends the run: the flight recorder writes down how things stood."""
+        self._ended_early = True
         if self._instruments.incidents is not None and not self._closed:
             self._instruments.incidents.failed(self._line.builder.step, error)
 
     def _asked_to_end(self) -> None:
         """SIGTERM has come: the flight recorder writes down how things stood."""
+        self._ended_early = True
         if self._instruments.incidents is not None and not self._closed:
             self._instruments.incidents.asked_to_end(self._line.builder.step)
 
@@ -296,6 +302,7 @@ class Watch:
         self._forked = True
         moments.renew_lock()
         self._steps.stop()
+        self._missing_steps.stop()
         self._line.stop()
         for optimizer in self._optimizers:
             _say_at_next_step(optimizer, _FORKED)
@@ -305,7 +312,11 @@ class Watch:
             return
         self._closed = True
         self._steps.stop()
+        self._missing_steps.stop()
         self._line.stop(_PATIENCE if wait else _SHORT_PATIENCE)
+        # Whoever was interrupted before the first step knows why there is none.
+        if not self._ended_early:
+            self._missing_steps.report()
         self._shutdown.cancel()
         if self._instruments.dumps is not None:
             with self._survives("dumps"):
