@@ -121,6 +121,7 @@ class Session:
         options: dict[str, Any] = {
             "histograms": Schedule(step_interval=25),
             "health": self._health or True,
+            "quiet": True,  # the command prints every finding when the script has ended
         }
         try:
             watched = watch(model, optimizers, run_dir=folder, **options)
