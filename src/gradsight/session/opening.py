@@ -94,8 +94,7 @@ def _claim(store: Store, options: WatchOptions) -> int:
             "give each watch its own run_dir"
         )
     if options.start_step is None:
-        last = store.last_step()
-        first_step = 0 if last is None else last + 1
+        first_step = store.next_step()
     else:
         first_step = options.start_step
         store.forget_from(first_step)
