@@ -97,7 +97,7 @@ def _claim(store: Store, options: WatchOptions, parameters: Sequence[Named]) -> 
             "give each watch its own run_dir"
         )
     last = store.last_step()
-    first_step = 0 if last is None else last + 1
+    first_step = store.next_step()
     if options.start_step is not None:
         first_step = options.start_step
     # Where no earlier step stays, another model may take the place of the old one.

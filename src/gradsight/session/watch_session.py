@@ -16,6 +16,7 @@ from gradsight.core.group import ProcessGroup, rank, world_size
 from gradsight.core.optimizers import innermost_optimizer, optimizer_list
 from gradsight.core.parameters import Named, check_module, named_parameters
 from gradsight.core.problems import say
+from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.under_watch import WatchedDumps
 from gradsight.errors import UsageError
@@ -154,6 +155,10 @@ class Watch:
             write_run_config(self._opened.store, options, first_step, parameters, self._optimizers)
         # Hooks come last: whatever fails above leaves the model as it was.
         self._steps.start()
+        if self._run_dir is not None:
+            by_hand = not self._optimizers
+            steps = WatchedSteps(self._opened.first_step, self._line.builder, by_hand)
+            count_steps_of(self._run_dir, steps)
         self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
@@ -316,6 +321,7 @@ class Watch:
         self._closed = True
         self._forked = True
         moments.renew_lock()
+        self._stop_counting()
         self._steps.stop()
         self._missing_steps.stop()
         self._line.stop()
@@ -326,6 +332,7 @@ class Watch:
         if self._closed:
             return
         self._closed = True
+        self._stop_counting()
         self._steps.stop()
         self._missing_steps.stop()
         self._line.stop(_PATIENCE if wait else _SHORT_PATIENCE)
@@ -351,6 +358,10 @@ class Watch:
             with self._survives("sinks"):
                 self._opened.sinks.close()
         self._close_store()
+
+    def _stop_counting(self) -> None:
+        if self._run_dir is not None:
+            stop_counting(self._run_dir)
 
     def _close_store(self) -> None:
         store = self._opened.store
