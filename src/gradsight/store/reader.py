@@ -49,7 +49,7 @@ def open_run(run_dir: str | os.PathLike[str]) -> "Run":
 
     run_dir: the directory that `watch` was given.
     """
-    path = Path(run_dir)
+    path = rundir.directory_path(run_dir, "run_dir")
     if not path.is_dir():
         raise WrongPlace(f"there is no run directory at {path}")
     file = path / rundir.RECORD
