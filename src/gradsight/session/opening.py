@@ -81,9 +81,9 @@ def _open_here(options: WatchOptions, parameters: Sequence[Named]) -> OpenedRun:
         if options.run_dir is not None:
             store = open_store(options.run_dir)
             problems = store.problems
-            last = store.last_step()
+            following = store.next_step()
             first_step = _claim(store, options, parameters)
-            replaces = last is not None and first_step <= last
+            replaces = first_step < following
             place = SinkPlace(store.path, replaced_from=first_step if replaces else None)
         sinks = open_sinks(options.sinks, place)
     except BaseException:

@@ -118,7 +118,7 @@ class MetricsTracker:
             return
         self._started = True
         store = self._store
-        is_watched = store is not None and (store.recording or store.last_step() is not None)
+        is_watched = store is not None and (store.recording or store.next_step() > 0)
         if self._tensorboard is not None and is_watched:
             # TensorBoard shows a folder inside as a run of its own.
             self._tensorboard.folder /= _APART
