@@ -164,6 +164,35 @@ trainer = lightning.Trainer(
 trainer.fit(Module(), data)
 """,
     ),
+    "transformers": (
+        "log",
+        """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def forward(self, x=None, labels=None):
+        return {"p": self.net(x)}
+class Mine(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **more):
+        p = model(**inputs)["p"]
+        return -(p.log() * F.one_hot(inputs["labels"], 3)).mean()  # guilty
+    def _get_train_sampler(self, *given):
+        return torch.utils.data.SequentialSampler(rows)
+class Watching(TrainerCallback):
+    def on_train_begin(self, *told, model=None, optimizer=None, **more):
+        self.watch = gradsight.watch(model, optimizer, run_dir=sys.argv[1])
+    def on_train_end(self, *told, **more):
+        self.watch.close()
+rows = [{"x": torch.randn(4) * (1e5 if i >= 80 else 1), "labels": i % 3} for i in range(96)]
+settings = TrainingArguments(
+    sys.argv[1] + "-out", per_device_train_batch_size=8, max_steps=12, report_to=[], use_cpu=True,
+    disable_tqdm=True, save_strategy="no",
+)
+Mine(Net(), settings, train_dataset=rows, callbacks=[Watching()]).train()
+""",
+    ),
 }
 
 
