@@ -275,10 +275,10 @@ def test_only_a_few_losses_are_noted_and_nothing_is_left_switched_on() -> None:
         loss = loss_of(lines, model)
         if torch.is_anomaly_enabled():
             noted.append(number)
-        lines.backward_begins(loss, "backward")
+        between = lines.backward_begins(loss, "backward")
         assert not torch.is_anomaly_enabled()
         assert torch.is_anomaly_check_nan_enabled()
-        assert {node.name() for node in lines.of(loss, lines.since)} == {
+        assert {node.name() for node in lines.of(loss, between)} == {
             "ExpBackward0",
             "MeanBackward0",
         }
@@ -289,8 +289,14 @@ def test_the_same_operations_from_two_lines_name_neither() -> None:
     lines, model = LossLines(), nn.Linear(2, 2)
     for kind in (0, 1):
         loss = loss_of(lines, model, kind=kind)
-        lines.backward_begins(loss, "backward")
-    assert lines.of(loss, lines.since) == {}
+        between = lines.backward_begins(loss, "backward")
+    assert lines.of(loss, between) == {}
+    loss = loss_of(lines, model)
+    elsewhere = lines.backward_begins(loss, "another backward")
+    assert lines.of(loss, elsewhere) == {}
+    loss = loss_of(lines, model)  # the fourth is noted, and this backward knows one line only
+    elsewhere = lines.backward_begins(loss, "another backward")
+    assert len(lines.of(loss, elsewhere)) == 2
 
 
 def test_a_users_own_anomaly_detection_is_left_alone() -> None:
