@@ -61,7 +61,8 @@ def test_schedule(tmp_path: Path, model: nn.Module) -> None:
 def test_not_enabled(tmp_path: Path, model: nn.Module) -> None:
     with GradientDumper(tmp_path, enabled=False, dump_on="warning") as dumper:
         assert dumper.dump(model, 0) is None
-        assert not dumper.wants(0, "critical")
+        assert not dumper.wants(0)
+        assert not dumper.wants_finding("critical")
     assert not list(tmp_path.iterdir())
 
 
@@ -284,6 +285,45 @@ def test_a_dump_larger_than_max_bytes(tmp_path: Path, model: nn.Module) -> None:
     assert not (tmp_path / "gradient_dumper").exists()
 
 
+def found(dumper: GradientDumper, model: nn.Module, step: int, reason: str) -> None:
+    dumper.capture(model, step, Facts(reason=reason))
+    dumper.wait()
+
+
+def test_the_first_dump_of_each_finding_stays(tmp_path: Path, model: nn.Module) -> None:
+    with GradientDumper(tmp_path, keep_last=2) as dumper:
+        found(dumper, model, 0, "schedule")
+        found(dumper, model, 1, "GS103 NaN gradient; GS107 zeros")
+        found(dumper, model, 2, "GS103 NaN gradient")
+        found(dumper, model, 3, "GS201 gradient spike, found at step 2")
+        found(dumper, model, 4, "GS103 NaN gradient")
+        found(dumper, model, 5, "schedule")
+    assert steps(tmp_path) == [1, 3, 4, 5]
+    with GradientDumper(tmp_path, keep_last=1) as dumper:
+        found(dumper, model, 6, "GS107 zeros")
+    assert steps(tmp_path) == [1, 3, 6], "a resumed run knows them too"
+
+
+def test_max_bytes_wins_and_the_first_dumps_of_findings_go_last(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    with GradientDumper(tmp_path) as dumper:
+        found(dumper, model, 0, "schedule")
+        one = size(Layout(tmp_path, "full").complete()[0])
+    with GradientDumper(tmp_path, max_bytes=int(one * 2.5)) as dumper:
+        found(dumper, model, 1, "GS201 gradient spike")
+        found(dumper, model, 2, "schedule")
+        found(dumper, model, 3, "schedule")
+        assert steps(tmp_path) == [1, 3]
+        found(dumper, model, 4, "GS103 NaN gradient")
+        assert steps(tmp_path) == [1, 4]
+        with pytest.warns(GradsightWarning, match="first dumps of findings take all of max_bytes"):
+            found(dumper, model, 5, "schedule")
+        assert steps(tmp_path) == [1, 4]
+        found(dumper, model, 6, "GS104 infinite gradient")
+        assert steps(tmp_path) == [1, 4]
+
+
 def test_more_rows_than_there_are_is_told_once(tmp_path: Path, model: nn.Module) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -321,14 +361,9 @@ def test_a_loss_scale_is_divided_out(dtype: torch.dtype, tmp_path: Path) -> None
 def test_the_composer_says_what_it_knows(tmp_path: Path, model: nn.Module) -> None:
     facts = Facts(gradient="true", reason="GS103", clip_coef=0.25, scale=1024.0, divisor=1024.0)
     with GradientDumper(tmp_path, start_step=1000, dump_on="critical") as dumper:
-        assert [
-            dumper.wants(3, severity) for severity in (None, "healthy", "warning", "critical")
-        ] == [
-            False,
-            False,
-            False,
-            True,
-        ]
+        assert not dumper.wants(3)
+        severities = ("healthy", "warning", "critical")
+        assert [dumper.wants_finding(each) for each in severities] == [False, False, True]
         folder = dumper.capture(model, 3, facts)
     metadata = get_checkpoint_metadata(folder)
     known = (metadata.gradient, metadata.reason, metadata.clip_coef, metadata.scale)
@@ -338,11 +373,9 @@ def test_the_composer_says_what_it_knows(tmp_path: Path, model: nn.Module) -> No
 
 def test_dump_on_warning_includes_critical(tmp_path: Path) -> None:
     dumper = GradientDumper(tmp_path, start_step=10, dump_on="warning")
-    assert [dumper.wants(0, severity) for severity in (None, "warning", "critical")] == [
-        False,
-        True,
-        True,
-    ]
+    assert dumper.wants_finding("warning")
+    assert dumper.wants_finding("critical")
+    assert not dumper.wants(0)
     assert dumper.wants(10)
 
 

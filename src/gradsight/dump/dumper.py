@@ -42,10 +42,14 @@ class GradientDumper:
     start_step, end_step, step_interval: which steps are due, as in `Schedule`.
     save_first_n: None writes everything as a torch distributed checkpoint, each rank its own part;
       a number writes that many first rows of each gradient as safetensors.
-    keep_last: how many dumps are kept; older ones go once a new one is complete.
-    max_bytes: how much all dumps may take; the oldest go once a new one is complete.
+    keep_last: how many dumps are kept; older ones go once a new one is complete. The first dump of
+      each finding (by its code) is kept beside them.
+    max_bytes: how much all dumps may take; the oldest go once a new one is complete, the first ones
+      of findings last of all.
     asynchronous: whether training waits only for a copy in memory, not for the disk.
-    dump_on: under watch, also dump steps that are judged "warning" or worse, or "critical".
+    dump_on: under watch, also dump a step when something "warning" or worse, or "critical", is
+      found of it, as it was before clipping; once when it begins. On an accelerator this waits for
+      the gradients of every step; several ranks agree on it, in one small message a step.
     queue_size: how many copies may wait to be written.
     when_full: whether to "wait" or to "skip" the dump when all of them are still being written.
     """
@@ -108,14 +112,15 @@ class GradientDumper:
         """Faults so far that training survived, each kind once, with its count."""
         return self._problems.all()
 
-    def wants(self, step: int, severity: str | None = None) -> bool:
-        """Whether a step is to be dumped: by schedule, or judged at least as bad as `dump_on`."""
-        if not self.enabled:
+    def wants(self, step: int) -> bool:
+        """Whether a step is to be dumped by schedule."""
+        return self.enabled and self.schedule.due(step)
+
+    def wants_finding(self, severity: str) -> bool:
+        """Whether a step of which this is found is to be dumped: as bad as `dump_on`, or worse."""
+        if not self.enabled or self.dump_on is None:
             return False
-        severe: tuple[str, ...] = ()
-        if self.dump_on is not None:
-            severe = SEVERITIES[SEVERITIES.index(self.dump_on) :]
-        return self.schedule.due(step) or severity in severe
+        return severity in SEVERITIES[SEVERITIES.index(self.dump_on) :]
 
     def dump(self, model: torch.nn.Module, step: int, *, divisor: float = 1.0) -> Path | None:
         """Dump what is in `.grad` now, if the step is due, and return where it will lie.
