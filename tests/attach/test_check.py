@@ -207,6 +207,7 @@ def test_a_script_that_dies_is_still_reported(
     done = check("--run_dir", tmp_path / "run", write(tmp_path, scripts.PLAIN, extra))
     assert done.returncode == expected, done.stdout + done.stderr
     assert text in done.stdout
+    assert "gradsight: step" not in done.stderr, "findings are printed once, at the end"
     assert json.loads((tmp_path / "run" / "check.json").read_text())["script"]["exit_code"] == code
     assert len(list(gradsight.open_run(tmp_path / "run").steps())) >= 14
 

@@ -140,9 +140,11 @@ def test_wrong_usage(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]:
         assert main(["dump", *map(str, arguments)]) == 64
         assert text in capsys.readouterr().err
-    assert main(["dump", "verify", str(tmp_path / "run" / "gradient_dumper" / "step0" / "x")]) == 2
+    assert main(["dump", "verify", str(tmp_path / "run" / "gradient_dumper" / "step0" / "x")]) == 64
     assert "does not exist" in capsys.readouterr().err
-    assert main(["dump", "list", str(tmp_path)]) == 2
+    assert main(["dump", "verify", str(tmp_path / "none" / "full_gradients")]) == 64
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["dump", "list", str(tmp_path)]) == 64
     assert (
         "holds no gradient dump; expected gradient_dumper/step{N}/full_gradients or"
         in capsys.readouterr().err

@@ -80,6 +80,8 @@ def test_no_gradient_at_all_is_critical() -> None:
     report = gradsight.check_gradient_health(with_gradients(None, None))
     assert (report.status, codes(report), report.num_params) == ("critical", ["GS106"], 0)
     assert "no parameter has a gradient" in report.findings[0].evidence
+    assert str(report) == "Step 0: no parameter has a gradient"
+    assert "Zero-grad parameters" not in report.to_markdown()
 
 
 def test_the_total_is_that_of_the_plain_loop() -> None:

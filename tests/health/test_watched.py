@@ -226,7 +226,7 @@ def test_a_run_without_steps_is_reported_as_such(
 ) -> None:
     train(steps=0, run_dir=tmp_path)
     assert main(["report", str(tmp_path)]) == 1
-    assert "nothing was recorded" in capsys.readouterr().out
+    assert "no steps: no optimizer step was seen" in capsys.readouterr().out
 
 
 def test_without_health_there_is_no_verdict() -> None:

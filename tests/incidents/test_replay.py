@@ -216,7 +216,9 @@ def test_what_is_damaged_says_so(
     harm: Any, message: str, run_dir: Path, incident: Path, capsys: Any
 ) -> None:
     harm(incident)
-    assert replayed(incident, "--build", f"{run_dir / 'model.py'}:build") == 2
+    # A folder that is no incident is a wrong path; one that is damaged is a finding.
+    code = 2 if "is damaged" in message else 64
+    assert replayed(incident, "--build", f"{run_dir / 'model.py'}:build") == code
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
@@ -246,7 +248,7 @@ def test_a_damaged_incident_does_not_hide_the_others(incident: Path, run_dir: Pa
             "this model is not the one of the incident: 2.weight is missing; 2.bias is missing; 1.weight was not",
         ),
         ("no_model", 64, "must return (model, batch), got a int as its model"),
-        ("raising", 2, "raised KeyError: 'lost'"),
+        ("raising", 3, "raised KeyError: 'lost'"),
         ("absent", 64, "has no function 'absent'"),
     ],
 )

@@ -175,7 +175,7 @@ def test_predict(
         (("verify", "nowhere.py:build"), 64, "there is no file nowhere.py"),
         (("verify", "{models}:bild"), 64, "has no function 'bild'; it has Block, make, build"),
         (("verify", "{models}:NUMBER"), 64, "has no function 'NUMBER'"),
-        (("verify", "{models}:broken"), 2, "build() raised OSError: no such shard"),
+        (("verify", "{models}:broken"), 3, "build() raised OSError: no such shard"),
         (("verify", "{models}:build", "--policy", "most"), 64, "'most' is not a policy"),
         (
             ("verify", "--architecture", "gpt2-smal"),
@@ -202,7 +202,7 @@ def test_a_file_that_fails_to_load(
 ) -> None:
     (tmp_path / "bad.py").write_text("import nothing_of_that_name")
     code, _, err = run("verify", f"{tmp_path}/bad.py:build")
-    assert code == 2
+    assert code == 3
     assert "bad.py raised ModuleNotFoundError when it was read" in err
 
 

@@ -132,6 +132,19 @@ def no_sync_at_the_end(run_dir: str) -> None:
         optimizer.step()
 
 
+def nan_on_all(run_dir: str) -> None:
+    """The second step's gradient is NaN; what is said of it goes to standard output."""
+    sys.stderr = sys.stdout
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsight.watch(model, optimizer, run_dir=run_dir):
+        for step in range(3):
+            x, y = data()[step][0][dist.get_rank()]
+            loss_of(model, (x / (step != 1), y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def one_look(kind: str) -> dict[str, float]:
     model = parallel(kind)
     by_rank = data()[0][0]
@@ -146,6 +159,8 @@ if __name__ == "__main__":
     kind, run_dir = sys.argv[1], sys.argv[2]
     if kind == "no_sync":
         no_sync_at_the_end(run_dir)
+    elif kind == "nan":
+        nan_on_all(run_dir)
     elif kind == "one_look":
         norms = [one_look("fsdp"), one_look("ddp")]
         if dist.get_rank() == 0:

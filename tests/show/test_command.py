@@ -175,11 +175,11 @@ def test_a_run_without_scores_says_how_to_get_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, error = said(capsys, tmp_path)
-    assert code == 2
+    assert code == WRONG_USAGE
     assert "has no scores: there is no grad_dotprods/iter_*.parquet in it" in error
     assert "GhostEngine(..., run_dir=" in error
     code, _, error = said(capsys, tmp_path / "nowhere")
-    assert code == 2
+    assert code == WRONG_USAGE
     assert "there is no run directory at" in error
 
 
@@ -222,7 +222,7 @@ def test_an_empty_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, _, error = said(
         capsys, tmp_path, "--export", tmp_path / "nowhere" / "keep.txt", "--drop", 0.5
     )
-    assert code == 2
+    assert code == WRONG_USAGE
     assert "cannot be written" in error
 
 

@@ -62,8 +62,13 @@ def steps(skipped: bool = False) -> list[Step]:
 @pytest.mark.parametrize(
     ("run", "severity", "verdict"),
     [
-        (Recorded(), "warning", "⚠️ nothing was recorded"),
-        (Recorded(steps()), "healthy", "✅ every gradient of 2 steps is finite"),
+        (Recorded(), "warning", "⚠️ no steps: no optimizer step was seen"),
+        (Recorded(steps()), "healthy", "✅ healthy: no finding in 2 steps"),
+        (
+            Recorded(steps(), config={"settings": {"watch": {"health": False}}}),
+            "healthy",
+            "✅ 2 steps, not judged: health=False",
+        ),
         (Recorded(steps(), judged=[WARNING]), "warning", "⚠️ warning: 1 finding in 2 steps"),
         (
             Recorded(steps(), judged=[WARNING, CRITICAL]),
@@ -73,12 +78,12 @@ def steps(skipped: bool = False) -> list[Step]:
         (
             Recorded(steps(), [BROKEN]),
             "critical",
-            "❌ NaN or Inf in the gradient of 1 steps, first at step 1 in weight",
+            "❌ NaN or Inf in the gradient of 1 step, first at step 1 in weight",
         ),
         (
             Recorded(steps(skipped=True), [BROKEN]),
             "healthy",
-            "✅ every gradient of 2 steps is finite",
+            "✅ healthy: no finding in 2 steps",
         ),
     ],
 )

@@ -6,8 +6,9 @@ Opens a watch when backward first runs for a new optimizer.
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsight.attach.models import distinct, models_of, roots, together, variable_name
+from gradsight.attach.step_calls import step_call
 from gradsight.core import moments, rundir
 from gradsight.core.files import write_text
 from gradsight.core.group import rank
-from gradsight.core.source import users_place
+from gradsight.core.source import users_frames, users_place
 from gradsight.errors import RunError, UsageError
 from gradsight.session.watch_session import Watch, watch
 from gradsight.values.steps import Schedule
@@ -46,6 +48,7 @@ class Session:
         self._names: list[str] = []
         self._known: list[dict[str, Any]] = []
         self._made: dict[int, int] = {}
+        self._places: set[tuple[int, int, int]] = set()
         moments.listen(self)
         # Counted by the global hook: the optimizer may be stepped before anything is watched.
         register_optimizer_step_post_hook(self._stepped)
@@ -86,12 +89,28 @@ class Session:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         made = self._made.get(id(optimizer), 0) + 1
         self._made[id(optimizer)] = made
-        if made == 1:
-            self._describe(optimizer)
+        self._notice_place(optimizer)
         if self._steps is not None and made >= self._steps:
             for each in self._watches:
                 each.close()
             raise Enough
+
+    def _notice_place(self, optimizer: Optimizer) -> None:
+        """Describe an optimizer when it steps at a place of the script for the first time."""
+        frame = next(users_frames(), None)
+        place = (id(optimizer), 0, 0)
+        if frame is not None:
+            place = (id(optimizer), id(frame.f_code), frame.f_lasti)
+        if place in self._places:
+            return
+        self._places.add(place)
+        try:
+            self._describe(optimizer, frame)
+        except Exception as error:  # nothing of ours may reach the script
+            print(
+                f"gradsight: cannot describe an optimizer: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
 
     # Opening.
 
@@ -121,6 +140,7 @@ class Session:
         options: dict[str, Any] = {
             "histograms": Schedule(step_interval=25),
             "health": self._health or True,
+            "quiet": True,  # the command prints every finding when the script has ended
         }
         try:
             watched = watch(model, optimizers, run_dir=folder, **options)
@@ -136,11 +156,14 @@ class Session:
             if any(known["id"] == id(optimizer) for optimizer in optimizers):
                 known["model"] = name
 
-    def _describe(self, optimizer: Optimizer) -> None:
+    def _describe(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """Write down what is known of this optimizer, for the report; rank 0 does."""
         for known in self._known:
             if known["id"] == id(optimizer):
-                known["steps"] = users_place()
+                if frame is not None:
+                    known.setdefault("steps", (frame.f_code.co_filename, frame.f_lineno))
+                    calls = known.setdefault("step_calls", [])
+                    calls.append(asdict(step_call(frame, optimizer)))
                 known["lr"] = (
                     optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
                 )

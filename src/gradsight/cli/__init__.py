@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from gradsight.errors import GradsightError, UsageError
+from gradsight.errors import WRONG_USAGE, GradsightError
+from gradsight.show.encoding import never_fail_to_encode
 
-WRONG_USAGE = 64
 NOBODY_READS = 128 + 13
 """As a shell tells of a process that SIGPIPE ended."""
 
@@ -48,39 +48,66 @@ def main(tokens: Sequence[str] | None = None) -> int:
     """
     if tokens is None:
         tokens = sys.argv[1:]
+    never_fail_to_encode(sys.stdout, sys.stderr)
     listing = not tokens or tokens[0].startswith("-")
     try:
-        code = _app(listing)(_prepared(tokens), exit_on_error=False)
+        code = all_commands(listing)(_prepared(tokens), exit_on_error=False)
         # Here a pipe that nobody reads any more can be answered; at Python's end it is a traceback.
         sys.stdout.flush()
     except CycloptsError:  # it has printed its own message
         return WRONG_USAGE
-    except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks find the same
-            print(f"gradsight: {error}", file=sys.stderr)
-        return WRONG_USAGE
     except GradsightError as error:
-        print(f"gradsight: {error}", file=sys.stderr)
-        return 2
+        all_ranks_find_the_same = error.exit_code == WRONG_USAGE
+        if not all_ranks_find_the_same or os.environ.get("RANK", "0") == "0":
+            print(f"gradsight: {error}", file=sys.stderr)
+        return error.exit_code
     except BrokenPipeError:
         # Whoever read our output (head, less) has seen enough: nothing may be written to it any
         # more, not even what Python flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"gradsight: {error.filename}: {error.strerror}", file=sys.stderr)
+        return WRONG_USAGE
     return code if isinstance(code, int) else 0
 
 
-def _app(listing: bool) -> App:
+def all_commands(listing: bool = False) -> App:
     """The commands; their lines stand in the list of all only, or they would hide their help."""
     # Left to itself, cyclopts ends the process with a command's result, and makes dashes of the
     # underscores in options.
     app = App(
-        name="gradsight", help=_HELP, result_action="return_value", name_transform=lambda name: name
+        name="gradsight",
+        help=_HELP,
+        version=_versions,
+        result_action="return_value",
+        name_transform=lambda name: name,
     )
     for name, (place, line) in _COMMANDS.items():
         options = {"help": line} if listing else {}
         app.command(f"gradsight.cli.{place}", name=name, **options)
+    app.command(
+        "gradsight.cli.completion:install_completion",
+        name="--install-completion",
+        help="Let bash, zsh or fish complete commands and options.",
+        group="Shell",
+    )
     return app
+
+
+def _versions() -> str:
+    """What a report of a fault should say: ours, torch's (which is not loaded for it), Python's."""
+    import platform
+    from importlib import metadata
+
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    ours = metadata.version("gradsight")
+    return f"gradsight {ours}, torch {torch}, Python {platform.python_version()}"
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:

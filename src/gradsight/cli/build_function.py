@@ -6,7 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from gradsight.errors import GradsightError, UsageError
+from gradsight.errors import UsageError, UserCodeError
 
 
 def load_build(place: str) -> Callable[[], Any]:
@@ -27,7 +27,7 @@ def load_build(place: str) -> Callable[[], Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         kind = type(error).__name__
-        raise GradsightError(f"{path} raised {kind} when it was read: {error}") from error
+        raise UserCodeError(f"{path} raised {kind} when it was read: {error}") from error
     finally:
         sys.path.pop(0)
     build = getattr(module, name, None)

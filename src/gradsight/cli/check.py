@@ -73,12 +73,14 @@ def check(
     health
         A TOML file that tunes or silences checks: [GS201] with factor = 20, or GS405 = false.
     patch
-        Write a unified diff here that mends the script, where that can be done by a machine.
+        Write a unified diff here that mends the script, where that can be done by a machine; what
+        is left as it is, is said.
     """
     command = _command(script, args, nproc_per_node)
     if steps is not None and steps < 1:
         raise UsageError(f"--steps must be 1 or more, got {steps}")
     _check_health(health)
+    to_mend = None if patch is None else _to_mend(script, args, patch)
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
         if rundir.is_run(folder):
@@ -90,8 +92,8 @@ def check(
             result.forget_incidents()
         else:
             result.write(folder)
-        if patch is not None:
-            result.write_patch(Path(script), patch)
+        if patch is not None and to_mend is not None:
+            result.write_patch(*to_mend, patch)
         _show(result, json, run_dir)
         return result.exit_code(fail_on)
 
@@ -124,7 +126,7 @@ def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
     file = Path(script)
     if file.is_dir():
         raise UsageError(f"{script} is a directory; give a training script")
-    if file.is_file():
+    if file.is_file() and not _is_launcher(file):
         _check_python(file)
         if ranks is None:
             return [sys.executable, script, *args]
@@ -132,7 +134,7 @@ def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
             raise UsageError(f"--nproc_per_node must be 1 or more, got {ranks}")
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         return [sys.executable, *torchrun, script, *args]
-    if file.suffix == ".py" or "/" in script:
+    if not file.is_file() and (file.suffix == ".py" or "/" in script):
         raise UsageError(f"there is no script {script}")
     if ranks is not None:
         raise UsageError(
@@ -145,6 +147,17 @@ def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
     if launcher is None:
         raise UsageError(f"there is no script {script}, and no launcher of that name")
     return [launcher, *args]
+
+
+def _is_launcher(file: Path) -> bool:
+    """Whether a file is a program of its own: a binary or a shell script that may be run."""
+    if file.suffix == ".py" or not os.access(file, os.X_OK):
+        return False
+    try:
+        _check_python(file)
+    except UsageError:
+        return True
+    return False
 
 
 def _check_python(file: Path) -> None:
@@ -166,6 +179,23 @@ def _check_health(health: Path | None) -> None:
         from gradsight.health.registry import chosen
 
         chosen(health)
+
+
+def _to_mend(script: str, args: Sequence[str], patch: Path) -> tuple[Path, bytes]:
+    """The script that a patch is for, and its text before it runs."""
+    file = Path(script)
+    if not file.is_file() or _is_launcher(file):  # then the script is among its arguments
+        named = [Path(each) for each in args if each.endswith(".py") and Path(each).is_file()]
+        if not named:
+            raise UsageError(f"--patch mends a Python file, and {script} was given none")
+        file = named[0]
+    if patch.is_dir():
+        raise UsageError(f"--patch {patch} is a directory; give a file to write the diff to")
+    if not patch.resolve().parent.is_dir():
+        raise UsageError(f"--patch {patch}: there is no directory {patch.parent}")
+    if patch.exists() and patch.samefile(file):
+        raise UsageError(f"--patch {patch} is the script itself; give another file for the diff")
+    return file, file.read_bytes()
 
 
 def _run(
@@ -203,6 +233,6 @@ def _show(result: CheckResult, as_json: bool, run_dir: Path | None) -> None:
     if as_json:
         print(json_format.dumps(result.to_dict(), indent=1))
         return
-    print("\n".join(result.lines(sys.stdout)))
+    print("\n".join([*result.lines(sys.stdout), *result.patch_lines()]))
     if run_dir is not None:
         print(f"report: {run_dir / rundir.REPORT}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gradsight.core import rundir
-from gradsight.errors import RunError
+from gradsight.errors import RunError, UsageError
 from gradsight.show.markdown import report_text
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
@@ -29,6 +29,8 @@ class CheckResult:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     ours: Sequence[str] = ()
     """Options of ours that stood behind the script's name, and so went to the script."""
+    patch: dict[str, Any] | None = None
+    """Where a patch was written, if one was asked for, and what it leaves as it is."""
 
     @property
     def judged(self) -> dict[str, Summary]:
@@ -57,7 +59,11 @@ class CheckResult:
             "status": self.status,
             "script": {"command": self.command, "exit_code": self.code},
             "models": {name: summary.health.to_dict() for name, summary in self.judged.items()},
-            "optimizers": self.optimizers,
+            "optimizers": [
+                {key: value for key, value in optimizer.items() if key != "step_calls"}
+                for optimizer in self.optimizers
+            ],
+            **({} if self.patch is None else {"patch": self.patch}),
         }
 
     def lines(self, stream: TextIO) -> list[str]:
@@ -120,13 +126,27 @@ class CheckResult:
             nothing = "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
             write_report(folder / rundir.REPORT, nothing + notes)
 
-    def write_patch(self, script: Path, file: Path) -> None:
-        """A unified diff that mends the script, where that is known."""
+    def write_patch(self, script: Path, before: bytes, file: Path) -> None:
+        """A unified diff that mends the script of these bytes, where that is known."""
         from gradsight.cli.patch import proposed_patch
 
         runs = self.runs.values()
         findings = [finding for summary in runs for finding in summary.health.findings]
-        file.write_text(proposed_patch(script, findings, self.optimizers), encoding="utf-8")
+        patch = proposed_patch(script, before, findings, self.optimizers)
+        try:
+            file.write_bytes(patch.diff)
+        except OSError as error:
+            raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+        self.patch = {"file": str(file), "empty": not patch.diff, "notes": list(patch.notes)}
+
+    def patch_lines(self) -> list[str]:
+        """What became of the patch."""
+        if self.patch is None:
+            return []
+        lines = [f"patch: {self.patch['file']}"]
+        if self.patch["empty"]:
+            lines = [f"no patch: {self.patch['file']} is empty."]
+        return [*lines, *(f"  {note}." for note in self.patch["notes"])]
 
 
 def script_section(notes: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from gradsight.show.summary import summarize
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
+from gradsight.train.models import refuse_without_transformers
 from gradsight.train.sample_texts import SampleTexts
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def demo(*, run_dir: Path | None = None) -> int:
         Where the run goes; by default a new directory under runs/.
     """
     started = time.perf_counter()
+    refuse_without_transformers("of the demo")
     print("A small GPT learns the source of Python's standard library, with all five")
     print("instruments at work. On the way one sample of one batch is poisoned.\n", flush=True)
     import torch

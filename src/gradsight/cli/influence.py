@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradsight.core import rundir
-from gradsight.errors import RunError, UsageError
+from gradsight.errors import RunError, UsageError, WrongPlace
 from gradsight.show.export import keep_lines, weight_lines
 from gradsight.show.influence import Influence, influence_of
 from gradsight.show.samples import TextOf, influence_lines
@@ -98,10 +98,10 @@ def _refuse_wrong_options(top: int, export: Path | None, drop: float | None) -> 
 
 def _refuse_without_scores(run_dir: Path) -> None:
     if not run_dir.is_dir():
-        raise RunError(f"there is no run directory at {run_dir}")
+        raise WrongPlace(f"there is no run directory at {run_dir}")
     folder = run_dir / rundir.SCORES
     if not folder.is_dir() or not any(folder.glob(rundir.SCORE_FILES)):
-        raise RunError(
+        raise WrongPlace(
             f"{run_dir} has no scores: there is no {rundir.SCORES}/{rundir.SCORE_FILES} in it. "
             f"They are written by `gradsight train` (--method GradDotProd) and by "
             f"GhostEngine(..., run_dir={str(run_dir)!r})"

@@ -387,7 +387,7 @@ def show_plan(console: Console, chosen: CheckpointingPlan) -> None:
 def working(console: Console, what: str) -> Iterator[None]:
     """A spinner on a terminal, one plain line elsewhere."""
     if console.is_terminal:
-        with console.status(f"{escape(what)} ..."):
+        with console.status(f"{escape(what)} ...", spinner="line"):
             yield
     else:
         console.print(f"{what} ...", markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from gradsight.cli.build_function import load_build
 from gradsight.core import rundir
-from gradsight.errors import GradsightError, RunError, UsageError
+from gradsight.errors import GradsightError, RunError, UsageError, UserCodeError
 from gradsight.store.incident_format import read_document
 from gradsight.store.incidents import merged
 from gradsight.values.diagnoses import Diagnosis
@@ -118,7 +118,7 @@ def _built(place: str) -> Any:
     except GradsightError:
         raise
     except Exception as error:
-        raise GradsightError(f"{place} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{place} raised {type(error).__name__}: {error}") from error
     import torch
 
     if not isinstance(model, torch.nn.Module):

@@ -17,7 +17,8 @@ from gradsight.train.sample_texts import SampleTexts
 def report(run_dir: Path, /) -> int:
     """Write report.md into a run directory and print the verdict.
 
-    Exits with 0 if all is fine, 1 with a warning, 2 if something critical was found.
+    Exits with 0 if all is fine, 1 with a warning, 2 if something critical was found or the record
+    is damaged, 64 for wrong usage, a missing folder among it.
 
     Parameters
     ----------

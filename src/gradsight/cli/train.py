@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 
 from gradsight.core import rundir
-from gradsight.errors import UsageError
+from gradsight.errors import MissingPackage, UsageError
+from gradsight.store.sinks import refuse_unavailable
 from gradsight.train.config import MACHINE, Settings, from_dict, options_of
-from gradsight.train.models import architecture
+from gradsight.train.models import architecture, refuse_without_transformers
 
 RUN = Group("Run", sort_key=0)
 DEFAULT = Settings()
@@ -92,6 +93,10 @@ def refuse_early(settings: Settings) -> None:
         path = getattr(settings, name)
         if path is not None and not Path(path).exists():
             raise UsageError(f"--{name} {path}: there is no such file or folder")
+    refuse_without_transformers(settings.architecture)
+    if settings.tokenizer is not None:
+        MissingPackage.refuse("tokenizers", "hf", "--tokenizer")
+    refuse_unavailable(settings.trainer.callbacks.watch.sinks)
 
 
 def with_joined_switches(tokens: Sequence[str]) -> list[str]:

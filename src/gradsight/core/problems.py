@@ -1,10 +1,10 @@
 """Faults that training survives: said once, counted, kept for the report. No torch."""
 
-import sys
 import threading
 import warnings
 from dataclasses import replace
 
+from gradsight.core.notices import notice
 from gradsight.errors import GradsightWarning
 from gradsight.values.findings import Problem
 
@@ -61,4 +61,4 @@ def say(message: str, stacklevel: int = 3) -> None:
     try:
         warnings.warn(message, GradsightWarning, stacklevel=stacklevel)
     except GradsightWarning:
-        print(f"gradsight: {message}", file=sys.stderr)
+        notice(message)

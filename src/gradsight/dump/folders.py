@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from gradsight.core import files, rundir
 from gradsight.dump.manifest import NAME, Manifest, read
-from gradsight.errors import GradsightError, RunError, UsageError
+from gradsight.errors import GradsightError, UsageError, WrongPlace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -184,8 +184,8 @@ def find_dumps(path: Path, step: int | None = None) -> list[Path]:
         parents = [path, *step_folders(path), *step_folders(path / rundir.DUMPS)]
         places = [folder / name for folder in parents for name in FOLDERS.values()]
         dumps = [place for place in places if place.is_dir()]
-    if not dumps:
-        raise RunError(_nothing(path))
+    if not dumps or not path.exists():
+        raise WrongPlace(_nothing(path))
     dumps.sort(key=lambda folder: (step_of(folder) or 0, folder.name))
     chosen = [folder for folder in dumps if step is None or step_of(folder) == step]
     if not chosen:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradsight.errors import RunError
+from gradsight.errors import RunError, WrongPlace
 from gradsight.values.plain import plain
 
 NAME = "manifest.json"
@@ -138,7 +138,7 @@ def read(folder: Path) -> Manifest:
     """The manifest of a dump folder; refused unless every part of it makes sense."""
     path = folder / NAME
     if folder.parent.name.endswith(".partial"):
-        raise RunError(
+        raise WrongPlace(
             f"{folder} is still being written, or was left behind unfinished: it is not a dump"
         )
     try:
@@ -155,7 +155,7 @@ def decode(body: Any, path: Path) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise RunError(f"{path} is not the manifest of a gradient dump")
     if body.get("version") != VERSION:
-        raise RunError(
+        raise WrongPlace(
             f"{path} has format version {body.get('version')!r}; this Gradsight reads version "
             f"{VERSION}"
         )

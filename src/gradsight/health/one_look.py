@@ -1,5 +1,7 @@
 """One look at a model's gradients, and the verdict on them."""
 
+from math import nan
+
 from torch import nn
 
 from gradsight.core.parameters import named_parameters
@@ -8,7 +10,7 @@ from gradsight.health.judge import Judge
 from gradsight.health.subject import subject_of
 from gradsight.measure.rank_table import norms_now
 from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
-from gradsight.values.measured import MeasuredStep
+from gradsight.values.measured import MeasuredStep, Norms
 from gradsight.values.steps import Step
 
 
@@ -34,15 +36,25 @@ def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
 
 
 def verdict_of(judge: Judge, steps: int) -> HealthReport:
-    """The report on the last step that a judge has seen, and on all that it has found."""
+    """The report on the last step that was measured, and on all that a judge has found."""
     window = judge.window
-    nan = inf = zero = size = 0
-    if window.norms is not None:
-        size = len(window.norms.l2)
-        zero = int((window.norms.l2 == 0).sum())
-        if window.norms.counts is not None:
-            nan = int((window.norms.counts[0] != 0).sum())
-            inf = int((window.norms.counts[1] != 0).sum())
-    counts = ParameterCounts(nan, inf, zero, size)
+    look = window.last_look
+    number = window.step.step
+    norms: Norms | None = None
+    total = nan
+    if look is not None and look.norms is not None:
+        number = look.step.step
+        norms = look.norms
+        total = norms.total
     findings = judge.findings()
-    return make_report(window.step.step, window.total, counts, findings, judge.abstentions(), steps)
+    return make_report(number, total, _counts(norms), findings, judge.abstentions(), steps)
+
+
+def _counts(norms: Norms | None) -> ParameterCounts:
+    if norms is None:
+        return ParameterCounts(0, 0, 0, 0)
+    with_nan = with_inf = 0
+    if norms.counts is not None:
+        with_nan = int((norms.counts[0] != 0).sum())
+        with_inf = int((norms.counts[1] != 0).sum())
+    return ParameterCounts(with_nan, with_inf, int((norms.l2 == 0).sum()), len(norms.l2))

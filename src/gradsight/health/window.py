@@ -67,6 +67,8 @@ class Window:
     step: Step = field(default_factory=lambda: Step(0, 0.0))
     norms: Norms | None = None
     """The norms of its gradients; None where none were measured."""
+    last_look: MeasuredStep | None = None
+    """The newest step whose gradients were measured: this one, or one before it."""
     total: float = 0.0
     """The norm of its whole gradient; 0 where none was measured."""
     finite: bool = True
@@ -192,6 +194,7 @@ class Window:
             self.l2 = np.full(len(self.subject.names), np.nan)
             self.effective = 0.0
             return
+        self.last_look = self.now
         self.signals.add("norms")
         rows = slice(None) if self.now.rows is None else list(self.now.rows)
         if self.now.rows is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsight.errors import GradsightError, UsageError
+from gradsight.errors import GradsightError, UsageError, UserCodeError
 
 Build = Callable[[], object]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -54,7 +54,7 @@ def call_build(build: Build) -> Workload:
     except GradsightError:
         raise  # it says already what to do
     except Exception as error:
-        raise GradsightError(
+        raise UserCodeError(
             f"build() raised {type(error).__name__}: {error}. Call it by itself first; {EXPECTED}"
         ) from error
     return as_workload(built)

@@ -78,6 +78,8 @@ class StepLine:
         self._outputs = outputs
         self._problems = problems
         self._manual = manual
+        self.has_stepped = False
+        """Whether any step was made since the run was opened."""
         self._judges = instruments.health is not None
         self._last: Norms | None = None
         """The norms at the last look of the step under way, where they have arrived already."""
@@ -159,6 +161,7 @@ class StepLine:
 
     def end_step(self, gradient: str) -> None:
         """The step is made, and `gradient` says what its gradients were."""
+        self.has_stepped = True
         step = self.builder.step
         signals = StepSignals()
         loss: Tensor | None = None

@@ -24,6 +24,7 @@ class WatchOptions:
     start_step: int | None
     sink_detail: str | None
     diagnose_seconds: float
+    quiet: bool
 
     def __post_init__(self) -> None:
         if self.sink_detail not in (None, "parameters", "blocks"):

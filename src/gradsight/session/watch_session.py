@@ -22,8 +22,10 @@ from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
+from gradsight.session.first_critical import FirstCritical
 from gradsight.session.line import StepLine, WatchedInstruments
 from gradsight.session.manual_steps import ManualSteps
+from gradsight.session.missing_steps import MissingSteps
 from gradsight.session.opening import OpenedRun, open_run_outputs, write_run_config
 from gradsight.session.optimizer_steps import OptimizerSteps
 from gradsight.session.options import WatchOptions
@@ -58,6 +60,7 @@ def watch(
     start_step: int | None = None,
     sink_detail: Literal["parameters", "blocks"] | None = None,
     diagnose_seconds: float = SECONDS,
+    quiet: bool = False,
 ) -> "Watch":
     """Record what the gradients of a model do while it trains, at next to no cost.
 
@@ -84,6 +87,8 @@ def watch(
     sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of
       parameters (500).
     diagnose_seconds: how long a diagnosis may hold training up; 0 diagnoses nothing.
+    quiet: whether to say nothing on standard error. Otherwise one line says that an old run is
+      continued, and one line the first critical finding: step, code, cause, and where to read on.
     """
     options = WatchOptions(
         run_dir=run_dir,
@@ -96,6 +101,7 @@ def watch(
         start_step=start_step,
         sink_detail=sink_detail,
         diagnose_seconds=diagnose_seconds,
+        quiet=quiet,
     )
     return Watch(model, optimizer, options)
 
@@ -119,6 +125,8 @@ class Watch:
         self._opened = open_run_outputs(options, self._group)
         self._problems = self._opened.problems
         self._outputs = self._opened.outputs(names, options.sink_detail)
+        if rank() == 0 and not options.quiet:
+            self._outputs.append(FirstCritical(options.run_dir))
         self._instruments = self._make_instruments(model, parameters, options, checks)
         plan = _measuring_plan(options, self._opened, self._instruments)
         self._line = StepLine(
@@ -134,12 +142,15 @@ class Watch:
             self._steps = OptimizerSteps(model, tensors, self._optimizers, self._line)
         else:
             self._steps = ManualSteps(model, tensors, self._line)
+        self._missing_steps = MissingSteps(tensors, self._optimizers, self._line, self._problems)
+        self._ended_early = False
         self._shutdown = ShutdownHooks(_ProcessEnd(self))
         if self._opened.store is not None:
             first_step = self._opened.first_step
             write_run_config(self._opened.store, options, first_step, parameters, self._optimizers)
         # Hooks come last: whatever fails above leaves the model as it was.
         self._steps.start()
+        self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
         if self._instruments.signals is not None:
@@ -277,11 +288,13 @@ class Watch:
 
     def _ended_by(self, error: BaseException) -> None:
         """An exception ends the run: the flight recorder writes down how things stood."""
+        self._ended_early = True
         if self._instruments.incidents is not None and not self._closed:
             self._instruments.incidents.failed(self._line.builder.step, error)
 
     def _asked_to_end(self) -> None:
         """SIGTERM has come: the flight recorder writes down how things stood."""
+        self._ended_early = True
         if self._instruments.incidents is not None and not self._closed:
             self._instruments.incidents.asked_to_end(self._line.builder.step)
 
@@ -294,6 +307,7 @@ class Watch:
         self._forked = True
         moments.renew_lock()
         self._steps.stop()
+        self._missing_steps.stop()
         self._line.stop()
         for optimizer in self._optimizers:
             _say_at_next_step(optimizer, _FORKED)
@@ -303,7 +317,11 @@ class Watch:
             return
         self._closed = True
         self._steps.stop()
+        self._missing_steps.stop()
         self._line.stop(_PATIENCE if wait else _SHORT_PATIENCE)
+        # Whoever was interrupted before the first step knows why there is none.
+        if not self._ended_early:
+            self._missing_steps.report()
         self._shutdown.cancel()
         if self._instruments.dumps is not None:
             with self._survives("dumps"):

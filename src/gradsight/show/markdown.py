@@ -31,9 +31,7 @@ def no_text(sample_id: str) -> str | None:
 def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     """The whole report as markdown; text_of gives the samples' text, where it is known."""
     sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
-    settings = summary.config.get("settings", {}).get("watch", {})
-    # A run that was opened with health=False has no findings, and that is no verdict.
-    if summary.steps and settings.get("health", True) is not False:
+    if summary.steps and summary.is_judged:
         sections += markdown_sections(summary.health)
     sections.append(_block_table(summary))
     if summary.samples is not None:

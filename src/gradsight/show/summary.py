@@ -19,6 +19,7 @@ from gradsight.values.health_report import (
     make_report,
 )
 from gradsight.values.histograms import Histogram
+from gradsight.values.plain import counted
 from gradsight.values.steps import ParameterStat, Step, block_of
 
 
@@ -90,9 +91,18 @@ class Summary:
     @property
     def verdict(self) -> str:
         """The severity as a sentence, and what is behind it."""
-        if self.steps and self.health.findings:
+        if not self.steps or self.health.findings:
             return headline(self.health)
-        return f"{SIGNS[self.severity]} {self._reading}"
+        bad = self._unhandled
+        if bad:
+            where = ", ".join(self.broken[bad[0]][:3])
+            steps = f"{counted(len(bad), 'step')}, first at step {bad[0]} in {where}"
+            return f"{SIGNS['critical']} NaN or Inf in the gradient of {steps}"
+        if not self.is_judged:
+            return (
+                f"{SIGNS['healthy']} {counted(len(self.steps), 'step')}, not judged: health=False"
+            )
+        return headline(self.health)
 
     @property
     def exit_code(self) -> int:
@@ -105,16 +115,10 @@ class Summary:
         return [step.step for step in self.steps if step.step in self.broken and not step.skipped]
 
     @property
-    def _reading(self) -> str:
-        """What the record itself says, where nothing was judged."""
-        if not self.steps:
-            return "nothing was recorded"
-        bad = self._unhandled
-        if bad:
-            where = ", ".join(self.broken[bad[0]][:3])
-            steps = f"{len(bad)} steps, first at step {bad[0]} in {where}"
-            return f"NaN or Inf in the gradient of {steps}"
-        return f"every gradient of {len(self.steps)} steps is finite"
+    def is_judged(self) -> bool:
+        """Whether the run was judged: one that was opened with health=False has no verdict."""
+        settings = self.config.get("settings", {}).get("watch", {})
+        return settings.get("health", True) is not False
 
 
 def summarize(run: ReadableRun) -> Summary:
@@ -171,7 +175,7 @@ def _health(run: ReadableRun, steps: list[Step], last: list[ParameterStat]) -> H
         parameters=len(last),
     )
     number = 0
-    norm = 0.0
+    norm = math.nan
     for step in steps:
         if step.total_norm is not None:
             number = step.step

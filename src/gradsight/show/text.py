@@ -13,8 +13,10 @@ YELLOW = "33"
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    """Whether to colour: on a terminal that can, unless NO_COLOR says otherwise."""
+    # "dumb" is what editors and CI say whose terminals would show the codes themselves.
+    dumb = os.environ.get("TERM", "") in ("dumb", "unknown")
+    return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def tinted(text: str, code: str, colour: bool) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradsight.errors import RunError
+from gradsight.errors import RunError, WrongPlace
 
 FORMAT = "gradsight-incident"
 VERSION = 1
@@ -43,17 +43,17 @@ def read_document(path: Path) -> dict[str, Any]:
     """The incident in incident.json, proven whole."""
     file = path / DOCUMENT
     if not path.is_dir():
-        raise RunError(f"there is no incident at {path}")
+        raise WrongPlace(f"there is no incident at {path}")
     if not file.is_file():
-        raise RunError(f"{path} is not an incident: it has no {DOCUMENT}")
+        raise WrongPlace(f"{path} is not an incident: it has no {DOCUMENT}")
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{file} is damaged: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise RunError(f"{file} is not an incident of Gradsight's")
+        raise WrongPlace(f"{file} is not an incident of Gradsight's")
     if document.get("version") != VERSION:
-        raise RunError(
+        raise WrongPlace(
             f"{file} has format version {document.get('version')}, "
             f"and this Gradsight reads version {VERSION}; read it with the Gradsight that wrote it"
         )

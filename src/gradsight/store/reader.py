@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsight.core import rundir
-from gradsight.errors import RunError, UsageError
+from gradsight.errors import RunError, UsageError, WrongPlace
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
@@ -51,10 +51,10 @@ def open_run(run_dir: str | os.PathLike[str]) -> "Run":
     """
     path = Path(run_dir)
     if not path.is_dir():
-        raise RunError(f"there is no run directory at {path}")
+        raise WrongPlace(f"there is no run directory at {path}")
     file = path / rundir.RECORD
     if not file.is_file():
-        raise RunError(f"{path} is not a run directory: it has no {rundir.RECORD}")
+        raise WrongPlace(f"{path} is not a run directory: it has no {rundir.RECORD}")
     return Run(path)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradsight.core import rundir
 from gradsight.core.files import write_text
-from gradsight.errors import RunError
+from gradsight.errors import RunError, WrongPlace
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:
@@ -34,4 +34,4 @@ def write_report(file: Path, text: str) -> None:
     try:
         write_text(file, text)
     except OSError as error:
-        raise RunError(f"{file} cannot be written: {error.strerror}") from error
+        raise WrongPlace(f"{file} cannot be written: {error.strerror}") from error

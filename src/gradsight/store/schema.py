@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from gradsight.errors import RunError
+from gradsight.errors import WrongPlace
 from gradsight.store import tail_format as frames
 
 VERSION = 1
@@ -67,9 +67,9 @@ def check_version(connection: sqlite3.Connection, path: Path) -> None:
             raise
         row = None
     if row is None:
-        raise RunError(f"{path} is a SQLite file, but not the record of a run")
+        raise WrongPlace(f"{path} is a SQLite file, but not the record of a run")
     if row[0] > VERSION:
-        raise RunError(
+        raise WrongPlace(
             f"{path} has schema {row[0]}, this Gradsight reads up to {VERSION}: "
             "it was written by a newer version. Update with: pip install --upgrade gradsight"
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from gradsight.core import rundir
 from gradsight.core.problems import Problems
 from gradsight.core.worker import WALL_CLOCK, Clock, Worker
-from gradsight.errors import RunError
+from gradsight.errors import RunError, WrongPlace
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
 from gradsight.values.findings import Finding, Problem
@@ -258,29 +258,29 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
 
 def _make_directory(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise RunError(
+        raise WrongPlace(
             f"run_dir {path} is a file; give a directory, or a name that does not exist yet"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"run_dir {path} cannot be made: {error.strerror}") from error
+        raise WrongPlace(f"run_dir {path} cannot be made: {error.strerror}") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise RunError(f"run_dir {path} is not writable")
+        raise WrongPlace(f"run_dir {path} is not writable")
 
 
 def _lock_tail(path: Path) -> int:
     try:
         tail = os.open(path / rundir.TAIL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        raise RunError(f"run_dir {path} is not writable: {error.strerror}") from error
+        raise WrongPlace(f"run_dir {path} is not writable: {error.strerror}") from error
     # Two processes would number their frames alike. A lock of this kind goes with its process,
     # so that a killed run can be opened again.
     try:
         fcntl.flock(tail, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(tail)
-        raise RunError(
+        raise WrongPlace(
             f"another process is recording into {path}; give this run a directory of its own"
         ) from error
     return tail

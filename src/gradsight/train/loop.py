@@ -105,6 +105,8 @@ def train(run: Training, tools: Instruments) -> int | None:
             dump=tools.dumper,
             recorder=RECORDER[watching.recorder],
             start_step=run.step,
+            # The progress shows the loss, and the findings are printed when the run is over.
+            quiet=True,
         ) as watched,
         StopRequest() as request,
         run.progress,

@@ -53,6 +53,11 @@ def architecture(name: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def refuse_without_transformers(name: str) -> None:
+    """Refuse a model of Hugging Face's where its package is missing, before anything is loaded."""
+    MissingPackage.refuse("transformers", "hf", f"the model {name}")
+
+
 def model_from_settings(settings: Mapping[str, Any]) -> "nn.Module":
     """The freshly initialised model of a run, from the settings in its config.json."""
     import torch
@@ -83,10 +88,9 @@ def build_model(
             f"block_size and vocab_size must be 1 or more and dropout at least 0 and below 1, "
             f"got {length}, {vocabulary}, {dropout}"
         )
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingPackage("transformers", "hf", f"the model {name}") from error
+    refuse_without_transformers(name)
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
         n_positions=length,
@@ -120,6 +124,7 @@ def training_step(
     length = block_size or shape.block_size
     if size < 1:
         raise UsageError(f"batch_size must be 1 or more, got {size}")
+    refuse_without_transformers(name)
 
     def build() -> "tuple[Any, dict[str, torch.Tensor]]":
         import torch

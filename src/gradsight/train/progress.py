@@ -82,7 +82,7 @@ class Progress:
     def working(self, what: str) -> Iterator[None]:
         """Something that takes a while: a spinner on a terminal, nothing elsewhere."""
         if self.console.is_terminal and not self.console.quiet:
-            with self.console.status(f"{what} ..."):
+            with self.console.status(f"{what} ...", spinner="line"):
                 yield
         else:
             yield

@@ -12,6 +12,12 @@ from gradsight.values.wording import diagnosis_lines
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
 _NAMED = 4
+_NO_STEPS = "no steps: no optimizer step was seen"
+_WHY_NO_STEPS = (
+    "A watch sees a step when the optimizer that it was given steps; without an optimizer, when "
+    "`Watch.step()` is called after backward. Was it given the model and the optimizer that are "
+    "trained? (Hugging Face's Trainer makes its optimizer in `train()`.)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +31,16 @@ class Abstention:
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """A verdict on gradients. The counts are of parameters, at the last step that was seen."""
+    """A verdict on gradients. The counts are of parameters, at the last step that was measured.
+
+    Where no step was seen there is nothing to call healthy: the status is "warning".
+    """
 
     step: int
     status: str
     """ "healthy", "warning" or "critical"."""
     total_norm: float
+    """NaN where no gradient was measured."""
     nan_count: int
     inf_count: int
     zero_count: int
@@ -42,6 +52,10 @@ class HealthReport:
     """How many steps were judged."""
 
     def __str__(self) -> str:
+        if self.steps == 0:
+            return _NO_STEPS
+        if self.num_params == 0:
+            return f"Step {self.step}: {_nothing_counted(self)}"
         norm = f"grad_norm={self.total_norm:.4f}"
         return f"Step {self.step}: {norm}, nan={self.nan_count}, zero={self.zero_count}"
 
@@ -88,9 +102,13 @@ def make_report(
     steps: int = 1,
 ) -> HealthReport:
     """A report whose status is that of its worst finding."""
+    status = worst(finding.severity for finding in findings)
+    if steps == 0:
+        status = worst([status, "warning"])
+        total_norm = math.nan
     return HealthReport(
         step=step,
-        status=worst(finding.severity for finding in findings),
+        status=status,
         total_norm=total_norm,
         nan_count=counts.nan,
         inf_count=counts.inf,
@@ -112,7 +130,7 @@ def markdown_sections(report: HealthReport) -> list[list[str]]:
 def headline(report: HealthReport) -> str:
     """The verdict in one line."""
     if report.steps == 0:
-        return "⚠️ nothing was seen: no optimizer step with a gradient"
+        return f"{SIGNS[report.status]} {_NO_STEPS}"
     sign = SIGNS[report.status]
     over = f"step {report.step}"
     if report.steps > 1:
@@ -123,11 +141,23 @@ def headline(report: HealthReport) -> str:
 
 
 def _summary(report: HealthReport) -> list[str]:
+    if report.steps == 0:
+        return ["### Summary", "", f"{headline(report)}. {_WHY_NO_STEPS}"]
+    if report.num_params == 0:
+        sign = SIGNS[worst([report.status, "warning"])]
+        return ["### Summary", "", f"{sign} Step {report.step}: {_nothing_counted(report)}."]
     lines = ["### Summary", "", "| Metric | Value | Status |", "|--------|-------|--------|"]
     for metric, value, status in _summary_rows(report):
         lines.append(f"| {metric} | {value} | {SIGNS[status]} |")
     measured = f"At step {report.step}, over {report.num_params} parameters with a gradient."
     return [*lines, "", measured]
+
+
+def _nothing_counted(report: HealthReport) -> str:
+    """Why there is no parameter to count."""
+    if math.isnan(report.total_norm):
+        return "no gradient was measured"
+    return "no parameter has a gradient"
 
 
 def _summary_rows(report: HealthReport) -> list[tuple[str, str, str]]:
@@ -165,6 +195,8 @@ def _norm_status(norm: float) -> str:
 
 
 def _issues(report: HealthReport) -> list[str]:
+    if report.steps == 0:
+        return []
     if not report.findings:
         return ["### Issues Detected", "", "None."]
     lines = ["### Issues Detected", ""]
@@ -193,6 +225,8 @@ def _cause(finding: Finding) -> list[str]:
 
 
 def _recommendations(report: HealthReport) -> list[str]:
+    if report.steps == 0:
+        return []
     if not report.findings:
         return ["### Recommendations", "", "None needed."]
     lines = [

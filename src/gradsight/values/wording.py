@@ -33,6 +33,17 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     ]
 
 
+def short_cause(diagnosis: Diagnosis) -> str:
+    """The guilty operation and the worst sample on one line; empty where neither is known."""
+    several = diagnosis.micro_batches > 1
+    parts = []
+    if diagnosis.operation is not None:
+        parts.append(next(_operation(diagnosis.operation, several)))
+    if diagnosis.samples:
+        parts.append(named(diagnosis.samples[0], several))
+    return "; ".join(parts)
+
+
 def _operation(guilty: GuiltyOperation, several: bool) -> Iterator[str]:
     where = ""
     if guilty.place:

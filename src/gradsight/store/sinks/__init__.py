@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gradsight.errors import UsageError
+from gradsight.errors import MissingPackage, UsageError
 from gradsight.values.steps import ScalarTracker
 
 _NAMED = {
@@ -28,13 +28,23 @@ def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
     return [_open(sink, run_dir) for sink in sinks]
 
 
+def refuse_unavailable(names: Iterable[str]) -> None:
+    """Refuse a name that no sink has, or one whose package is missing, before torch is loaded."""
+    for name in names:
+        _refuse_unknown(name)
+        if name != "console":  # every other is named as its package and its extra are
+            MissingPackage.refuse(name, name, f"The sink {name!r}")
+
+
+def _refuse_unknown(name: str) -> None:
+    if name not in _NAMED:
+        known = ", ".join(sorted(_NAMED))
+        raise UsageError(f"there is no sink {name!r}; there are {known}, or an object of your own")
+
+
 def _open(sink: Any, run_dir: Path | None) -> Any:
     if isinstance(sink, str):
-        if sink not in _NAMED:
-            known = ", ".join(sorted(_NAMED))
-            raise UsageError(
-                f"there is no sink {sink!r}; there are {known}, or an object of your own"
-            )
+        _refuse_unknown(sink)
         # Imported by name, so that a tracker's package is needed only by those who use it.
         module = import_module(f"gradsight.store.sinks.{sink}")
         return getattr(module, _NAMED[sink])(run_dir)

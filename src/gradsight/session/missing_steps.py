@@ -1,0 +1,111 @@
+"""Why a watch has no step: who stepped in its place, noticed until the first step is there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradsight.core import moments
+from gradsight.core.group import rank
+from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.problems import Problems
+from gradsight.session.line import StepLine
+
+_SURE = 10
+"""Steps of an optimizer that nobody watches, before it is said that none of them is recorded.
+
+Whoever calls `Watch.step()` may do so from the second step on, or at every few.
+"""
+_NO_OPTIMIZER = (
+    "watch() was given no optimizer, and Watch.step() was not called. Give it the optimizer, "
+    "watch(model, optimizer), once there is one (Hugging Face's Trainer makes its own in train(): "
+    "call trainer.create_optimizer() first), or call Watch.step() after backward() in your loop."
+)
+
+
+class MissingSteps:
+    """Stands by until the line has made its first step; says why where it never does."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        optimizers: Sequence[Any],
+        line: StepLine,
+        problems: Problems,
+    ) -> None:
+        self._parameters = {id(tensor): tensor for tensor in parameters}
+        self._watched = [innermost_optimizer(each) for each in optimizers]
+        self._line = line
+        self._problems = problems
+        self._said = False
+        self._saw_gradients = False
+        self._strangers: dict[str, int] = {}
+        """Steps of optimizers that hold parameters of the model and are not watched, by class."""
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        moments.listen(self)
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def stop(self) -> None:
+        """Leave everything as it was found."""
+        moments.leave(self)
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def report(self) -> None:
+        """The run is over: say why there is no step, where there is none. Rank 0 does."""
+        self._report_once("no step was recorded")
+
+    # What torch tells.
+
+    def after_backward(self) -> None:
+        """A backward pass has returned."""
+        if not self._line.has_stepped and not self._saw_gradients:
+            tensors = self._parameters.values()
+            self._saw_gradients = any(tensor.grad is not None for tensor in tensors)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """Some optimizer of this process has stepped."""
+        if self._line.has_stepped or any(optimizer is each for each in self._watched):
+            return
+        given = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        if not any(id(tensor) in self._parameters for tensor in given):
+            return
+        name = type(optimizer).__name__
+        self._strangers[name] = self._strangers.get(name, 0) + 1
+        if sum(self._strangers.values()) == _SURE:
+            self._report_once("no step is recorded so far")
+
+    # The words.
+
+    def _report_once(self, fact: str) -> None:
+        if self._line.has_stepped or self._said or rank() != 0:
+            return
+        self._said = True
+        self._problems.report("no-steps", f"{fact}: {self._reason()}", step=0)
+
+    def _reason(self) -> str:
+        if self._strangers:
+            name, steps = next(iter(self._strangers.items()))
+            seen = f"{name} has made {steps} steps with parameters of the model"
+            if not self._watched:
+                return f"{seen}, but {_NO_OPTIMIZER}"
+            return (
+                f"{seen}, but it is not the optimizer that watch() was given, and that one never "
+                "stepped. Give watch() the optimizer that trains the model."
+            )
+        seen = "no gradient of the model was seen after any backward()"
+        if self._saw_gradients:
+            seen = "gradients of the model were seen"
+        if not self._watched:
+            return f"{seen}. {_NO_OPTIMIZER[0].upper()}{_NO_OPTIMIZER[1:]}"
+        names = " and ".join(type(each).__name__ for each in self._watched)
+        return (
+            f"{seen}, and {names} never stepped. Train the model that is watched, with the "
+            "optimizer that watch() was given, before the watch is closed."
+        )
