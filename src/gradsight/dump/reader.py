@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.dump.folders import FOLDERS
+from gradsight.dump.folders import FOLDERS, Layout
 from gradsight.dump.manifest import ITEM_BYTES, NAME, Chunk, Entry, Manifest, read
 from gradsight.errors import RunError, UsageError
 from gradsight.values.dumps import DumpMetadata
@@ -26,7 +26,18 @@ def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
 
     directory: the dump's folder.
     """
-    manifest = read(dump_folder(directory))
+    return _metadata(read(dump_folder(directory)))
+
+
+def dumps_in(run_dir: Path) -> list[DumpMetadata]:
+    """All complete dumps of a run, in the order of steps; what cannot be read is left out."""
+    found = []
+    for layout in (Layout(run_dir, kind) for kind in FOLDERS):
+        found += [_metadata(manifest) for manifest in layout.complete()]
+    return sorted(found, key=lambda dump: (dump.step, dump.kind))
+
+
+def _metadata(manifest: Manifest) -> DumpMetadata:
     return DumpMetadata(
         step=manifest.step,
         kind=manifest.kind,
