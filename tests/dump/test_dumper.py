@@ -71,7 +71,7 @@ def test_not_enabled(tmp_path: Path, model: nn.Module) -> None:
     [
         ({"save_first_n": 0}, "save_first_n must be a whole number, 1 or more, got 0"),
         ({"save_first_n": 2.5}, "save_first_n must be a whole number, 1 or more, got 2.5"),
-        ({"step_interval": 0}, "step_interval must be 1 or more, got 0"),
+        ({"step_interval": 0}, "step_interval must be a whole number of 1 or more, got 0"),
         ({"start_step": 5, "end_step": 4}, "end_step 4 lies before start_step 5"),
         ({"keep_last": 0}, "keep_last must be a whole number, 1 or more, got 0"),
         ({"max_bytes": -1}, "max_bytes must be a whole number, 1 or more, got -1"),

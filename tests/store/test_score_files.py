@@ -6,15 +6,8 @@ import pyarrow.parquet
 import pytest
 
 from gradsight.errors import GradsightError
-from gradsight.store.scores import (
-    ScoreFile,
-    all_scores,
-    forget_scores,
-    read_scores,
-    score_files,
-    score_path,
-    write_scores,
-)
+from gradsight.store.score_folder import forget_scores, write_scores
+from gradsight.store.scores import ScoreFile, all_scores, read_scores, score_files, score_path
 from gradsight.values.scores import SampleScore, SavedScore
 
 
@@ -34,7 +27,7 @@ def row(step: int, sample_id: int | str = 0, score: float = 1.0) -> SavedScore:
 
 def test_rows_come_back_as_they_went(tmp_path: Path) -> None:
     path = score_path(tmp_path, 2)
-    assert write_scores(path, [row(0, 7), row(1, 8, -2.0)], ScoreFile()) is None
+    assert write_scores(path, [row(0, 7), row(1, 8, -2.0)], ScoreFile()) == []
     assert score_files(tmp_path) == [path]
     read = [SampleScore(**each) for each in read_scores(path).to_pylist()]
     assert read == [
@@ -80,10 +73,10 @@ def test_later_steps_are_forgotten(tmp_path: Path) -> None:
     forget_scores(tmp_path, 3)
     assert [path.name for path in score_files(tmp_path)] == [
         "iter_000002.parquet",
-        "iter_000004.parquet",
+        "iter_000003.parquet",
     ]
     assert all_scores(tmp_path)[0]["step"].to_pylist() == [0, 1, 2]
-    assert "direction" in pyarrow.parquet.read_schema(score_path(tmp_path, 4)).names
+    assert "direction" in pyarrow.parquet.read_schema(score_path(tmp_path, 3)).names
 
 
 def test_a_failed_write_leaves_the_old_file(

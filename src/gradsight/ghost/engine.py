@@ -68,6 +68,7 @@ class GhostEngine:
         self_check: bool = True,
         run_dir: str | Path | None = None,
         save_interval: int = 10,
+        start_step: int | None = None,
         batch_dim: int | None = None,
         _route: str | None = None,
     ) -> None:
@@ -96,7 +97,11 @@ class GhostEngine:
         self_check: score the first batch with the slow exact twin as well, and refuse the model if
             the two disagree. False: for models that the twin cannot run.
         run_dir: where scores are saved, as grad_dotprods/iter_*.parquet. None: they are not.
+            A directory that holds scores or a record is continued; under a watch on it, steps are
+            the watch's.
         save_interval: how many steps go into one file.
+        start_step: the number of the first step. Scores that were saved for it and for later steps
+            are replaced. None: after the last step that run_dir holds, or 0.
         batch_dim: the dimension of the model's inputs that holds the samples, where it cannot be
             told from the shapes.
         """
@@ -130,7 +135,7 @@ class GhostEngine:
             LossHistory(self._targets.names, Momentum.of(optimizer)),
             self._group,
             optimizer,
-            SaveOptions(None if run_dir is None else Path(run_dir), save_interval),
+            SaveOptions(None if run_dir is None else Path(run_dir), save_interval, start_step),
         )
         options = ScoringOptions(
             RuleOptions(exact_grad, _route), per_parameter, self_check, batch_dim

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from gradsight.errors import UsageError
 from gradsight.values.findings import family_of
+from gradsight.values.whole_numbers import whole_number
 
 When = Literal["step", "stretch", "look", "ranks"]
 """Every step; every ten steps, for trends; after a closer look; after ranks were compared."""
@@ -192,8 +193,10 @@ def _merged(each: Check, given: object) -> dict[str, Any]:
                 ", ".join(f"{key}={default}" for key, default in each.defaults.items()) or "none"
             )
             raise UsageError(f"{each.code} ({each.name}) has no setting {name!r}; it has {known}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise UsageError(f"{each.code}: {name} must be a number, got {value!r}")
+        if name == "patience":
+            whole_number(value, f"{each.code}: patience", least=1)
     return {**each.defaults, **given}
 
 

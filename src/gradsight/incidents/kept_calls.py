@@ -9,7 +9,7 @@ memory together than the limit.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,7 +114,11 @@ class KeptCalls:
 
     def name_samples(self, ids: Sequence[int | str] | Tensor) -> None:
         """What the samples of the next call are called."""
-        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        given = ids.tolist() if isinstance(ids, Tensor) else ids
+        # A text is a sequence of texts to Python: nobody means its letters.
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise UsageError(f"sample ids must be a sequence of integers or text, got {given!r}")
+        given = list(given)
         for each in given:
             if not isinstance(each, (int, str)):
                 raise UsageError(f"sample ids must be integers or text, got {each!r}")

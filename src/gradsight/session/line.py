@@ -78,6 +78,8 @@ class StepLine:
         self._outputs = outputs
         self._problems = problems
         self._manual = manual
+        self.has_failed = False
+        """Whether a fault of ours has ended the looking."""
         self.has_stepped = False
         """Whether any step was made since the run was opened."""
         self._judges = instruments.health is not None
@@ -209,6 +211,7 @@ class StepLine:
 
     def failed(self, error: Exception) -> None:
         """A fault of ours: training goes on without us."""
+        self.has_failed = True
         self.stop()
         name = type(error).__name__
         self._problems.report(

@@ -14,6 +14,7 @@ from gradsight.core.group import ProcessGroup, rank, world_size
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.errors import RunError, UsageError
+from gradsight.session.continuing import refuse_another_model, say_continued
 from gradsight.session.line import Output
 from gradsight.session.options import WatchOptions
 from gradsight.session.outputs import RecordOutput, SinkOutput
@@ -50,15 +51,17 @@ class OpenedRun:
         return outputs
 
 
-def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> OpenedRun:
+def open_run_outputs(
+    options: WatchOptions, parameters: Sequence[Named], group: ProcessGroup | None
+) -> OpenedRun:
     """Open store and sinks, on rank 0; tell the first step, on all ranks."""
     if group is None:
-        return _open_here(options)
+        return _open_here(options, parameters)
     opened: OpenedRun | None = None
     first_step = _FAILED
     try:
         if rank() == 0:
-            opened = _open_here(options)
+            opened = _open_here(options, parameters)
             first_step = opened.first_step
     finally:
         # Also where opening failed: the other ranks are waiting for this number.
@@ -68,7 +71,7 @@ def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> Opene
     return OpenedRun(first_step, Problems()) if opened is None else opened
 
 
-def _open_here(options: WatchOptions) -> OpenedRun:
+def _open_here(options: WatchOptions, parameters: Sequence[Named]) -> OpenedRun:
     first_step = options.start_step or 0
     problems = Problems()
     store: Store | None = None
@@ -76,7 +79,7 @@ def _open_here(options: WatchOptions) -> OpenedRun:
         if options.run_dir is not None:
             store = open_store(options.run_dir)
             problems = store.problems
-            first_step = _claim(store, options)
+            first_step = _claim(store, options, parameters)
         sinks = open_sinks(options.sinks, store.path if store is not None else None)
     except BaseException:
         if store is not None:
@@ -86,19 +89,24 @@ def _open_here(options: WatchOptions) -> OpenedRun:
     return OpenedRun(first_step, problems, store, queue)
 
 
-def _claim(store: Store, options: WatchOptions) -> int:
+def _claim(store: Store, options: WatchOptions, parameters: Sequence[Named]) -> int:
     """Make the store this watch's own, from the step that is returned on."""
     if store.recording:
         raise UsageError(
             f"this process is already recording steps into {options.run_dir}; "
             "give each watch its own run_dir"
         )
-    if options.start_step is None:
-        last = store.last_step()
-        first_step = 0 if last is None else last + 1
-    else:
+    last = store.last_step()
+    first_step = store.next_step()
+    if options.start_step is not None:
         first_step = options.start_step
+    # Where no earlier step stays, another model may take the place of the old one.
+    if last is not None and first_step > 0:
+        refuse_another_model(store, parameters)
+    if options.start_step is not None:
         store.forget_from(first_step)
+    if not options.quiet:
+        say_continued(options.run_dir, last, first_step)
     store.recording = True
     return first_step
 

@@ -16,7 +16,7 @@ from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.run_files import read_run_config
-from gradsight.store.scores import all_scores, read_scores, score_files
+from gradsight.store.scores import all_scores, each_step_once, score_files, step_after
 from gradsight.store.store import recover
 from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.diagnoses import Incident
@@ -49,7 +49,7 @@ def open_run(run_dir: str | os.PathLike[str]) -> "Run":
 
     run_dir: the directory that `watch` was given.
     """
-    path = Path(run_dir)
+    path = rundir.directory_path(run_dir, "run_dir")
     if not path.is_dir():
         raise WrongPlace(f"there is no run directory at {path}")
     file = path / rundir.RECORD
@@ -74,6 +74,13 @@ class Run:
     def config(self) -> dict[str, Any]:
         """What config.json says; empty where there is none."""
         return read_run_config(self.path)
+
+    def next_step(self) -> int:
+        """The step after the last one that was recorded or scored."""
+        try:
+            return step_after(schema.last_step(self._connection), self.path)
+        except sqlite3.Error as error:
+            raise _damaged(self.path, error) from error
 
     def steps(self) -> Iterator[Step]:
         """Every optimizer step."""
@@ -155,8 +162,8 @@ class Run:
     def scores(self) -> Iterator[SampleScore]:
         """Every training sample's score, as the ghost engine saved them."""
         # File by file: all scores of a long run would not fit into memory as records.
-        for file in score_files(self.path):
-            for row in read_scores(file).to_pylist():
+        for table in each_step_once(self.path):
+            for row in table.to_pylist():
                 yield SampleScore(**row)
 
     def score_table(self) -> "tuple[pyarrow.Table, list[str]] | None":

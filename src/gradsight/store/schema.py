@@ -92,6 +92,13 @@ def apply(connection: sqlite3.Connection, batch: Iterable[frames.Frame]) -> None
             connection.execute("UPDATE meta SET value = ? WHERE key = 'last_frame'", (last,))
 
 
+def last_step(connection: sqlite3.Connection) -> int | None:
+    """The last step of the record; one that was only logged to has not been made."""
+    row = connection.execute("SELECT max(step) FROM steps WHERE time IS NOT NULL").fetchone()
+    last: int | None = row[0]
+    return last
+
+
 def forget_from(connection: sqlite3.Connection, step: int) -> None:
     """Remove this step and all later ones: they are going to be run again."""
     with connection:

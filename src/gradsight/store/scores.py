@@ -1,23 +1,28 @@
-"""The score files of a run: how the ghost engine's scores are laid out, written and read.
+"""The score files of a run: how the ghost engine's scores are laid out, and how they are read.
 
 A run directory holds grad_dotprods/iter_{iteration:06d}.parquet, each with the scores of the steps
-before its iteration that no earlier file has. A row is one sample's score for one target: the
-fields of `SampleScore`; then `by_parameter` with the names in the schema's metadata under
-"gradsight.parameters", where scores were kept by parameter; then `direction`, where it may be
-preconditioned. Millions of rows are nothing unusual, so they are read as columns. No torch.
+before its iteration that no earlier file has. Where a writer was killed in the middle of replacing
+files, two may hold the same step: then the later one counts.
+
+A row is one sample's score for one target: the fields of `SampleScore`; then `by_parameter` with
+the names in the schema's metadata under "gradsight.parameters", where scores were kept by
+parameter; then `direction`, where it may be preconditioned. Millions of rows are nothing unusual,
+so they are read as columns. No torch.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from gradsight.core import rundir
-from gradsight.core.files import whole_file
-from gradsight.errors import GradsightError, RunError
-from gradsight.values.scores import SampleScore, SavedScore
+from gradsight.errors import RunError
+from gradsight.values.scores import SampleScore
 
 if TYPE_CHECKING:
     import pyarrow
@@ -42,45 +47,19 @@ def score_path(run_dir: Path, iteration: int) -> Path:
 
 def score_files(run_dir: Path) -> list[Path]:
     """The files of a run's scores, in the order of steps."""
-    return sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES))
+    return sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES), key=_order)
 
 
-def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> str | None:
-    """Write a file, complete or not at all; of an earlier one of this name, other steps stay.
-
-    Returns what to say of an earlier file that cannot be read and was put aside.
-    """
-    import pyarrow
-
-    steps = {row.step for row in rows}
-    new = [{name: getattr(row, name) for name in _names(format)} for row in rows]
-    old, fault = _rows_in(path)
-    merged = [row for row in old if row["step"] not in steps] + new
-    sample_id = pyarrow.int64()
-    if not all(isinstance(row["sample_id"], int) for row in merged):
-        sample_id = pyarrow.string()
-        merged = [{**row, "sample_id": str(row["sample_id"])} for row in merged]
-    table = pyarrow.Table.from_pylist(merged, schema=_schema(sample_id, format))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _write(path, table)
-    except OSError as error:
-        raise GradsightError(f"the scores could not be written to {path}: {error}") from error
-    return fault
+def iteration_of(file: Path) -> int | None:
+    """The iteration that a score file is named after; None for a name that is not ours."""
+    digits = file.stem.removeprefix("iter_")
+    return int(digits) if digits.isdecimal() else None
 
 
-def forget_scores(run_dir: Path, step: int) -> None:
-    """Remove the scores of this step and of all later ones: a resumed run makes them again."""
-    import pyarrow.compute
-    import pyarrow.parquet
-
-    for file in score_files(run_dir):
-        table = pyarrow.parquet.read_table(file)
-        kept = table.filter(pyarrow.compute.field("step") < step)
-        if kept.num_rows == 0:
-            file.unlink()
-        elif kept.num_rows < table.num_rows:
-            _write(file, kept)
+def _order(file: Path) -> tuple[int, str]:
+    # Not by name alone: iter_1000000 comes after iter_999999.
+    iteration = iteration_of(file)
+    return (-1 if iteration is None else iteration, file.name)
 
 
 def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.Table":
@@ -95,12 +74,26 @@ def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.
         raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
 
 
+def each_step_once(run_dir: Path) -> "Iterator[pyarrow.Table]":
+    """The scores of a run file by file, each step from the last file that has it."""
+    import pyarrow
+
+    files = score_files(run_dir)
+    last_with: dict[int, int] = {}
+    for number, file in enumerate(files):
+        last_with.update(dict.fromkeys(np.unique(_column(file, "step")).tolist(), number))
+    for number, file in enumerate(files):
+        table = read_scores(file)
+        own = [last_with.get(step, number) == number for step in table["step"].to_pylist()]
+        yield table if all(own) else table.filter(pyarrow.array(own))
+
+
 def all_scores(run_dir: Path) -> "tuple[pyarrow.Table, list[str]]":
     """All scores of a run, each step once, and what to say of files that cannot be read."""
     import pyarrow
 
     # Sample ids are text, whatever they were, so that all files agree.
-    schema = _schema(pyarrow.string(), ScoreFile())
+    schema = score_schema(pyarrow.string(), ScoreFile())
     parts = [schema.empty_table()]
     unreadable = []
     for file in score_files(run_dir):
@@ -108,12 +101,11 @@ def all_scores(run_dir: Path) -> "tuple[pyarrow.Table, list[str]]":
             parts.append(read_scores(file, schema))
         except RunError as error:
             unreadable.append(str(error))
-    return _each_step_once(parts), unreadable
+    return _latest_of_each_step(parts), unreadable
 
 
-def _each_step_once(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
+def _latest_of_each_step(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
     """All parts as one; of a step that two hold, the later counts: a resumed run writes it anew."""
-    import numpy as np
     import pyarrow
 
     table = pyarrow.concat_tables(parts)
@@ -125,28 +117,44 @@ def _each_step_once(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
     return table if kept.all() else table.filter(pyarrow.array(kept))
 
 
-def _write(path: Path, table: "pyarrow.Table") -> None:
-    import pyarrow.parquet
+def scored_steps(run_dir: Path) -> npt.NDArray[np.int64]:
+    """The step of every sample that was scored, whatever the number of targets.
 
-    with whole_file(path, path.with_suffix(".partial")) as partial:
-        pyarrow.parquet.write_table(table, partial)
+    A file that cannot be read counts as one sample of the last step that its name allows for.
+    """
+    steps = [np.empty(0, np.int64)]
+    for file in score_files(run_dir):
+        try:
+            targets = _column(file, "target")
+            # Every sample has one row for each target.
+            steps.append(_column(file, "step")[targets == targets[:1]])
+        except RunError:
+            iteration = iteration_of(file)
+            if iteration:
+                steps.append(np.array([iteration - 1]))
+    return np.concatenate(steps)
 
 
-def _rows_in(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The rows of an earlier file of this name; one that cannot be read is put aside."""
-    import pyarrow.parquet
+def step_after(last_recorded: int | None, run_dir: Path) -> int:
+    """The step after the last that a run has recorded, or scored: the two need not go together."""
+    last = -1
+    if last_recorded is not None:
+        last = last_recorded
+    return int(scored_steps(run_dir).max(initial=last)) + 1
 
-    if not path.exists():
-        return [], None
+
+def _column(file: Path, name: str) -> npt.NDArray[np.int64]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
     try:
-        return pyarrow.parquet.read_table(path).to_pylist(), None
-    except (pyarrow.ArrowException, OSError) as error:
-        aside = path.with_suffix(".damaged")
-        path.replace(aside)
-        return [], f"{path} cannot be read ({error}); it is now {aside.name}"
+        column: npt.NDArray[np.int64] = ParquetFile(file).read(columns=[name])[name].to_numpy()
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    return column
 
 
-def _names(format: ScoreFile) -> list[str]:
+def column_names(format: ScoreFile) -> list[str]:
     """The columns of such a file, in order."""
     names = list(_COLUMNS)
     if format.parameters is not None:
@@ -156,7 +164,8 @@ def _names(format: ScoreFile) -> list[str]:
     return names
 
 
-def _schema(sample_id: "pyarrow.DataType", format: ScoreFile) -> "pyarrow.Schema":
+def score_schema(sample_id: "pyarrow.DataType", format: ScoreFile) -> "pyarrow.Schema":
+    """The schema of such a file, with sample ids of a type."""
     import pyarrow
 
     kinds: Mapping[str, pyarrow.DataType] = {
@@ -174,5 +183,14 @@ def _schema(sample_id: "pyarrow.DataType", format: ScoreFile) -> "pyarrow.Schema
     if format.parameters is not None:
         metadata[_PARAMETERS] = json.dumps(format.parameters)
     return pyarrow.schema(
-        [(name, kinds[name]) for name in _names(format)], metadata=metadata or None
+        [(name, kinds[name]) for name in column_names(format)], metadata=metadata or None
     )
+
+
+def format_of(schema: "pyarrow.Schema") -> ScoreFile:
+    """The format of a file that has this schema."""
+    parameters = None
+    names = (schema.metadata or {}).get(_PARAMETERS.encode())
+    if names is not None:
+        parameters = tuple(json.loads(names))
+    return ScoreFile(parameters, has_direction="direction" in schema.names)

@@ -21,6 +21,8 @@ from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import RunError, WrongPlace
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
+from gradsight.store.score_folder import forget_scores
+from gradsight.store.scores import step_after
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import plain
@@ -126,19 +128,20 @@ class Store:
         key = f"{finding.code}:{finding.first_step}"
         self.add_record("finding", key, finding.first_step, plain(finding))
 
-    def last_step(self) -> int | None:
-        """The last recorded step."""
+    def next_step(self) -> int:
+        """The step after the last one that was recorded or scored."""
         self.flush()
         with self._database:
-            row = self._connection.execute("SELECT max(step) FROM steps WHERE time IS NOT NULL")
-            last: int | None = row.fetchone()[0]
-        return last
+            last = schema.last_step(self._connection)
+        return step_after(last, self.path)
 
     def forget_from(self, step: int) -> None:
-        """Remove this step and all later ones."""
+        """Remove this step and all later ones, with their scores."""
         self.flush()
         with self._database:
             schema.forget_from(self._connection, step)
+        for fault in forget_scores(self.path, step):
+            self.problems.report("damaged scores", fault, step)
 
     def flush(self) -> None:
         """Bring everything handed over so far into the tables."""

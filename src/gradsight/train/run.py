@@ -27,7 +27,6 @@ from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
-from gradsight.store.scores import forget_scores
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
@@ -263,7 +262,7 @@ def make_engine(run: Training) -> GhostEngine:
 
 
 def resume_from_checkpoint(run: Training) -> None:
-    """Take up the newest checkpoint, and forget the scores of steps that will be made again."""
+    """Take up the newest checkpoint."""
     folder = checkpoint.newest(run.run_dir)
     assert folder is not None
     facts = checkpoint.load(folder, run.model, run.optimizer, run.processes)
@@ -277,9 +276,6 @@ def resume_from_checkpoint(run: Training) -> None:
     run.seconds = facts["seconds"]
     run.progress.start_at(run.step)
     run.progress.say(f"Resuming after step {run.step}")
-    if run.processes.first:
-        forget_scores(run.run_dir, run.step)
-    run.processes.wait()
 
 
 def evaluate_only(run: Training) -> int:
