@@ -96,17 +96,17 @@ def _claim(store: Store, options: WatchOptions, parameters: Sequence[Named]) -> 
             f"this process is already recording steps into {options.run_dir}; "
             "give each watch its own run_dir"
         )
-    last = store.last_step()
-    first_step = store.next_step()
+    following = store.next_step()
+    first_step = following
     if options.start_step is not None:
         first_step = options.start_step
     # Where no earlier step stays, another model may take the place of the old one.
-    if last is not None and first_step > 0:
+    if following > 0 and first_step > 0:
         refuse_another_model(store, parameters)
     if options.start_step is not None:
         store.forget_from(first_step)
     if not options.quiet:
-        say_continued(options.run_dir, last, first_step)
+        say_continued(options.run_dir, following, first_step)
     store.recording = True
     return first_step
 
