@@ -159,6 +159,8 @@ def test_wrong_usage(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
             "no gradient matches 'nothing*'; there are 0.weight, 0.bias, 1.weight, 1.bias",
         ),
         (["diff", run, run, "--tolerance", "-1"], "--tolerance must be 0 or more, got -1"),
+        (["diff", run, run, "--limit", "-3"], "--limit must be 0 or more, got -3"),
+        (["show", run, "--parameter", ""], "--parameter must be a name or a pattern"),
     ]:
         assert main(["dump", *map(str, arguments)]) == 64
         assert text in capsys.readouterr().err

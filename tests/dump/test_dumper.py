@@ -69,15 +69,23 @@ def test_not_enabled(tmp_path: Path, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"save_first_n": 0}, "save_first_n must be a whole number, 1 or more, got 0"),
-        ({"save_first_n": 2.5}, "save_first_n must be a whole number, 1 or more, got 2.5"),
+        ({"save_first_n": 0}, "save_first_n must be a whole number of 1 or more, got 0"),
+        ({"save_first_n": 2.5}, "save_first_n must be a whole number of 1 or more, got 2.5"),
         ({"step_interval": 0}, "step_interval must be a whole number of 1 or more, got 0"),
         ({"start_step": 5, "end_step": 4}, "end_step 4 lies before start_step 5"),
-        ({"keep_last": 0}, "keep_last must be a whole number, 1 or more, got 0"),
-        ({"max_bytes": -1}, "max_bytes must be a whole number, 1 or more, got -1"),
-        ({"queue_size": 0}, "queue_size must be a whole number, 1 or more, got 0"),
+        ({"keep_last": 0}, "keep_last must be a whole number of 1 or more, got 0"),
+        ({"max_bytes": -1}, "max_bytes must be a whole number of 1 or more, got -1"),
+        ({"queue_size": 0}, "queue_size must be a whole number of 1 or more, got 0"),
         ({"dump_on": "fatal"}, "dump_on must be 'warning', 'critical' or None, got 'fatal'"),
         ({"when_full": "drop"}, "when_full must be 'wait' or 'skip', got 'drop'"),
+        ({"save_first_n": True}, "save_first_n must be a whole number of 1 or more, got True"),
+        ({"keep_last": "3"}, "keep_last must be a whole number of 1 or more, got '3'"),
+        ({"max_bytes": "1GB"}, "max_bytes must be a whole number of 1 or more, got '1GB'"),
+        ({"start_step": 2.5}, "start_step must be a whole number of 0 or more, got 2.5"),
+        ({"end_step": "9"}, "end_step must be a whole number of 0 or more, got '9'"),
+        ({"enabled": "no"}, "enabled must be True or False, got 'no'"),
+        ({"asynchronous": None}, "asynchronous must be True or False, got None"),
+        ({"dump_on": True}, "dump_on must be 'warning', 'critical' or None, got True"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -85,14 +93,33 @@ def test_bad_arguments(arguments: dict[str, Any], text: str, tmp_path: Path) -> 
         GradientDumper(tmp_path, **arguments)
 
 
+@pytest.mark.parametrize("run_dir", [None, 3, ""])
+def test_a_run_dir_that_is_no_path(run_dir: Any) -> None:
+    with pytest.raises(UsageError, match="run_dir must be a path, such as 'runs/first', got"):
+        GradientDumper(run_dir)
+
+
+def test_a_run_dir_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("not a directory")
+    for run_dir in (tmp_path / "taken", tmp_path / "taken" / "run"):
+        with pytest.raises(UsageError, match=r"run_dir must be a directory, but .*taken is a file"):
+            GradientDumper(run_dir)
+
+
 def test_bad_calls(tmp_path: Path, model: nn.Module) -> None:
     dumper = GradientDumper(tmp_path)
     with pytest.raises(UsageError, match=r"dump needs a torch.nn.Module, got dict"):
         dumper.dump({}, 0)
-    with pytest.raises(UsageError, match="step must be a whole number, 0 or more, got -1"):
+    with pytest.raises(UsageError, match="step must be a whole number of 0 or more, got -1"):
         dumper.dump(model, -1)
-    with pytest.raises(UsageError, match="divisor must be above 0, got 0"):
+    with pytest.raises(UsageError, match="divisor must be a number above 0, got 0"):
         dumper.dump(model, 0, divisor=0)
+    for divisor in ("2", None, torch.ones(2)):
+        with pytest.raises(UsageError, match="divisor must be a single number, got"):
+            dumper.dump(model, 0, divisor=divisor)  # type: ignore[arg-type]
+    for step in (None, "1", 1.5, True, torch.tensor([1, 2]), 2**64):
+        with pytest.raises(UsageError, match="step must be"):
+            dumper.dump(model, step)  # type: ignore[arg-type]
     dumper.close()
     with pytest.raises(UsageError, match="this GradientDumper is closed"):
         dumper.dump(model, 0)

@@ -12,7 +12,7 @@ from torch import nn
 
 import gradsight
 from gradsight import GradientDumper, get_checkpoint_metadata, load_keys
-from gradsight.errors import GradsightWarning
+from gradsight.errors import GradsightWarning, UsageError
 from session import loops
 from session.loops import Case
 
@@ -276,3 +276,11 @@ def test_a_dump_that_fails_does_not_stop_training(tmp_path: Path) -> None:
     run = gradsight.open_run(tmp_path / "run")
     assert len(list(run.steps())) == 3
     assert any(problem.key.startswith("dump-") for problem in run.problems())
+
+
+def test_a_dumper_that_was_closed_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    dumper = GradientDumper(tmp_path)
+    dumper.close()
+    with pytest.raises(UsageError, match="dump is a GradientDumper that was closed: make a new"):
+        gradsight.watch(model, None, dump=dumper)

@@ -143,11 +143,13 @@ def diff_dumps(
     """
     if not tolerance >= 0:
         raise UsageError(f"--tolerance must be 0 or more, got {tolerance}")
+    if limit < 0:
+        raise UsageError(f"--limit must be 0 or more, got {limit}")
     differences = compare(run_a, run_b, step)
     # Not `>`: a difference that is not a number is beyond every tolerance.
     beyond = [one for one in differences if not one.relative <= tolerance]
     console = Console()
-    console.print(_differences(differences[: max(0, limit)], tolerance))
+    console.print(_differences(differences[:limit], tolerance))
     count = len(differences)
     if count > limit:
         console.print(f"[dim]and {count - limit} more; --limit shows them[/]")
@@ -280,6 +282,8 @@ def _matching(manifest: Manifest, pattern: str | None) -> list[str]:
     names = list(manifest.tensors)
     if pattern is None:
         return names
+    if not pattern:
+        raise UsageError("--parameter must be a name or a pattern, such as '*.bias', got nothing")
     matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         matching = [name for name in names if pattern in name]
