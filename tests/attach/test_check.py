@@ -112,7 +112,10 @@ def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFix
 def test_frameworks(kind: str, model: str, tmp_path: Path) -> None:
     done = check("--json", "--steps", 20, write(tmp_path, getattr(scripts, kind)))
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)["models"]
+    result = json.loads(done.stdout)
+    (optimizer,) = result["optimizers"]
+    assert optimizer["scheduler"] is (kind == "TRAINER")
+    told = result["models"]
     assert list(told) == [model]
     assert (told[model]["steps"], told[model]["status"]) == (20, "healthy")
 

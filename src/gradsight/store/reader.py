@@ -16,7 +16,7 @@ from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.run_files import read_run_config
-from gradsight.store.scores import all_scores, each_step_once, score_files, step_after
+from gradsight.store.scores import each_step_once, readable_scores, score_files, step_after
 from gradsight.store.store import recover
 from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.diagnoses import Incident
@@ -172,7 +172,7 @@ class Run:
         """All scores as a table, and what to say of unreadable files; None without any scores."""
         if not score_files(self.path):
             return None
-        return all_scores(self.path)
+        return readable_scores(self.path)
 
     def incidents(self) -> Iterator[Incident]:
         """The flight recorder's bundles."""
@@ -183,7 +183,7 @@ class Run:
         if name == "parameter_stats":
             return stats_table(self._packed_stats())
         if name == "scores":
-            table, unreadable = all_scores(self.path)
+            table, unreadable = readable_scores(self.path)
             if unreadable:
                 raise RunError(unreadable[0])
             return table
