@@ -144,14 +144,16 @@ def step_after(last_recorded: int | None, run_dir: Path) -> int:
 
 
 def _column(file: Path, name: str) -> npt.NDArray[np.int64]:
+    """One column of a file, of the type that it has to have; without missing values."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
+    kind = score_schema(pyarrow.string(), ScoreFile()).field(name).type
     try:
-        column: npt.NDArray[np.int64] = ParquetFile(file).read(columns=[name])[name].to_numpy()
+        column = ParquetFile(file).read(columns=[name])[name].cast(kind).drop_null()
     except (OSError, KeyError, pyarrow.ArrowException) as error:
         raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
-    return column
+    return np.asarray(column.to_numpy())
 
 
 def column_names(format: ScoreFile) -> list[str]:
