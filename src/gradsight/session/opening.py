@@ -21,6 +21,7 @@ from gradsight.session.outputs import RecordOutput, SinkOutput
 from gradsight.store.run_files import write_config
 from gradsight.store.sinks import open_sinks
 from gradsight.store.sinks.queue import SinkQueue
+from gradsight.store.sinks.step_sink import SinkPlace
 from gradsight.store.store import Store, open_store
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
@@ -75,17 +76,21 @@ def _open_here(options: WatchOptions, parameters: Sequence[Named]) -> OpenedRun:
     first_step = options.start_step or 0
     problems = Problems()
     store: Store | None = None
+    place = SinkPlace()
     try:
         if options.run_dir is not None:
             store = open_store(options.run_dir)
             problems = store.problems
+            following = store.next_step()
             first_step = _claim(store, options, parameters)
-        sinks = open_sinks(options.sinks, store.path if store is not None else None)
+            replaces = first_step < following
+            place = SinkPlace(store.path, replaced_from=first_step if replaces else None)
+        sinks = open_sinks(options.sinks, place)
     except BaseException:
         if store is not None:
             store.close()
         raise
-    queue = SinkQueue(sinks, problems) if sinks else None
+    queue = SinkQueue(sinks, problems, first_step) if sinks else None
     return OpenedRun(first_step, problems, store, queue)
 
 

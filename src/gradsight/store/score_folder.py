@@ -19,7 +19,7 @@ from gradsight.store.scores import (
     column_names,
     format_of,
     iteration_of,
-    read_scores,
+    read_score_file,
     score_files,
     score_path,
     score_schema,
@@ -190,10 +190,15 @@ def _read_or_put_aside(path: Path) -> "tuple[pyarrow.Table | None, str | None]":
 
 def _whole_table(path: Path) -> "pyarrow.Table":
     """All columns of a file that has those of scores; an error for any other."""
-    import pyarrow.parquet
+    import pyarrow
 
-    read_scores(path, score_schema(pyarrow.string(), ScoreFile()))
-    return pyarrow.parquet.read_table(path)
+    schema = score_schema(pyarrow.string(), ScoreFile())
+    table = read_score_file(path)
+    try:
+        table.select(schema.names).cast(schema)
+    except (KeyError, pyarrow.ArrowException) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    return table
 
 
 def _lock(folder: Path) -> int | None:

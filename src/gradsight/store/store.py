@@ -104,8 +104,12 @@ class Store:
         self._add(frames.STEP, frames.pack_step(step, layout, statistics))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars by name; their step may be an epoch or anything else."""
+        """Scalars of a step by name."""
         self._add(frames.SCALARS, frames.pack_scalars(step, values))
+
+    def add_tracked(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars by name, under a tracker's own count."""
+        self._add(frames.TRACKED, frames.pack_scalars(step, values))
 
     def add_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of an optimizer step, before or after the step; loss and lr become its own."""
