@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ghost.small import SmallGPT, direction_of, loss_fn, pair, relative_error, truth
 from gradsight import GhostEngine
+from gradsight.store.scores import each_step_once
 
 ROWS = 3
 
@@ -116,6 +117,35 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
     print(f"{kind} rank {rank} ok", flush=True)
 
 
+def check_resumed(run_dir: str) -> None:
+    """A second engine goes on after the last step on every rank, with sample numbers of its own."""
+    rank = dist.get_rank()
+    for told, first in ((None, 3), (2, 2)):
+        model = DistributedDataParallel(reference())
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        engine = GhostEngine(
+            model,
+            loss_fn,
+            local_rows(pair(4, 2), rank),
+            optimizer=optimizer,
+            run_dir=run_dir,
+            start_step=told,
+        )
+        for step in (first, first + 1):
+            with engine.observe():
+                loss_fn(model, local_rows(pair(2 * ROWS, step), rank)).backward()
+            assert engine.scores.step == step, (rank, engine.scores.step)
+            seen = 2 * ROWS * step + rank
+            assert engine.scores.sample_ids == [seen, seen + 2, seen + 4], engine.scores.sample_ids
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+    dist.barrier()
+    steps = [step for table in each_step_once(Path(run_dir)) for step in table["step"].to_pylist()]
+    assert steps == [step for step in range(4) for _ in range(2 * ROWS)], steps
+    print(f"resumed rank {rank} ok", flush=True)
+
+
 def check_accumulation() -> None:
     """Under DDP's no_sync the micro-batches' scores still add up to <direction, the gradient>."""
     rank, plain = dist.get_rank(), reference()
@@ -145,4 +175,5 @@ if __name__ == "__main__":
     check(sys.argv[1], sys.argv[2], exact_grad=sys.argv[3] == "exact")
     if sys.argv[1] == "ddp":
         check_accumulation()
+        check_resumed(sys.argv[2])
     dist.destroy_process_group()

@@ -15,4 +15,4 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_ranks(kind: str, exact_grad: str, tmp_path: Path) -> None:
     printed = torchrun(SCRIPT, kind, tmp_path, exact_grad)
-    assert printed.count("ok") == (4 if kind == "ddp" else 2), printed
+    assert printed.count("ok") == (6 if kind == "ddp" else 2), printed

@@ -56,7 +56,7 @@ def test_steps_of_other_models_and_steps_by_hand_need_no_warning(tmp_path: Path)
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
-        (0, "no gradient of the model was seen after any backward(). Watch() was given no opt"),
+        (0, "no gradient of the model was seen after any backward(); watch() was given no opt"),
         (3, "AdamW has made 3 steps with parameters of the model, but watch() was given no opt"),
     ],
 )

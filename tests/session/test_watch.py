@@ -470,22 +470,7 @@ def test_step_beside_a_watched_optimizer_only_logs(tmp_path: Path) -> None:
     assert [step.loss for step in open_run(tmp_path).steps()] == [1.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"step_interval": 0}, "step_interval must be 1 or more, got 0"),
-        ({"start_step": -1}, "start_step must be 0 or more, got -1"),
-        ({"start_step": 5, "end_step": 4}, "end_step 4 lies before start_step 5"),
-    ],
-)
-def test_wrong_schedules(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Schedule(**arguments)
-
-
-def test_a_negative_start_and_a_log_that_is_no_number() -> None:
-    with pytest.raises(UsageError, match="start_step must be 0 or more, got -1"):
-        watch(net(), start_step=-1)
+def test_a_log_that_is_no_number() -> None:
     with watch(net()) as watched:
         with pytest.raises(
             UsageError, match=r"loss must be a single number, got a tensor of shape \(3,\)"

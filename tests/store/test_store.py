@@ -341,7 +341,7 @@ def test_forgetting_steps(tmp_path: Path) -> None:
     for number in range(10):
         store.add_step(step(number, scalars={"x": 1.0}), NAMES, packed(1.0, 2.0))
     store.forget_from(6)
-    assert store.last_step() == 5
+    assert store.next_step() == 6
     store.close()
     run = open_run(tmp_path)
     assert [each.step for each in run.steps()] == list(range(6))

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from gradsight.cli.demo_summary import demo_summary
 from gradsight.core import rundir
+from gradsight.dump.reader import dumps_in
 from gradsight.errors import UsageError
 from gradsight.show.markdown import report_text
 from gradsight.show.summary import summarize
@@ -93,7 +94,7 @@ def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     with stage("reading the record and writing the report"):
         texts = SampleTexts(run_dir)
         run = open_run(run_dir)
-        summary = summarize(run)
+        summary = summarize(run, dumps_in(run_dir))
         write_report(run_dir / rundir.REPORT, report_text(summary, texts))
     print()
     found, lines = demo_summary(

@@ -12,7 +12,7 @@ from gradsight.show.influence import Influence, influence_of
 from gradsight.show.samples import TextOf, influence_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.run_files import write_report
-from gradsight.store.scores import all_scores
+from gradsight.store.scores import readable_scores
 from gradsight.train.sample_texts import SampleTexts
 
 
@@ -57,7 +57,7 @@ def influence(
     """
     _refuse_wrong_options(top, export, drop)
     _refuse_without_scores(run_dir)
-    table, unreadable = all_scores(run_dir)
+    table, unreadable = readable_scores(run_dir)
     if not len(table):
         reasons = f": {unreadable[0]}" if unreadable else ""
         raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")
@@ -99,6 +99,8 @@ def _refuse_wrong_options(top: int, export: Path | None, drop: float | None) -> 
 def _refuse_without_scores(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise WrongPlace(f"there is no run directory at {run_dir}")
+    if run_dir.resolve().name == rundir.SCORES:
+        raise WrongPlace(f"{run_dir} is the folder of a run's scores: give the run, its parent")
     folder = run_dir / rundir.SCORES
     if not folder.is_dir() or not any(folder.glob(rundir.SCORE_FILES)):
         raise WrongPlace(

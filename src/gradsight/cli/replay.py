@@ -43,7 +43,8 @@ def replay(
         A folder of a run's incidents/, for example runs/mine/incidents/step120-GS103.
     build
         A file and its function that returns (model, batch) or (model, batch, loss_fn); the model
-        is used.
+        is used. The file is imported: what trains in it must stand below
+        `if __name__ == "__main__":`.
     json
         Print everything as JSON.
     diagnose_seconds

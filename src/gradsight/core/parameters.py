@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from gradsight.errors import UsageError
 from gradsight.values.steps import Parameter
 
 _COMPILED = frozenset({"_orig_mod"})
@@ -35,6 +36,18 @@ class Named:
         return Parameter(
             self.name, tuple(tensor.shape), dtype, tensor.requires_grad, self.names[1:]
         )
+
+
+def check_module(model: object) -> None:
+    """A model that a user hands in must be one; anything else is an error that says what came."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, got {_named_type(model)}")
+
+
+def _named_type(thing: object) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
+    return type(thing).__name__
 
 
 def named_parameters(model: nn.Module) -> list[Named]:

@@ -12,7 +12,10 @@ check.json, script.json               of `gradsight check`
 tensorboard/                          the events of that sink
 """
 
+import os
 from pathlib import Path
+
+from gradsight.errors import UsageError
 
 RECORD = "run.sqlite"
 TAIL = "run.sqlite-tail"
@@ -28,6 +31,20 @@ CHECKPOINT_FOLDERS = "step_*"
 CHECK = "check.json"
 SCRIPT = "script.json"
 TENSORBOARD = "tensorboard"
+
+
+def directory_path(given: object, name: str) -> Path:
+    """A directory that a user names; what is no path is an error that names the argument.
+
+    >>> directory_path("runs/first", "run_dir").name
+    'first'
+    """
+    if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes):
+        raise UsageError(f"{name} must be a path, such as 'runs/first', got {given!r}")
+    # Python takes an empty path for the working directory: nobody means that.
+    if not os.fspath(given):
+        raise UsageError(f"{name} must be a path, such as 'runs/first', got an empty text")
+    return Path(given)
 
 
 def score_file(iteration: int) -> str:

@@ -177,7 +177,7 @@ class BlockScorer:
         self._notice_slow(observation.tracer)
         batch = table.shape[2]
         if ids is None:
-            ids = list(range(self._samples, self._samples + batch))
+            ids = self._running_numbers(batch)
         _refuse_other_count("sample_id", ids, batch)
         if domains is None:
             domains = [None] * batch
@@ -186,6 +186,13 @@ class BlockScorer:
         # The gradient is the mean over the processes, so a sample's share of it is smaller too.
         self._keep(table / self._group.size, ids, domains)
         self._log.look_at_gradients(self.parameters, observation.scale)
+
+    def _running_numbers(self, batch: int) -> list[int | str]:
+        """The numbers of samples that have no id of their own, no two alike in the whole run."""
+        size = self._group.size
+        # Earlier runs count too, and several processes take turns.
+        first = self._log.samples_before + self._samples * size + self._group.rank
+        return [first + row * size for row in range(batch)]
 
     def _keep(self, table: Tensor, ids: list[int | str], domains: list[str | None]) -> None:
         """Keep the block's scores, a table [targets, parameters or 1, B]."""

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsight.core import moments
+from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
+from gradsight.ghost.step_count import StepCount
 from gradsight.measure.clipping import ClipMeter, ClipReading
 from gradsight.store.run_problems import RunProblems
-from gradsight.store.scores import ScoreFile, score_path, write_scores
+from gradsight.store.score_folder import ScoreFolder
+from gradsight.store.scores import ScoreFile, score_path
 from gradsight.values.scores import SavedScore
 
 
@@ -103,6 +107,8 @@ class SaveOptions:
     run_dir: Path | None
     interval: int
     """In steps."""
+    start_step: int | None = None
+    """The first step, where the user says it."""
 
 
 class ScoreLog:
@@ -122,10 +128,12 @@ class ScoreLog:
         self._group = group
         self._optimizer = optimizer
         self._clip = ClipMeter()
-        self._blocks = 0
-        self._optimizer_steps = 0
+        self._count = StepCount(saving.run_dir, saving.start_step, group, optimizer is not None)
+        self._folder: ScoreFolder | None = None
         self._saved_before = 0
-        self._last = -1
+        self._replaced = False
+        self._listening = False
+        self._called_by_scaler = False
         self._problems = RunProblems(saving.run_dir if group.rank == 0 else None)
         self._hooks: list[Any] = []
         if optimizer is not None:
@@ -135,15 +143,21 @@ class ScoreLog:
             ]
 
     def step(self, given: int | None) -> int:
-        """A block's step: as given, or by the optimizer's steps, or one per block."""
-        if given is not None:
-            return given
-        if self._optimizer is None:
-            return self._blocks
-        return self._optimizer_steps
+        """A block's step: as given, or as it is counted."""
+        return self._count.of_block(given)
+
+    @property
+    def samples_before(self) -> int:
+        """How many samples were scored before the first block, by all processes."""
+        return 0 if self._count.first is None else self._count.first.samples
 
     def begin(self, step: int) -> None:
         """A block of this step begins: earlier steps are complete."""
+        first = self._count.first
+        if self._folder is None and first is not None and self._writes:
+            assert self.saving.run_dir is not None
+            start = first.replaced_from
+            self._folder = ScoreFolder(self.saving.run_dir, start, self.saving.interval)
         if self.saving.run_dir is None:
             self.pending.drop(step)
         else:
@@ -151,17 +165,41 @@ class ScoreLog:
 
     def add(self, block: BlockScores, totals: Tensor) -> None:
         """Keep a block's scores; `totals` is their table [targets, B]."""
+        self._replace_earlier_scores()
         block.table = to_host(block.table)
         block.lr = self._learning_rate()
         self.pending.blocks.append(block)
         self.history.add_scores(block.step, totals.sum(1), block.lr)
-        self._blocks += 1
-        self._last = max(self._last, block.step)
+        self._count.block_scored(block.step)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes files."""
+        return self.saving.run_dir is not None and self._group.is_first
+
+    def _replace_earlier_scores(self) -> None:
+        """Forget what an earlier run saved for the steps that are made again."""
+        # Not before a first block is scored: a model that is refused takes nothing away.
+        first = self._count.first
+        if self._replaced or first is None or self._folder is None:
+            return
+        self._replaced = True
+        try:
+            faults = self._folder.forget_from(first.replaced_from)
+        except Exception as error:
+            faults = [f"earlier scores could not be replaced: {type(error).__name__}: {error}"]
+        for fault in faults:
+            self._problems.report("damaged scores", fault, first.step)
 
     def look_at_gradients(self, parameters: ScoredParameters, scale: Tensor | None) -> None:
         """Remember the gradients as backward left them, to see what clipping makes of them."""
-        if self._optimizer is not None:
-            self._clip.after_backward(list(parameters.trainable.values()), scale)
+        if self._optimizer is None:
+            return
+        self._clip.after_backward(list(parameters.trainable.values()), scale)
+        if scale is not None and not self._listening:
+            # A step that a GradScaler leaves out calls no hook of the optimizer.
+            self._listening = True
+            moments.listen(self)
 
     def save_finished(self, step: int) -> None:
         """Write the file that is due when this step begins; training survives a failure."""
@@ -185,25 +223,30 @@ class ScoreLog:
         if self.saving.run_dir is None or nothing_left:
             return None
         gathered = self._group.gather_objects(rows)
-        if gathered is None:
+        if gathered is None or self._folder is None:
             return None
         before = iteration
         if before is None:
-            before = self._last + 1
-        path = score_path(self.saving.run_dir, before)
-        merged = [row for part in gathered for row in part]
-        if merged:
-            fault = write_scores(path, merged, self.pending.format)
-            if fault is not None:
-                self._problems.report("damaged scores", fault, before)
-        return path
+            before = self._count.last + 1
+        # By step: every process has sent rows of several.
+        merged = sorted((row for part in gathered for row in part), key=lambda row: row.step)
+        if not merged:
+            return None
+        for fault in self._folder.write(before, merged, self.pending.format):
+            self._problems.report("damaged scores", fault, before)
+        return score_path(self.saving.run_dir, before)
 
     def close(self) -> None:
         """Save what is left and take the hooks off the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.save(None)
+        moments.leave(self)
+        try:
+            self.save(None)
+        finally:
+            if self._folder is not None:
+                self._folder.close()
 
     def _learning_rate(self) -> float | None:
         """The learning rate, where all parameters have the same."""
@@ -224,7 +267,21 @@ class ScoreLog:
             self.history.steps[-1].clip = clip
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizer_steps += 1
+        self._called_by_scaler = True
+        self._stepped()
+
+    def scaler_steps(self, optimizer: Optimizer) -> None:
+        """A GradScaler is about to step an optimizer, or to leave it out."""
+        if innermost_optimizer(optimizer) is self._optimizer:
+            self._called_by_scaler = False
+
+    def scaler_stepped(self, optimizer: Optimizer) -> None:
+        """It has done one or the other."""
+        if innermost_optimizer(optimizer) is self._optimizer and not self._called_by_scaler:
+            self._stepped()
+
+    def _stepped(self) -> None:
+        self._count.optimizer_stepped()
         # No collective of ours may run inside a hook: with several processes the next block saves.
         if self._group.size == 1 and self.pending.blocks:
-            self.save_finished(self._last + 1)
+            self.save_finished(self._count.last + 1)

@@ -4,7 +4,7 @@ from math import nan
 
 from torch import nn
 
-from gradsight.core.parameters import named_parameters
+from gradsight.core.parameters import check_module, named_parameters
 from gradsight.errors import UsageError
 from gradsight.health.judge import Judge
 from gradsight.health.subject import subject_of
@@ -12,6 +12,7 @@ from gradsight.measure.rank_table import norms_now
 from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
 from gradsight.values.measured import MeasuredStep, Norms
 from gradsight.values.steps import Step
+from gradsight.values.whole_numbers import whole_number
 
 
 def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
@@ -24,9 +25,11 @@ def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
     model: a module whose gradients are in place.
     step: the number of the step, for the report.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
+    step = whole_number(step, "step")
     parameters = named_parameters(model)
+    if not parameters:
+        raise UsageError(f"{type(model).__name__} has no parameters, and so no gradients")
     rows = [row for row, named in enumerate(parameters) if named.tensor.grad is not None]
     norms = norms_now([parameters[row].tensor for row in rows])
     judge = Judge(subject_of(model, parameters, ()))

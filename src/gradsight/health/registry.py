@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from gradsight.errors import UsageError
 from gradsight.values.findings import family_of
+from gradsight.values.whole_numbers import whole_number
 
 When = Literal["step", "stretch", "look", "ranks"]
 """Every step; every ten steps, for trends; after a closer look; after ranks were compared."""
@@ -46,6 +47,14 @@ class Advice:
 
     recommendation: str
     fix: str
+    """Uses no names but those of `GIVEN` in `health/fixes.py`, and its own."""
+    if_clipped: "Advice | None" = None
+    """The advice for a run that clips its gradients already."""
+
+    def tidy(self) -> "Advice":
+        """The same without empty lines around its code."""
+        other = None if self.if_clipped is None else self.if_clipped.tidy()
+        return Advice(self.recommendation, self.fix.strip("\n"), other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +154,8 @@ def check(
             raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
         parameters = list(inspect.signature(function).parameters.values())[1:]
         defaults = {parameter.name: parameter.default for parameter in parameters}
-        tidy = Advice(advice.recommendation, advice.fix.strip("\n"))
-        CHECKS[code] = Check(code, name, severity, asked, incident, tidy, function, defaults)
+        words = advice.tidy()
+        CHECKS[code] = Check(code, name, severity, asked, incident, words, function, defaults)
         return function
 
     return file
@@ -192,8 +201,10 @@ def _merged(each: Check, given: object) -> dict[str, Any]:
                 ", ".join(f"{key}={default}" for key, default in each.defaults.items()) or "none"
             )
             raise UsageError(f"{each.code} ({each.name}) has no setting {name!r}; it has {known}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise UsageError(f"{each.code}: {name} must be a number, got {value!r}")
+        if name == "patience":
+            whole_number(value, f"{each.code}: patience", least=1)
     return {**each.defaults, **given}
 
 

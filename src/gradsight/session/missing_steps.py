@@ -84,7 +84,8 @@ class MissingSteps:
     # The words.
 
     def _report_once(self, fact: str) -> None:
-        if self._line.has_stepped or self._said or rank() != 0:
+        known = self._line.has_stepped or self._line.has_failed or self._said
+        if known or rank() != 0:
             return
         self._said = True
         self._problems.report("no-steps", f"{fact}: {self._reason()}", step=0)
@@ -103,7 +104,7 @@ class MissingSteps:
         if self._saw_gradients:
             seen = "gradients of the model were seen"
         if not self._watched:
-            return f"{seen}. {_NO_OPTIMIZER[0].upper()}{_NO_OPTIMIZER[1:]}"
+            return f"{seen}; {_NO_OPTIMIZER}"
         names = " and ".join(type(each).__name__ for each in self._watched)
         return (
             f"{seen}, and {names} never stepped. Train the model that is watched, with the "

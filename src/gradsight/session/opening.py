@@ -14,12 +14,14 @@ from gradsight.core.group import ProcessGroup, rank, world_size
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.errors import RunError, UsageError
+from gradsight.session.continuing import refuse_another_model, say_continued
 from gradsight.session.line import Output
 from gradsight.session.options import WatchOptions
 from gradsight.session.outputs import RecordOutput, SinkOutput
 from gradsight.store.run_files import write_config
 from gradsight.store.sinks import open_sinks
 from gradsight.store.sinks.queue import SinkQueue
+from gradsight.store.sinks.step_sink import SinkPlace
 from gradsight.store.store import Store, open_store
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
@@ -50,15 +52,17 @@ class OpenedRun:
         return outputs
 
 
-def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> OpenedRun:
+def open_run_outputs(
+    options: WatchOptions, parameters: Sequence[Named], group: ProcessGroup | None
+) -> OpenedRun:
     """Open store and sinks, on rank 0; tell the first step, on all ranks."""
     if group is None:
-        return _open_here(options)
+        return _open_here(options, parameters)
     opened: OpenedRun | None = None
     first_step = _FAILED
     try:
         if rank() == 0:
-            opened = _open_here(options)
+            opened = _open_here(options, parameters)
             first_step = opened.first_step
     finally:
         # Also where opening failed: the other ranks are waiting for this number.
@@ -68,37 +72,46 @@ def open_run_outputs(options: WatchOptions, group: ProcessGroup | None) -> Opene
     return OpenedRun(first_step, Problems()) if opened is None else opened
 
 
-def _open_here(options: WatchOptions) -> OpenedRun:
+def _open_here(options: WatchOptions, parameters: Sequence[Named]) -> OpenedRun:
     first_step = options.start_step or 0
     problems = Problems()
     store: Store | None = None
+    place = SinkPlace()
     try:
         if options.run_dir is not None:
             store = open_store(options.run_dir)
             problems = store.problems
-            first_step = _claim(store, options)
-        sinks = open_sinks(options.sinks, store.path if store is not None else None)
+            following = store.next_step()
+            first_step = _claim(store, options, parameters)
+            replaces = first_step < following
+            place = SinkPlace(store.path, replaced_from=first_step if replaces else None)
+        sinks = open_sinks(options.sinks, place)
     except BaseException:
         if store is not None:
             store.close()
         raise
-    queue = SinkQueue(sinks, problems) if sinks else None
+    queue = SinkQueue(sinks, problems, first_step) if sinks else None
     return OpenedRun(first_step, problems, store, queue)
 
 
-def _claim(store: Store, options: WatchOptions) -> int:
+def _claim(store: Store, options: WatchOptions, parameters: Sequence[Named]) -> int:
     """Make the store this watch's own, from the step that is returned on."""
     if store.recording:
         raise UsageError(
             f"this process is already recording steps into {options.run_dir}; "
             "give each watch its own run_dir"
         )
-    if options.start_step is None:
-        last = store.last_step()
-        first_step = 0 if last is None else last + 1
-    else:
+    following = store.next_step()
+    first_step = following
+    if options.start_step is not None:
         first_step = options.start_step
+    # Where no earlier step stays, another model may take the place of the old one.
+    if following > 0 and first_step > 0:
+        refuse_another_model(store, parameters)
+    if options.start_step is not None:
         store.forget_from(first_step)
+    if not options.quiet:
+        say_continued(options.run_dir, following, first_step)
     store.recording = True
     return first_step
 

@@ -1,13 +1,15 @@
 """The options of a watched run: one frozen value, checked when it is made."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradsight.core.rundir import directory_path
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import UsageError
 from gradsight.values.steps import Schedule
+from gradsight.values.whole_numbers import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +29,38 @@ class WatchOptions:
     quiet: bool
 
     def __post_init__(self) -> None:
+        if self.run_dir is not None:
+            directory_path(self.run_dir, "run_dir")
+        for name in ("stats", "histograms"):
+            _check_schedule(name, getattr(self, name))
+        if self.health is None:
+            raise UsageError(
+                "health must be True, False, {code: settings} or a TOML file, got None"
+            )
+        if self.dump is not None and not isinstance(self.dump, GradientDumper):
+            raise UsageError(
+                "dump must be a GradientDumper, such as gradsight.GradientDumper(run_dir), "
+                f"got {self.dump!r}"
+            )
+        if self.dump is not None and self.dump.is_closed:
+            raise UsageError(
+                "dump is a GradientDumper that was closed: make a new one for this run"
+            )
+        if not isinstance(self.quiet, bool):
+            raise UsageError(f"quiet must be True or False, got {self.quiet!r}")
         if self.sink_detail not in (None, "parameters", "blocks"):
             raise UsageError(
                 f"sink_detail must be 'parameters' or 'blocks', got {self.sink_detail!r}"
             )
-        if self.recorder not in (True, False, "batch"):
+        if not isinstance(self.recorder, bool) and self.recorder != "batch":
             raise UsageError(f'recorder must be True, False or "batch", got {self.recorder!r}')
         seconds = self.diagnose_seconds
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not is_number or not seconds >= 0:
             raise UsageError(f"diagnose_seconds must be 0 or more, got {seconds!r}")
-        if self.start_step is not None and self.start_step < 0:
-            raise UsageError(f"start_step must be 0 or more, got {self.start_step}")
+        if self.start_step is not None:
+            number = whole_number(self.start_step, "start_step")
+            object.__setattr__(self, "start_step", number)  # as Python's own, also if numpy's
 
     def for_the_record(self, first_step: int) -> dict[str, Any]:
         """The settings as config.json keeps them."""
@@ -54,3 +76,36 @@ class WatchOptions:
             "diagnose_seconds": self.diagnose_seconds,
             "health": health,
         }
+
+
+def sinks_given(sinks: object) -> tuple[object, ...]:
+    """The sinks that a user names: one, several, or none."""
+    if sinks is None:
+        return ()
+    if isinstance(sinks, str) or hasattr(sinks, "log_scalar"):
+        sinks = (sinks,)
+    if isinstance(sinks, Mapping) or not isinstance(sinks, Iterable):
+        raise UsageError(
+            'sinks must be a sequence of names, such as ["tensorboard"], and of objects with a '
+            f"method log_scalar(name, value, step), got {type(sinks).__name__}"
+        )
+    given = tuple(sinks)
+    for each in given:
+        if isinstance(each, type):
+            raise UsageError(
+                f"sinks must be objects, got the class {each.__name__}: make one of it"
+            )
+    return given
+
+
+def _check_schedule(name: str, given: object) -> None:
+    if isinstance(given, Schedule):
+        return
+    # A bare number is meant as an interval.
+    interval = 50
+    if isinstance(given, int) and given > 1:
+        interval = given
+    raise UsageError(
+        f"{name} must be a Schedule, such as gradsight.Schedule(step_interval={interval}), "
+        f"got {given!r}"
+    )

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gradsight.core import moments
 from gradsight.core.group import ProcessGroup, rank, world_size
 from gradsight.core.optimizers import innermost_optimizer, optimizer_list
-from gradsight.core.parameters import Named, named_parameters
+from gradsight.core.parameters import Named, check_module, named_parameters
 from gradsight.core.problems import say
+from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.under_watch import WatchedDumps
 from gradsight.errors import UsageError
@@ -28,7 +30,7 @@ from gradsight.session.manual_steps import ManualSteps
 from gradsight.session.missing_steps import MissingSteps
 from gradsight.session.opening import OpenedRun, open_run_outputs, write_run_config
 from gradsight.session.optimizer_steps import OptimizerSteps
-from gradsight.session.options import WatchOptions
+from gradsight.session.options import WatchOptions, sinks_given
 from gradsight.session.readings import arrived, take_scalars
 from gradsight.session.shutdown import ShutdownHooks
 from gradsight.session.signals import TrainingSignals
@@ -36,6 +38,7 @@ from gradsight.session.step_builder import MeasuringPlan, StepBuilder
 from gradsight.store.incidents import with_ranks
 from gradsight.values.health_report import HealthReport
 from gradsight.values.steps import CloserLooks, Schedule
+from gradsight.values.whole_numbers import single_number, whole_number
 
 _PATIENCE = 5.0
 """Seconds to wait at the end for what other ranks are still sending, where all end together."""
@@ -44,6 +47,8 @@ _FORKED = (
     "this process was forked from one that is being recorded; what it trains is not. "
     "To record it too, call gradsight.watch in it, with a run_dir of its own."
 )
+
+_CLOSED = "this watch is closed: what it is told from now on is not recorded"
 
 
 def watch(
@@ -92,7 +97,7 @@ def watch(
     """
     options = WatchOptions(
         run_dir=run_dir,
-        sinks=(sinks,) if isinstance(sinks, str) else tuple(sinks),
+        sinks=sinks_given(sinks),
         stats=stats,
         histograms=histograms,
         health=health,
@@ -113,8 +118,8 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, optimizer: object, options: WatchOptions) -> None:
-        self._optimizers = optimizer_list(optimizer)
         parameters = _watched_parameters(model)
+        self._optimizers = _watched_optimizers(optimizer, model, parameters)
         names = [named.name for named in parameters]
         # Wrong settings are an error before anything is opened.
         checks = None if options.health is False else checks_at_work(options.health)
@@ -122,7 +127,7 @@ class Watch:
         self._forked = False
         self._run_dir = None if options.run_dir is None else Path(options.run_dir).resolve()
         self._group = ProcessGroup() if world_size() > 1 else None
-        self._opened = open_run_outputs(options, self._group)
+        self._opened = open_run_outputs(options, parameters, self._group)
         self._problems = self._opened.problems
         self._outputs = self._opened.outputs(names, options.sink_detail)
         if rank() == 0 and not options.quiet:
@@ -150,6 +155,10 @@ class Watch:
             write_run_config(self._opened.store, options, first_step, parameters, self._optimizers)
         # Hooks come last: whatever fails above leaves the model as it was.
         self._steps.start()
+        if self._run_dir is not None:
+            by_hand = not self._optimizers
+            steps = WatchedSteps(self._opened.first_step, self._line.builder, by_hand)
+            count_steps_of(self._run_dir, steps)
         self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
@@ -168,7 +177,8 @@ class Watch:
         incidents: FlightRecorder | None = None
         dumps: WatchedDumps | None = None
         if checks is not None:
-            judged = HealthOptions(checks, CloserLooks(self._opened.first_step))
+            closer_looks = CloserLooks(self._opened.first_step)
+            judged = HealthOptions(checks, closer_looks, early=_dumps_bad_steps(options.dump))
             health = Health(
                 model, parameters, self._optimizers, judged, self._group, self._problems
             )
@@ -184,6 +194,10 @@ class Watch:
             incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
         if options.dump is not None:
             dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
+            if health is None and options.dump.dump_on is not None:
+                self._problems.report(
+                    "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
+                )
         return WatchedInstruments(health, signals, incidents, dumps)
 
     # For the user.
@@ -205,17 +219,18 @@ class Watch:
             return
         builder = self._line.builder
         if step is not None:
+            step = whole_number(step, "step")
             if step < builder.step:
                 raise UsageError(
                     f"steps only go forward: step {step} after step {builder.step - 1}. "
                     f"To record steps again, open the run with start_step={step}."
                 )
             builder.jump_to(step)
-        if self._forked:
-            self._problems.report("forked", _FORKED)
-        if not self._closed:
-            builder.log(take_scalars(scalars))
-            self._steps.step()
+        values = take_scalars(scalars)
+        if self._is_over():
+            return
+        builder.log(values)
+        self._steps.step()
 
     def ids(self, sample_ids: Sequence[int | str] | torch.Tensor) -> None:
         """Name the samples of the next call of the model, for a diagnosis to call them so."""
@@ -228,7 +243,7 @@ class Watch:
         That is the one under way, or the one just made if none has begun.
         """
         values = take_scalars(scalars)
-        if self._closed or not values:
+        if not values or self._is_over():
             return
         builder = self._line.builder
         if builder.begun:
@@ -240,9 +255,19 @@ class Watch:
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """One number under a step of the caller's, as trackers take it: a watch is one too."""
-        if not self._closed and rank() == 0:
+        number = single_number(value, name)
+        step = whole_number(step, "step")
+        if not self._is_over() and rank() == 0:
             for output in self._outputs:
-                output.log_scalar(step, name, float(value))
+                output.log_scalar(step, name, number)
+
+    def _is_over(self) -> bool:
+        """Whether nothing is recorded any more; whoever goes on as if it were is told so, once."""
+        if self._forked:
+            self._problems.report("forked", _FORKED)
+        elif self._closed:
+            self._problems.report("closed", _CLOSED)
+        return self._closed
 
     def report(self) -> HealthReport:
         """The Gradient Health Report of the run so far; under ranks, rank 0 has it."""
@@ -301,6 +326,7 @@ class Watch:
         self._closed = True
         self._forked = True
         moments.renew_lock()
+        self._stop_counting()
         self._steps.stop()
         self._missing_steps.stop()
         self._line.stop()
@@ -311,6 +337,7 @@ class Watch:
         if self._closed:
             return
         self._closed = True
+        self._stop_counting()
         self._steps.stop()
         self._missing_steps.stop()
         self._line.stop(_PATIENCE if wait else _SHORT_PATIENCE)
@@ -336,6 +363,10 @@ class Watch:
             with self._survives("sinks"):
                 self._opened.sinks.close()
         self._close_store()
+
+    def _stop_counting(self) -> None:
+        if self._run_dir is not None:
+            stop_counting(self._run_dir)
 
     def _close_store(self) -> None:
         store = self._opened.store
@@ -377,8 +408,7 @@ class _ProcessEnd:
 
 
 def _watched_parameters(model: nn.Module) -> list[Named]:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     parameters = named_parameters(model)
     if not any(parameter.tensor.requires_grad for parameter in parameters):
         what = "no parameters"
@@ -391,17 +421,46 @@ def _watched_parameters(model: nn.Module) -> list[Named]:
     return parameters
 
 
+def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:
+    return dumper is not None and dumper.enabled and dumper.dump_on is not None
+
+
+def _watched_optimizers(
+    optimizer: object, model: nn.Module, parameters: Sequence[Named]
+) -> list[Optimizer]:
+    optimizers = optimizer_list(optimizer)
+    if optimizer is not None and not optimizers:
+        raise UsageError("optimizer is an empty sequence: give an optimizer, or None")
+    inner = [innermost_optimizer(each) for each in optimizers]
+    held = {id(named.tensor) for named in parameters}
+    for number, each in enumerate(inner):
+        name = type(each).__name__
+        if any(each is earlier for earlier in inner[:number]):
+            raise UsageError(f"the same {name} was given twice; give every optimizer once")
+        given = (tensor for group in each.param_groups for tensor in group["params"])
+        if not any(id(tensor) in held for tensor in given):
+            raise UsageError(
+                f"{name} holds none of the parameters of this {type(model).__name__}: it was made "
+                "for another model, or before the parameters were replaced (fully_shard does "
+                "that). Give the optimizer that trains this model; where it trains copies of the "
+                "parameters, give none and call Watch.step() after backward()."
+            )
+    return optimizers
+
+
 def _measuring_plan(
     options: WatchOptions, opened: OpenedRun, instruments: WatchedInstruments
 ) -> MeasuringPlan:
     health = instruments.health
+    known_early = health is not None and health.early is not None
     return MeasuringPlan(
         first_step=opened.first_step,
         norms=options.stats,
         histograms=options.histograms,
         closer_looks=None if health is None else CloserLooks(opened.first_step),
         unit_rows=() if health is None else health.unit_rows,
-        on_every_rank=instruments.incidents is not None,
+        on_every_rank=instruments.incidents is not None or known_early,
+        at_once=known_early,
     )
 
 

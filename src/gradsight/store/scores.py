@@ -1,23 +1,29 @@
-"""The score files of a run: how the ghost engine's scores are laid out, written and read.
+"""The score files of a run: how the ghost engine's scores are laid out, and how they are read.
 
 A run directory holds grad_dotprods/iter_{iteration:06d}.parquet, each with the scores of the steps
-before its iteration that no earlier file has. A row is one sample's score for one target: the
-fields of `SampleScore`; then `by_parameter` with the names in the schema's metadata under
-"gradsight.parameters", where scores were kept by parameter; then `direction`, where it may be
-preconditioned. Millions of rows are nothing unusual, so they are read as columns. No torch.
+before its iteration that no earlier file has. Where a writer was killed in the middle of replacing
+files, two may hold the same step: then the later one counts.
+
+A row is one sample's score for one target: the fields of `SampleScore`; then `by_parameter` with
+the names in the schema's metadata under "gradsight.parameters", where scores were kept by
+parameter; then `direction`, where it may be preconditioned. Millions of rows are nothing unusual,
+so they are read as columns. No torch.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from gradsight.core import rundir
-from gradsight.core.files import whole_file
-from gradsight.errors import GradsightError, RunError
-from gradsight.values.scores import SampleScore, SavedScore
+from gradsight.errors import RunError, WrongPlace
+from gradsight.values.scores import SampleScore
 
 if TYPE_CHECKING:
     import pyarrow
@@ -42,78 +48,140 @@ def score_path(run_dir: Path, iteration: int) -> Path:
 
 def score_files(run_dir: Path) -> list[Path]:
     """The files of a run's scores, in the order of steps."""
-    return sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES))
+    return _files_in(run_dir / rundir.SCORES)
 
 
-def write_scores(path: Path, rows: Sequence[SavedScore], format: ScoreFile) -> str | None:
-    """Write a file, complete or not at all; of an earlier one of this name, other steps stay.
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(rundir.SCORE_FILES), key=_order)
 
-    Returns what to say of an earlier file that cannot be read and was put aside.
+
+def iteration_of(file: Path) -> int | None:
+    """The iteration that a score file is named after; None for a name that is not ours."""
+    digits = file.stem.removeprefix("iter_")
+    return int(digits) if digits.isdecimal() else None
+
+
+def _order(file: Path) -> tuple[int, str]:
+    # Not by name alone: iter_1000000 comes after iter_999999.
+    iteration = iteration_of(file)
+    return (-1 if iteration is None else iteration, file.name)
+
+
+def read_scores(run_dir: str | os.PathLike[str]) -> "pyarrow.Table":
+    """Every training sample's score, as the ghost engine saved them, each step once.
+
+    The columns are those of the files: step, sample_id, domain, target, score, lr, clip_coef; then
+    by_parameter and direction where a file has them, null where another has not. Sample ids are
+    numbers where all files have numbers, text otherwise.
+
+    run_dir: a run directory, or the folder of score files itself (its grad_dotprods).
     """
+    place = Path(run_dir)
+    if not place.is_dir():
+        raise WrongPlace(f"there is no folder at {place}: expected a run directory with scores")
+    files = score_files(place) or _files_in(place)
+    if not files:
+        raise WrongPlace(
+            f"{place} holds no scores: expected {rundir.SCORES}/{rundir.SCORE_FILES} in it. "
+            "`gradsight train` and a GhostEngine with run_dir= write them"
+        )
+    table, unreadable = _joined(files, every_column=True)
+    if unreadable:
+        raise RunError(unreadable[0])
+    return table
+
+
+def readable_scores(run_dir: Path) -> "tuple[pyarrow.Table, list[str]]":
+    """The scores of a run without its damaged files, and what to say of those.
+
+    Each step once, with the columns that all files have.
+    """
+    return _joined(score_files(run_dir), every_column=False)
+
+
+def each_step_once(run_dir: Path) -> "Iterator[pyarrow.Table]":
+    """The scores of a run file by file, each step from the last file that has it."""
     import pyarrow
 
-    steps = {row.step for row in rows}
-    new = [{name: getattr(row, name) for name in _names(format)} for row in rows]
-    old, fault = _rows_in(path)
-    merged = [row for row in old if row["step"] not in steps] + new
-    sample_id = pyarrow.int64()
-    if not all(isinstance(row["sample_id"], int) for row in merged):
-        sample_id = pyarrow.string()
-        merged = [{**row, "sample_id": str(row["sample_id"])} for row in merged]
-    table = pyarrow.Table.from_pylist(merged, schema=_schema(sample_id, format))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _write(path, table)
-    except OSError as error:
-        raise GradsightError(f"the scores could not be written to {path}: {error}") from error
-    return fault
+    files = score_files(run_dir)
+    last_with: dict[int, int] = {}
+    for number, file in enumerate(files):
+        last_with.update(dict.fromkeys(np.unique(_column(file, "step")).tolist(), number))
+    for number, file in enumerate(files):
+        table = read_score_file(file, _COLUMNS)
+        own = [last_with.get(step, number) == number for step in table["step"].to_pylist()]
+        yield table if all(own) else table.filter(pyarrow.array(own))
 
 
-def forget_scores(run_dir: Path, step: int) -> None:
-    """Remove the scores of this step and of all later ones: a resumed run makes them again."""
-    import pyarrow.compute
-    import pyarrow.parquet
-
-    for file in score_files(run_dir):
-        table = pyarrow.parquet.read_table(file)
-        kept = table.filter(pyarrow.compute.field("step") < step)
-        if kept.num_rows == 0:
-            file.unlink()
-        elif kept.num_rows < table.num_rows:
-            _write(file, kept)
-
-
-def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.Table":
-    """The rows of one file; with a schema, as that says."""
+def read_score_file(file: Path, columns: list[str] | None = None) -> "pyarrow.Table":
+    """The rows of one file; with columns, those alone and in that order."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
-        table = ParquetFile(file).read(columns=_COLUMNS).select(_COLUMNS)
-        return table if schema is None else table.cast(schema)
+        table = ParquetFile(file).read(columns=columns)
+        return table if columns is None else table.select(columns)
     except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+        raise _unreadable(file, error) from error
 
 
-def all_scores(run_dir: Path) -> "tuple[pyarrow.Table, list[str]]":
-    """All scores of a run, each step once, and what to say of files that cannot be read."""
+def _unreadable(file: Path, error: Exception) -> RunError:
+    return RunError(f"{file} cannot be read: {str(error).splitlines()[0]}")
+
+
+def _joined(files: Sequence[Path], every_column: bool) -> "tuple[pyarrow.Table, list[str]]":
+    """The scores of several files as one table, and what to say of those that cannot be read."""
     import pyarrow
 
-    # Sample ids are text, whatever they were, so that all files agree.
-    schema = _schema(pyarrow.string(), ScoreFile())
-    parts = [schema.empty_table()]
+    parts: dict[Path, pyarrow.Table] = {}
     unreadable = []
-    for file in score_files(run_dir):
+    for file in files:
         try:
-            parts.append(read_scores(file, schema))
+            parts[file] = read_score_file(file, None if every_column else _COLUMNS)
         except RunError as error:
             unreadable.append(str(error))
-    return _each_step_once(parts), unreadable
+    schema = _common_schema([part.schema for part in parts.values()])
+    tables = [schema.empty_table()]
+    for file, part in parts.items():
+        try:
+            tables.append(_as_in(schema, part))
+        except (KeyError, pyarrow.ArrowException) as error:
+            unreadable.append(str(_unreadable(file, error)))
+    return _latest_of_each_step(tables), unreadable
 
 
-def _each_step_once(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
+def _common_schema(schemas: "Sequence[pyarrow.Schema]") -> "pyarrow.Schema":
+    """The schema that the tables of all files can be brought to."""
+    import pyarrow
+
+    ids = {schema.field("sample_id").type for schema in schemas if "sample_id" in schema.names}
+    sample_id = pyarrow.string()
+    if ids == {pyarrow.int64()}:
+        sample_id = pyarrow.int64()
+    formats = [format_of(schema) for schema in schemas]
+    named = [format.parameters for format in formats if format.parameters is not None]
+    parameters = None
+    if named:
+        parameters = named[-1]
+    has_direction = any(format.has_direction for format in formats)
+    return score_schema(sample_id, ScoreFile(parameters, has_direction))
+
+
+def _as_in(schema: "pyarrow.Schema", table: "pyarrow.Table") -> "pyarrow.Table":
+    """A table with the columns of a schema, null where it has none of that name."""
+    import pyarrow
+
+    if format_of(table.schema).parameters != format_of(schema).parameters:
+        # Parts of scores in the order of another model's parameters mean nothing here.
+        table = table.drop_columns([name for name in table.column_names if name == "by_parameter"])
+    for name in ("by_parameter", "direction"):
+        if name in schema.names and name not in table.column_names:
+            table = table.append_column(name, pyarrow.nulls(len(table)))
+    return table.select(schema.names).cast(schema)
+
+
+def _latest_of_each_step(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
     """All parts as one; of a step that two hold, the later counts: a resumed run writes it anew."""
-    import numpy as np
     import pyarrow
 
     table = pyarrow.concat_tables(parts)
@@ -125,28 +193,45 @@ def _each_step_once(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
     return table if kept.all() else table.filter(pyarrow.array(kept))
 
 
-def _write(path: Path, table: "pyarrow.Table") -> None:
-    import pyarrow.parquet
+def scored_steps(run_dir: Path) -> npt.NDArray[np.int64]:
+    """The step of every sample that was scored, whatever the number of targets.
 
-    with whole_file(path, path.with_suffix(".partial")) as partial:
-        pyarrow.parquet.write_table(table, partial)
+    A file that cannot be read counts as one sample of the last step that its name allows for.
+    """
+    steps = [np.empty(0, np.int64)]
+    for file in score_files(run_dir):
+        try:
+            targets = _column(file, "target")
+            # Every sample has one row for each target.
+            steps.append(_column(file, "step")[targets == targets[:1]])
+        except RunError:
+            iteration = iteration_of(file)
+            if iteration:
+                steps.append(np.array([iteration - 1]))
+    return np.concatenate(steps)
 
 
-def _rows_in(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The rows of an earlier file of this name; one that cannot be read is put aside."""
-    import pyarrow.parquet
+def step_after(last_recorded: int | None, run_dir: Path) -> int:
+    """The step after the last that a run has recorded, or scored: the two need not go together."""
+    last = -1
+    if last_recorded is not None:
+        last = last_recorded
+    return int(scored_steps(run_dir).max(initial=last)) + 1
 
-    if not path.exists():
-        return [], None
+
+def _column(file: Path, name: str) -> npt.NDArray[np.int64]:
+    """One column of a file, of the type that it has to have; without missing values."""
+    import pyarrow
+
+    kind = score_schema(pyarrow.string(), ScoreFile()).field(name).type
+    column = read_score_file(file, [name])[name]
     try:
-        return pyarrow.parquet.read_table(path).to_pylist(), None
-    except (pyarrow.ArrowException, OSError) as error:
-        aside = path.with_suffix(".damaged")
-        path.replace(aside)
-        return [], f"{path} cannot be read ({error}); it is now {aside.name}"
+        return np.asarray(column.cast(kind).drop_null().to_numpy())
+    except pyarrow.ArrowException as error:
+        raise _unreadable(file, error) from error
 
 
-def _names(format: ScoreFile) -> list[str]:
+def column_names(format: ScoreFile) -> list[str]:
     """The columns of such a file, in order."""
     names = list(_COLUMNS)
     if format.parameters is not None:
@@ -156,7 +241,8 @@ def _names(format: ScoreFile) -> list[str]:
     return names
 
 
-def _schema(sample_id: "pyarrow.DataType", format: ScoreFile) -> "pyarrow.Schema":
+def score_schema(sample_id: "pyarrow.DataType", format: ScoreFile) -> "pyarrow.Schema":
+    """The schema of such a file, with sample ids of a type."""
     import pyarrow
 
     kinds: Mapping[str, pyarrow.DataType] = {
@@ -174,5 +260,14 @@ def _schema(sample_id: "pyarrow.DataType", format: ScoreFile) -> "pyarrow.Schema
     if format.parameters is not None:
         metadata[_PARAMETERS] = json.dumps(format.parameters)
     return pyarrow.schema(
-        [(name, kinds[name]) for name in _names(format)], metadata=metadata or None
+        [(name, kinds[name]) for name in column_names(format)], metadata=metadata or None
     )
+
+
+def format_of(schema: "pyarrow.Schema") -> ScoreFile:
+    """The format of a file that has this schema."""
+    parameters = None
+    names = (schema.metadata or {}).get(_PARAMETERS.encode())
+    if names is not None:
+        parameters = tuple(json.loads(names))
+    return ScoreFile(parameters, has_direction="direction" in schema.names)

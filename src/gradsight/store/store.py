@@ -21,6 +21,8 @@ from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import RunError, WrongPlace
 from gradsight.store import schema
 from gradsight.store import tail_format as frames
+from gradsight.store.score_folder import forget_scores
+from gradsight.store.scores import step_after
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import plain
@@ -75,7 +77,7 @@ class Store:
         """Whether a watch counts the steps of this run."""
         self.problems = Problems()
         """The faults of this run, for all who have it open; the thread brings them in."""
-        _make_directory(path)
+        make_run_dir(path)
         self._tail = _lock_tail(path)
         try:
             self._connection = _connect(path)
@@ -102,8 +104,12 @@ class Store:
         self._add(frames.STEP, frames.pack_step(step, layout, statistics))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars by name; their step may be an epoch or anything else."""
+        """Scalars of a step by name."""
         self._add(frames.SCALARS, frames.pack_scalars(step, values))
+
+    def add_tracked(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars by name, under a tracker's own count."""
+        self._add(frames.TRACKED, frames.pack_scalars(step, values))
 
     def add_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of an optimizer step, before or after the step; loss and lr become its own."""
@@ -126,19 +132,20 @@ class Store:
         key = f"{finding.code}:{finding.first_step}"
         self.add_record("finding", key, finding.first_step, plain(finding))
 
-    def last_step(self) -> int | None:
-        """The last recorded step."""
+    def next_step(self) -> int:
+        """The step after the last one that was recorded or scored."""
         self.flush()
         with self._database:
-            row = self._connection.execute("SELECT max(step) FROM steps WHERE time IS NOT NULL")
-            last: int | None = row.fetchone()[0]
-        return last
+            last = schema.last_step(self._connection)
+        return step_after(last, self.path)
 
     def forget_from(self, step: int) -> None:
-        """Remove this step and all later ones."""
+        """Remove this step and all later ones, with their scores."""
         self.flush()
         with self._database:
             schema.forget_from(self._connection, step)
+        for fault in forget_scores(self.path, step):
+            self.problems.report("damaged scores", fault, step)
 
     def flush(self) -> None:
         """Bring everything handed over so far into the tables."""
@@ -256,7 +263,8 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
     os.ftruncate(tail, 0)
 
 
-def _make_directory(path: Path) -> None:
+def make_run_dir(path: Path) -> None:
+    """Make a run directory where there is none; an error where it could not be written."""
     if path.exists() and not path.is_dir():
         raise WrongPlace(
             f"run_dir {path} is a file; give a directory, or a name that does not exist yet"

@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from gradsight.core import rundir
 from gradsight.core.sharing import share_model
 from gradsight.dump.dumper import GradientDumper
+from gradsight.dump.reader import dumps_in
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
@@ -26,7 +27,6 @@ from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
-from gradsight.store.scores import forget_scores
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
@@ -36,9 +36,9 @@ from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.loop import Instruments, OnBatch, Training, train, unchanged
 from gradsight.train.memory import (
     advice,
+    expected_memory,
     is_out_of_memory,
     refuse_what_cannot_fit,
-    startup_lines,
 )
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.processes import Processes
@@ -211,10 +211,10 @@ def introduce(run: Training) -> None:
         )
         if settings.startup_report:
             with run.progress.working("Predicting memory"):
-                lines = startup_lines(
-                    settings, run.processes.device, run.batches.order.epoch_length
-                )
-            for line in lines:
+                samples = run.batches.order.epoch_length
+                expected = expected_memory(settings, run.processes.device, samples)
+            run.predicted_bytes = expected.peak_bytes
+            for line in expected.lines:
                 run.progress.say(line)
         steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
         run.progress.say(
@@ -269,7 +269,7 @@ def make_engine(run: Training) -> GhostEngine:
 
 
 def resume_from_checkpoint(run: Training) -> None:
-    """Take up the newest checkpoint, and forget the scores of steps that will be made again."""
+    """Take up the newest checkpoint."""
     folder = checkpoint.newest(run.run_dir)
     assert folder is not None
     facts = checkpoint.load(folder, run.model, run.optimizer, run.processes)
@@ -283,9 +283,6 @@ def resume_from_checkpoint(run: Training) -> None:
     run.seconds = facts["seconds"]
     run.progress.start_at(run.step)
     run.progress.say(f"Resuming after step {run.step}")
-    if run.processes.first:
-        forget_scores(run.run_dir, run.step)
-    run.processes.wait()
 
 
 def evaluate_only(run: Training) -> int:
@@ -304,7 +301,7 @@ def evaluate_only(run: Training) -> int:
 def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
-        summary = summarize(open_run(run.run_dir))
+        summary = summarize(open_run(run.run_dir), dumps_in(run.run_dir))
         write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
         for name, value in run.memory.items():
             if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb")):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from gradsight.errors import UsageError
+from gradsight.values.whole_numbers import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,17 @@ class Schedule:
     step_interval: int = 1
 
     def __post_init__(self) -> None:
-        if self.step_interval < 1:
-            raise UsageError(f"step_interval must be 1 or more, got {self.step_interval}")
-        if self.start_step < 0:
-            raise UsageError(f"start_step must be 0 or more, got {self.start_step}")
-        if self.end_step is not None and self.end_step < self.start_step:
+        self._keep("step_interval", whole_number(self.step_interval, "step_interval", least=1))
+        self._keep("start_step", whole_number(self.start_step, "start_step"))
+        if self.end_step is None:
+            return
+        self._keep("end_step", whole_number(self.end_step, "end_step"))
+        if self.end_step < self.start_step:
             raise UsageError(f"end_step {self.end_step} lies before start_step {self.start_step}")
+
+    def _keep(self, name: str, number: int) -> None:
+        # Numbers of numpy are kept as Python's own: config.json takes no others.
+        object.__setattr__(self, name, number)
 
     def due(self, step: int) -> bool:
         """Whether this step is on the schedule."""
@@ -140,6 +146,8 @@ class Scalar:
     step: int
     name: str
     value: float
+    source: str = "watch"
+    """Who counted `step`: "watch", which counts the optimizer's, or "tracker", its own."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
-"""Whole numbers that users hand in: steps, intervals, counts. No torch."""
+"""Numbers that users hand in: steps, intervals and counts, and the values they log. No torch."""
 
 import operator
-from typing import SupportsIndex
+from typing import SupportsFloat, SupportsIndex
 
 from gradsight.errors import UsageError
 
@@ -35,6 +35,20 @@ def whole_number(given: object, name: str, least: int = 0) -> int:
     return number
 
 
+def single_number(given: object, name: str) -> float:
+    """One number, also as a tensor of one entry; anything else is an error that names it.
+
+    >>> single_number(3, "loss")
+    3.0
+    """
+    try:
+        if isinstance(given, SupportsFloat):
+            return float(given)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+        pass
+    raise UsageError(f"{name} must be a single number, got {_shown(given)}")
+
+
 def _shown(given: object) -> str:
     """A wrong value as an error shows it: short, with its type where that is the fault."""
     text = repr(given)
@@ -42,4 +56,6 @@ def _shown(given: object) -> str:
         text = f"{text[:37]}..."
     if isinstance(given, int | float | str | bytes | None):
         return text
+    if isinstance(getattr(given, "step", None), int):  # a step of the record
+        return f"a {type(given).__name__}; pass its number, which is its `.step`"
     return f"{type(given).__name__} {text}"
