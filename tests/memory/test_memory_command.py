@@ -308,3 +308,18 @@ def test_a_negative_budget_is_a_size(run: Callable[..., tuple[int, str, str]]) -
     code, _, err = run("plan", "--architecture", "char", "--budget", "-3GB")
     assert code == 64
     assert "a size of memory must be above zero, got '-3GB'" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch_size", "0", "--batch_size must be 1 or more, got 0"),
+        ("--block_size", "-3", "--block_size must be 1 or more, got -3"),
+        ("--dropout", "1.5", "--dropout must be at least 0 and below 1, got 1.5"),
+    ],
+)
+def test_sizes_that_cannot_be_meant(
+    option: str, value: str, message: str, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, err = run("plan", "--architecture", "char", "--budget", "1GB", option, value)
+    assert (code, message in err) == (64, True), err

@@ -88,6 +88,12 @@ class StepOptions:
 
     def build(self, place: str | None, architecture: str | None = None) -> Callable[[], Any]:
         """The build function of a file, or of a built-in model."""
+        for option in ("batch_size", "block_size"):
+            size = getattr(self, option)
+            if size is not None and size < 1:
+                raise UsageError(f"--{option} must be 1 or more, got {size}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
         name = architecture or self.architecture
         if (place is None) == (name is None):
             raise UsageError(

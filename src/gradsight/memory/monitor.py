@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gradsight.errors import UsageError
 from gradsight.memory.counter import storages
 from gradsight.values.steps import ScalarTracker
+from gradsight.values.whole_numbers import whole_number
 
 
 class MemoryMonitor:
@@ -28,13 +28,11 @@ class MemoryMonitor:
     """
 
     def __init__(self, log_every: int = 1) -> None:
-        if log_every < 1:
-            raise UsageError(f"log_every must be 1 or more, got {log_every}")
-        self.log_every = log_every
+        self.log_every = whole_number(log_every, "log_every", least=1)
 
     def sample(self, tracker: ScalarTracker | None, step: int) -> dict[str, float]:
         """Log and return the scalars of this step; nothing where it is not due."""
-        if step % self.log_every:
+        if whole_number(step, "step") % self.log_every:
             return {}
         scalars = gpu_memory() if torch.cuda.is_available() else process_memory()
         if tracker is not None:
