@@ -61,7 +61,7 @@ def test_only_when_due() -> None:
     for wrong in (0, 2.5, True, 10**30, "3"):
         with pytest.raises(UsageError, match="log_every must be "):
             MemoryMonitor(log_every=wrong)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="step must be a whole number of 0 or more, got 1.5"):
+    with pytest.raises(UsageError, match=r"step must be a whole number of 0 or more, got 1\.5"):
         monitor.sample(tracker, 1.5)  # type: ignore[arg-type]
 
 
