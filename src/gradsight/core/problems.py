@@ -1,9 +1,9 @@
 """Faults that training survives: said once, counted, kept for the report. No torch."""
 
-import threading
 import warnings
 from dataclasses import replace
 
+from gradsight.core.locks import HeldBriefly
 from gradsight.core.notices import notice
 from gradsight.errors import GradsightWarning
 from gradsight.values.findings import Problem
@@ -17,7 +17,7 @@ class Problems:
         """The step under way, for faults that are reported without one."""
         self._problems: dict[str, Problem] = {}
         self._changed: set[str] = set()
-        self._lock = threading.RLock()  # a signal may close a watch while this is held
+        self._lock = HeldBriefly()
 
     def report(self, key: str, message: str, step: int | None = None) -> None:
         """Say a fault the first time, count it every time."""

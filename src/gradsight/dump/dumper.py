@@ -2,7 +2,6 @@
 
 import atexit
 import math
-import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Literal
 import torch
 
 from gradsight.core.group import ProcessGroup
+from gradsight.core.locks import HeldBriefly
 from gradsight.core.problems import Problems, say
 from gradsight.core.rundir import directory_path
 from gradsight.dump.folders import Layout
@@ -107,7 +107,7 @@ class GradientDumper:
         self._broken: Fault | None = None
         self._problems = Problems()
         self._unsaid: list[str] = []
-        self._lock = threading.Lock()
+        self._lock = HeldBriefly()
         self._started = False
         self._closed = False
         # The writer's thread is a daemon: at the end of the process it would be cut off in a dump.

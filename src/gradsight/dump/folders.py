@@ -8,7 +8,6 @@ gradient_dumper/step{N}.partial/*.removed                   no longer wanted; ha
 
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -16,12 +15,13 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from gradsight.core import files, rundir
+from gradsight.core.locks import HeldBriefly
 from gradsight.dump.manifest import NAME, Manifest, read
 from gradsight.errors import GradsightError, UsageError, WrongPlace
 
 P = ParamSpec("P")
 T = TypeVar("T")
-NAMES = threading.Lock()
+NAMES = HeldBriefly()
 """Held while folders come and go: two dumpers of a process may share a step's folder."""
 FOLDERS = {"full": "full_gradients", "sampled": "sampled_gradients"}
 

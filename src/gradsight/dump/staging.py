@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradsight.core.locks import HeldBriefly
 from gradsight.dump.gradients import Gradients, Row
 
 ALIGN = 64
@@ -82,7 +83,7 @@ class Pool:
 
     def __init__(self, count: int) -> None:
         self._free = [Buffer() for _ in range(count)]
-        self._change = threading.Condition()
+        self._change = threading.Condition(HeldBriefly())
 
     def take(self, wait: bool) -> Buffer | None:
         """A free buffer; if there is none, wait for one or do without."""

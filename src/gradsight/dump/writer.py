@@ -1,9 +1,10 @@
 """The writer's thread: takes staged dumps one by one; training does not wait for the disk."""
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
+from gradsight.core.locks import HeldBriefly
 from gradsight.dump.job import Job
 
 
@@ -13,7 +14,10 @@ class Writer:
     def __init__(self, work: Callable[[Job], None], asynchronous: bool) -> None:
         self._work = work
         self._asynchronous = asynchronous
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: deque[Job | None] = deque()
+        self._unfinished = 0
+        # Not a queue.Queue: a signal in the middle of its put() would find its lock taken.
+        self._change = threading.Condition(HeldBriefly())
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
@@ -24,26 +28,39 @@ class Writer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradsight-dump", daemon=True)
             self._thread.start()
-        self._jobs.put(job)
+        self._put(job)
 
     def wait(self) -> None:
         """Return when every job so far is done."""
         if self._thread is not None:
-            self._jobs.join()
+            with self._change:
+                while self._unfinished:
+                    self._change.wait()
 
     def close(self) -> None:
         """Finish every job and end the thread."""
         if self._thread is not None:
-            self._jobs.put(None)
+            self._put(None)
             self._thread.join()
             self._thread = None
 
+    def _put(self, job: Job | None) -> None:
+        with self._change:
+            self._jobs.append(job)
+            self._unfinished += 1
+            self._change.notify_all()
+
     def _run(self) -> None:
         while True:
-            job = self._jobs.get()
+            with self._change:
+                while not self._jobs:
+                    self._change.wait()
+                job = self._jobs.popleft()
             try:
                 if job is None:
                     return
                 self._work(job)
             finally:
-                self._jobs.task_done()
+                with self._change:
+                    self._unfinished -= 1
+                    self._change.notify_all()

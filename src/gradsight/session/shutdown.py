@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
+from gradsight.core.locks import when_free
+
 _installed: "weakref.WeakSet[ShutdownHooks]" = weakref.WeakSet()
 
 
@@ -93,6 +95,9 @@ class ShutdownHooks:
 
         A forked child (a data loader's worker) only does the latter.
         """
+        when_free(functools.partial(self._end, number, frame))
+
+    def _end(self, number: int, frame: Any) -> None:
         previous: Callable[..., Any] | int | None = self._previous_handler
         if os.getpid() == self._process:
             self._run.asked_to_end()

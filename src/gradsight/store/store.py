@@ -11,11 +11,11 @@ import fcntl
 import functools
 import os
 import sqlite3
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradsight.core import rundir
+from gradsight.core.locks import HeldBriefly
 from gradsight.core.problems import Problems
 from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import RunError, WrongPlace
@@ -35,7 +35,7 @@ _BACKLOG = 2**28
 """Bytes kept for a disk that does not take them, before the newest are dropped."""
 
 _open: dict[Path, "Store"] = {}
-_open_lock = threading.Lock()
+_open_lock = HeldBriefly()
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def _in_forked_children() -> None:
 
     def let_go() -> None:
         global _open_lock
-        _open_lock = threading.Lock()
+        _open_lock = HeldBriefly()
         for store in _open.values():
             store.let_go()
         _open.clear()
@@ -86,9 +86,8 @@ class Store:
             os.close(self._tail)
             raise
         self._number = schema.last_frame(self._connection)
-        # Both can be taken again by their owner: a signal may close a watch while one is held.
-        self._lock = threading.RLock()
-        self._database = threading.RLock()
+        self._lock = HeldBriefly()
+        self._database = HeldBriefly()
         self._let_go = False
         self._pending: list[frames.Frame] = []
         self._pending_bytes = 0
@@ -167,8 +166,8 @@ class Store:
 
     def let_go(self) -> None:
         """In a forked child: drop whatever is handed over from now on."""
-        self._lock = threading.RLock()
-        self._database = threading.RLock()
+        self._lock = HeldBriefly()
+        self._database = HeldBriefly()
         self._let_go = True
         self._pending = []
         self._pending_bytes = 0

@@ -1,10 +1,10 @@
 """Hands steps to the sinks off the training thread, each of them once and whole."""
 
-import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from gradsight.core.locks import HeldBriefly
 from gradsight.core.problems import Problems
 from gradsight.core.worker import Worker
 from gradsight.store.sinks.guard import GuardedSinks
@@ -35,7 +35,7 @@ class SinkQueue:
         self._rows: deque[StepRow] = deque()
         self._values = 0
         self._closing = False
-        self._lock = threading.RLock()  # a signal may close a watch while this is held
+        self._lock = HeldBriefly()
         self._worker = Worker("gradsight-sinks", self._drain, _PERIOD)
 
     def start(self) -> bool:
