@@ -119,7 +119,7 @@ def test_a_key_that_does_not_exist(dumped: Path) -> None:
         load_keys(dumped, ["0.wieght"])
     with pytest.raises(
         UsageError,
-        match=r"has no gradient named '\?'; it has 0.weight, 0.bias, 1.weight, 1.bias, ...",
+        match=r"has no gradient named '\?'; it has 0.weight, 0.bias, 1.weight, 1.bias",
     ):
         load_keys(dumped, ["?"])
 

@@ -41,10 +41,11 @@ class Named:
 def check_module(model: object) -> None:
     """A model that a user hands in must be one; anything else is an error that says what came."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module, got {_named_type(model)}")
+        raise UsageError(f"model must be a torch.nn.Module, got {type_name(model)}")
 
 
-def _named_type(thing: object) -> str:
+def type_name(thing: object) -> str:
+    """What a wrong argument is, for an error."""
     if isinstance(thing, type):
         return f"the class {thing.__name__}"
     return type(thing).__name__

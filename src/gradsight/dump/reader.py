@@ -1,6 +1,5 @@
 """Reading dumps in plain Python: no process group, no pickle, checksums compared."""
 
-import difflib
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from gradsight.dump.folders import FOLDERS, Layout
 from gradsight.dump.manifest import ITEM_BYTES, NAME, Chunk, Entry, Manifest, read
 from gradsight.errors import RunError, UsageError
 from gradsight.values.dumps import DumpMetadata
+from gradsight.values.plain import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -112,11 +112,8 @@ def lookup(manifest: Manifest, folder: Path, key: str) -> str:
         raise UsageError(f"the gradient of {key!r} is not in {folder}: {manifest.left_out[name]}")
     if name in manifest.parameters:
         raise UsageError(f"{key!r} had no gradient at step {manifest.step}, so {folder} has none")
-    near = difflib.get_close_matches(key, [*manifest.tensors, *manifest.aliases], n=3, cutoff=0.4)
-    names = f"it has {', '.join(list(manifest.tensors)[:5])}, ..."
-    if near:
-        names = f"nearest: {', '.join(near)}"
-    raise UsageError(f"{folder} has no gradient named {key!r}; {names}")
+    known = nearest(key, [*manifest.tensors, *manifest.aliases])
+    raise UsageError(f"{folder} has no gradient named {key!r}; {known}")
 
 
 def bounds(shape: tuple[int, ...], index: slice | Slices | None) -> list[tuple[int, int]]:

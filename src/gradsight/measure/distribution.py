@@ -8,11 +8,10 @@ from gradsight.core.group import shared_group
 from gradsight.core.parameters import check_module, named_parameters
 from gradsight.core.problems import say
 from gradsight.core.shards import are_spread, local_part
-from gradsight.errors import UsageError
 from gradsight.measure.histogram import HistogramReading, histograms, share_within_a_tenth
 from gradsight.measure.rank_table import left_out_here, norms_now
 from gradsight.values.measured import Floats
-from gradsight.values.steps import ScalarTracker
+from gradsight.values.steps import ScalarTracker, check_tracker
 from gradsight.values.whole_numbers import whole_number
 
 
@@ -33,7 +32,7 @@ def log_gradient_distribution(
     log_histogram: whether the histogram is wanted.
     """
     check_module(model)
-    _check_tracker(tracker)
+    check_tracker(tracker)
     step = whole_number(step, "step")
     with_gradient = [named for named in named_parameters(model) if named.tensor.grad is not None]
     if not with_gradient:
@@ -52,16 +51,6 @@ def log_gradient_distribution(
         tracker.log_histogram("gradients/histogram", everything, step)
         tracker.log_scalar("gradients/share_within_0.1", share_within_a_tenth(counters), step)
     return result
-
-
-def _check_tracker(tracker: object) -> None:
-    if isinstance(tracker, type):
-        raise UsageError(f"tracker must be an object, got the class {tracker.__name__}")
-    if not hasattr(tracker, "log_scalar"):
-        raise UsageError(
-            "a tracker needs a method log_scalar(name, value, step); "
-            f"{type(tracker).__name__} has none"
-        )
 
 
 def _histogram_counters(tensors: Sequence[Tensor], step: int) -> Floats:

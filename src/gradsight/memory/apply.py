@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from gradsight.core.parameters import unwrapped
+from gradsight.core.parameters import check_module, unwrapped
 from gradsight.errors import UsageError
-from gradsight.memory.blocks import NamedModule, find_blocks
+from gradsight.memory.blocks import NamedModule, blocks_meant, find_blocks
 from gradsight.memory.policy import NONE, Mode, parse_policy
 from gradsight.memory.selective import contexts
 from gradsight.values.memory import CheckpointingPlan
@@ -35,12 +35,10 @@ def apply_checkpointing(
       "first:K" recomputes the first K blocks; or a CheckpointingPlan.
     blocks: names of the modules that count as blocks; None finds them.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"apply_checkpointing takes a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     inner = unwrapped(model)
-    _refuse_second_checkpointing(inner)
-    if blocks is None and isinstance(policy, CheckpointingPlan):
-        blocks = policy.blocks
+    refuse_second_checkpointing(inner)
+    blocks = blocks_meant(policy, blocks)
     named = find_blocks(inner, blocks)
     modes = parse_policy(policy, len(named))
     owners = {name: _flag_owners(inner, name) for name, _ in named}
@@ -152,7 +150,7 @@ class CheckpointingHandle:
         return f"CheckpointingHandle({len(self.modes)} blocks)"
 
 
-def _refuse_second_checkpointing(model: nn.Module) -> None:
+def refuse_second_checkpointing(model: nn.Module) -> None:
     """Two layers of checkpointing recompute twice, or break: say how to take the first off."""
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"

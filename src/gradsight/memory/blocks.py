@@ -5,8 +5,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from gradsight.core.parameters import unwrapped
+from gradsight.core.parameters import type_name, unwrapped
 from gradsight.errors import UsageError
+from gradsight.values.memory import CheckpointingPlan
+from gradsight.values.plain import nearest
 
 NamedModule = tuple[str, nn.Module]
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -38,19 +40,51 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> list[N
 
 def _by_name(model: nn.Module, names: Sequence[str]) -> list[NamedModule]:
     """The modules of the given names, each of which must exist and none lie in another."""
-    if isinstance(names, str) or not names:
-        raise UsageError(f"blocks must be a list of module names, got {names!r}")
+    check_names(names)
     modules = dict(model.named_modules())
-    if unknown := [name for name in names if name not in modules]:
-        raise UsageError(
-            f"the model has no module {unknown[0]!r}; it has {', '.join(list(modules)[1:9])}, ..."
-        )
+    for name in names:
+        if not name or name not in modules:
+            raise UsageError(
+                f"the model has no module {name!r}; {nearest(name, list(modules)[1:])}"
+            )
+        if names.count(name) > 1:
+            raise UsageError(f"blocks names {name!r} twice")
+        if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+            parts = [f"{name}.{part}" for part, _ in modules[name].named_children()]
+            raise UsageError(
+                f"{name!r} is a {type(modules[name]).__name__}, which is never called itself: "
+                f"name its parts, {', '.join(parts[:3])}, ..."
+            )
     for name in names:
         if inside := [other for other in names if other != name and other.startswith(f"{name}.")]:
             raise UsageError(
                 f"blocks must not lie in one another: {inside[0]!r} is a part of {name!r}"
             )
-    return [(name, modules[name]) for name in dict.fromkeys(names)]
+    return [(name, modules[name]) for name in names]
+
+
+def check_names(names: object) -> None:
+    """Refuse what is no list of texts; a set has no order, and an iterator is read only once."""
+    expected = "blocks must be a list of module names, as in model.named_modules()"
+    if isinstance(names, str | bytes) or not isinstance(names, Sequence) or not names:
+        raise UsageError(f"{expected}, got {names!r}")
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(f"{expected}, got {type_name(name)} among them")
+
+
+def blocks_meant(policy: object, blocks: Sequence[str] | None) -> Sequence[str] | None:
+    """The names of the blocks: those given, or those that a plan was made for."""
+    if not isinstance(policy, CheckpointingPlan):
+        return blocks
+    if blocks is not None:
+        check_names(blocks)
+        if tuple(blocks) != policy.blocks:
+            raise UsageError(
+                f"the plan was made for the blocks {', '.join(policy.blocks[:3])}, ... "
+                f"({len(policy.blocks)} in all), and its numbers count those. Leave blocks out"
+            )
+    return policy.blocks
 
 
 def _declared(model: nn.Module) -> list[NamedModule]:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gradsight.memory.counter import storages
-from gradsight.values.steps import ScalarTracker
+from gradsight.values.steps import ScalarTracker, check_tracker
 from gradsight.values.whole_numbers import whole_number
 
 
@@ -34,6 +34,8 @@ class MemoryMonitor:
         """Log and return the scalars of this step; nothing where it is not due."""
         if whole_number(step, "step") % self.log_every:
             return {}
+        if tracker is not None:
+            check_tracker(tracker)
         scalars = gpu_memory() if torch.cuda.is_available() else process_memory()
         if tracker is not None:
             for name, value in scalars.items():

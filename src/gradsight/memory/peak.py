@@ -1,6 +1,7 @@
 # mypy: allow-untyped-calls
 """The peak of live tensor bytes of any piece of work, split by what the bytes were for."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from gradsight.errors import UsageError
 from gradsight.memory.allocator import AllocatorPeak, OperatorMarks, allocator_peak
 from gradsight.memory.counter import Allocation, StorageCounter
+from gradsight.memory.workload import refused_call
 from gradsight.values.memory import MemoryUse
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "inputs")
@@ -47,10 +49,15 @@ def measure_peak_memory(fn: Callable[[], object], *, operators: bool = False) ->
     >>> measure_peak_memory(lambda: torch.zeros(250)).peak_bytes
     1000
     """
+    expected = "measure_peak_memory runs a function without arguments"
     if not callable(fn):
-        raise UsageError(
-            f"measure_peak_memory runs a function without arguments, got {type(fn).__name__}"
-        )
+        raise UsageError(f"{expected}, got {type(fn).__name__}")
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        raise UsageError(f"{expected}; a call of this generator or coroutine runs nothing of it")
+    if refusal := refused_call(fn, 0):
+        raise UsageError(f"{expected}: {refusal}. Write for example lambda: fn(batch)")
+    if not isinstance(operators, bool):
+        raise UsageError(f"operators must be True or False, got {operators!r}")
     counter = StorageCounter()
     # Asked first, since resetting would initialise CUDA, which takes memory and forbids forking.
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+from gradsight.core.parameters import unwrapped
 from gradsight.errors import GradsightError
+from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.fake import sequences_not_packed
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
-from gradsight.memory.workload import Build, call_build
+from gradsight.memory.workload import Build, StepFailed, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
 
@@ -55,7 +57,9 @@ def plan_checkpointing(
     """
     limit = parse_size(budget)
     with fake_device(device):
-        steps = FakeSteps(call_build(build), optimizer=optimizer, device=device, blocks=blocks)
+        workload = call_build(build)
+        refuse_second_checkpointing(unwrapped(workload.model))
+        steps = FakeSteps(workload, optimizer=optimizer, device=device, blocks=blocks)
         with sequences_not_packed():
             return PlanSearch(steps, limit, device).plan()
 
@@ -102,7 +106,7 @@ class PlanSearch:
         for mode in (FULL, SELECTIVE, ALTERNATE, *levels):
             try:
                 self._try((mode,) * self._count)
-            except RuntimeError as error:
+            except StepFailed as error:
                 if "cached during selective" not in str(error):
                     raise
                 continue  # results that this mode would keep are changed in place

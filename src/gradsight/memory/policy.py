@@ -11,6 +11,7 @@ names blocks by number, such as "full:0-5,selective@512:6-9"; blocks that no ite
 everything.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ SELECTIVE = Mode("selective")
 ALTERNATE = Mode("alternate")
 
 
-def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mode]:
+def parse_policy(policy: str | CheckpointingPlan, count: int) -> list[Mode]:
     """The mode of each of `count` blocks.
 
     >>> [str(mode) for mode in parse_policy("full:0-1,selective@512:2", 4)]
@@ -52,16 +53,16 @@ def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mod
     """
     if isinstance(policy, CheckpointingPlan):
         policy = policy.policy
-    if policy is None:
-        return [NONE] * count
     if not isinstance(policy, str):
         raise UsageError(
             f"a policy is text or a CheckpointingPlan, got {type(policy).__name__}; {_known()}"
         )
     # The first blocks and not the last: what a late block keeps is needed soonest. Of 16 blocks the
     # first 8 took a peak of 366 MiB to 230, the last 8 to 244, and the very last one saved nothing.
-    if first := re.fullmatch(r"first:(\d+)", policy.strip()):
+    if first := re.fullmatch(r"first:([0-9]+)", policy.strip()):
         length = int(first[1])
+        if length == 0:
+            raise UsageError("'first:0' names no block: K is 1 or more, and 'none' keeps all")
         _check_range(length - 1, count, policy)
         return [FULL] * length + [NONE] * (count - length)
     modes: list[Mode | None] = [None] * count
@@ -81,15 +82,18 @@ def refuse_nonsense(policy: str) -> None:
 
 def _parse_item(item: str, policy: str, count: int) -> tuple[Mode, int, int]:
     """One item's mode and the range of blocks it names."""
-    parts = re.fullmatch(r"([a-z]+)(?:@([0-9.e+-]+))?(?::(\d+)(?:-(\d+))?)?", item)
+    parts = re.fullmatch(r"([a-z]+)(?:@([0-9.e+-]+))?(?::([0-9]+)(?:-([0-9]+))?)?", item)
     if parts is None or parts[1] not in KINDS or (parts[2] and parts[1] != "selective"):
         raise UsageError(f"{policy!r} is not a policy; {_known()}")
     try:
-        mode = Mode(parts[1], float(parts[2] or 0))
+        threshold = float(parts[2] or 0)
     except ValueError:
+        threshold = math.nan
+    if not 0 <= threshold < math.inf:
         raise UsageError(
             f"{policy!r} is not a policy: {parts[2]!r} is not a number of operations per byte"
-        ) from None
+        )
+    mode = Mode(parts[1], threshold)
     if parts[3] is None:
         return mode, 0, count
     start = int(parts[3])

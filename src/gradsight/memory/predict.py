@@ -36,6 +36,11 @@ def predict_peak_memory(
       GPU is needed, also where build() puts the model on CUDA.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    if policy is None and blocks is not None:
+        raise UsageError(
+            "blocks are those that a policy recomputes, and policy=None recomputes nothing: give "
+            "for example policy='full', or leave blocks out"
+        )
     with fake_device(device):
         workload = call_build(build)
         if policy is not None:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gradsight.core.random_state import randomness_kept
-from gradsight.errors import GradsightError
+from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.memory.blocks import find_blocks
+from gradsight.memory.blocks import blocks_meant, find_blocks
 from gradsight.memory.causes import Evidence, likely_cause
 from gradsight.memory.differences import (
     DivergenceFinder,
@@ -27,6 +27,7 @@ from gradsight.memory.policy import parse_policy
 from gradsight.memory.predict import predict_peak_memory
 from gradsight.memory.workload import (
     Build,
+    StepFailed,
     Workload,
     backward,
     call_build,
@@ -54,7 +55,7 @@ def verify_checkpointing(
     blocks: names of the modules that count as blocks; None finds them.
     """
     if isinstance(policy, CheckpointingPlan):
-        blocks = blocks or policy.blocks
+        blocks = blocks_meant(policy, blocks)
         policy = policy.policy
     with randomness_kept():
         return _Verification(build, policy, optimizer, blocks).report()
@@ -85,6 +86,8 @@ class _Verification:
         del workload  # or both models would be in memory at once
         try:
             checkpointed = run_step(self._built(checkpointed=True), self.optimizer)
+        except StepFailed as error:
+            return self._raised(plain, error.__cause__ or error)
         except GradsightError:
             raise  # a refusal of ours says what to do; it is no difference between the steps
         except Exception as error:
@@ -102,6 +105,11 @@ class _Verification:
         gc.collect()
         seed_everything()
         workload = call_build(self.build)
+        if any(parameter.is_meta for parameter in workload.model.parameters()):
+            raise UsageError(
+                "verify_checkpointing runs the step, and this model is on the meta device, without "
+                "any data: build it on the CPU, or use predict_peak_memory"
+            )
         parse_policy(self.policy, len(find_blocks(workload.model, self.blocks)))
         if checkpointed:
             apply_checkpointing(workload.model, self.policy, blocks=self.blocks)
@@ -128,7 +136,7 @@ class _Verification:
             cause=likely_cause(evidence),
         )
 
-    def _raised(self, plain: StepEffects, error: Exception) -> CheckpointingReport:
+    def _raised(self, plain: StepEffects, error: BaseException) -> CheckpointingReport:
         """The report on a checkpointed step that raised where the plain one did not.
 
         That is a difference too, and such a step saved nothing.

@@ -2,13 +2,15 @@
 """A training step as a value: what the user's build function returns, checked, and its loss."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from gradsight.core.parameters import type_name
 from gradsight.errors import GradsightError, UsageError, UserCodeError
 
 Build = Callable[[], object]
@@ -22,6 +24,25 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 EXPECTED = "build() must return (model, batch) or (model, batch, loss_fn)"
 
 
+class StepFailed(UserCodeError):
+    """The step that build() made raised; what it raised is the cause."""
+
+    @classmethod
+    @contextmanager
+    def said(cls, what: str) -> Iterator[None]:
+        """Say of an error inside where in the step it came from."""
+        try:
+            yield
+        except (GradsightError, torch.OutOfMemoryError):
+            raise  # both say already what to do
+        except Exception as error:
+            raise cls(
+                f"{what} raised {type(error).__name__}: {error}. Try the step by itself first: "
+                "loss_fn(model, batch).backward(), with what build() returns; without loss_fn the "
+                "batch is the model's own arguments"
+            ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A model, a batch, and how a loss comes of them."""
@@ -32,16 +53,24 @@ class Workload:
 
     def loss(self) -> torch.Tensor:
         """The scalar loss of the batch."""
-        loss = self.loss_fn(self.model, self.batch)
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            return loss
-        got = type(loss).__name__
-        if isinstance(loss, torch.Tensor):
-            got = f"a tensor of shape {tuple(loss.shape)}"
-        raise UsageError(
-            f"the loss must be a tensor with one element, got {got}: "
-            "return (model, batch, loss_fn) from build()"
-        )
+        with StepFailed.said("the step's loss"):
+            loss = self.loss_fn(self.model, self.batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = type(loss).__name__
+            if isinstance(loss, torch.Tensor):
+                got = f"a tensor of shape {tuple(loss.shape)}"
+            raise UsageError(
+                f"the loss must be a tensor with one element, got {got}: "
+                "return (model, batch, loss_fn) from build()"
+            )
+        if loss.is_complex():
+            raise UsageError(f"the loss must be a real number, got one of {loss.dtype}")
+        if not loss.requires_grad:
+            raise UsageError(
+                "the loss has no gradient: nothing that it was computed from requires one. "
+                "Compute it from the model's output, without torch.no_grad(), detach() or .item()"
+            )
+        return loss
 
 
 def call_build(build: Build) -> Workload:
@@ -68,14 +97,15 @@ def as_workload(built: object) -> Workload:
         raise UsageError(f"{EXPECTED}, got {got}")
     model, batch, *rest = built
     if not isinstance(model, nn.Module):
+        raise UsageError(f"{EXPECTED}: the first must be a torch.nn.Module, got {type_name(model)}")
+    if isinstance(batch, Iterator | torch.utils.data.DataLoader):
         raise UsageError(
-            f"{EXPECTED}: the first must be a torch.nn.Module, got {type(model).__name__}"
+            f"{EXPECTED}: the step runs more than once on the same batch, got "
+            f"{type_name(batch)}, which gives another each time. Return one of its batches, "
+            "such as next(iter(loader))"
         )
-    if rest and not callable(rest[0]):
-        raise UsageError(
-            f"{EXPECTED}: loss_fn must be a function (model, batch) -> loss, "
-            f"got {type(rest[0]).__name__}"
-        )
+    if rest:
+        _check_loss_fn(rest[0])
     if not rest and not isinstance(batch, Mapping | tuple | list | torch.Tensor):
         raise UsageError(
             f"{EXPECTED}: without loss_fn the batch is a dict or tuple of arguments, "
@@ -84,6 +114,33 @@ def as_workload(built: object) -> Workload:
     model.train()  # checkpointing acts in training mode alone, and dropout's masks take memory
     loss_fn = rest[0] if rest else model_loss
     return Workload(model, batch, loss_fn)
+
+
+def _check_loss_fn(loss_fn: object) -> None:
+    """Refuse what cannot be called as loss_fn(model, batch)."""
+    expected = f"{EXPECTED}: loss_fn must be a function (model, batch) -> loss"
+    if not callable(loss_fn):
+        raise UsageError(f"{expected}, got {type_name(loss_fn)}")
+    if isinstance(loss_fn, nn.modules.loss._Loss):
+        raise UsageError(
+            f"{expected}, got {type_name(loss_fn)}, which takes predictions and labels. Write for "
+            "example: lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    if refusal := refused_call(loss_fn, 2):
+        raise UsageError(f"{expected}; this one cannot be called so: {refusal}")
+
+
+def refused_call(fn: Callable[..., object], arguments: int) -> str | None:
+    """Why a function does not take so many arguments; None where it does, or does not tell."""
+    if isinstance(fn, nn.Module):
+        fn = fn.forward  # a module's own call takes anything
+    try:
+        inspect.signature(fn).bind(*range(arguments))
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a function that is not Python's tells nothing of itself
+        return None
+    return None
 
 
 def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -131,10 +188,11 @@ def make_optimizer(
     """The named optimizer over the trainable parameters, in torch's default form for the device."""
     if optimizer is None:
         return None
+    known = f"known are {', '.join(OPTIMIZERS)}, or None for none"
+    if not isinstance(optimizer, str):
+        raise UsageError(f"optimizer must be a name, got {type_name(optimizer)}; {known}")
     if optimizer not in OPTIMIZERS:
-        raise UsageError(
-            f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}, or None for none"
-        )
+        raise UsageError(f"unknown optimizer {optimizer!r}; {known}")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise UsageError(
@@ -177,5 +235,11 @@ def state_bytes(optimizer: torch.optim.Optimizer | None, granule: int = 1) -> in
 def backward(workload: Workload) -> torch.Tensor:
     """Forward and backward; the loss, without its graph."""
     loss = workload.loss()
-    loss.backward()
+    with StepFailed.said("the backward pass"):
+        loss.backward()
+    if all(parameter.grad is None for parameter in workload.model.parameters()):
+        raise UsageError(
+            "backward() gave no parameter of the model a gradient: the loss does not come from "
+            "the model that build() returns"
+        )
     return loss.detach()

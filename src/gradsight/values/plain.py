@@ -1,5 +1,6 @@
 """Plain forms: a record as values that JSON knows, names and counts as text. No torch."""
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -54,3 +55,17 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The names that may have been meant by one that is not known, or else the first ones.
+
+    >>> nearest("wieght", ["weight", "bias"])
+    'nearest: weight'
+    >>> nearest("zzz", ["weight", "bias"])
+    'it has weight, bias'
+    """
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    if near:
+        return f"nearest: {', '.join(near)}"
+    return f"it has {listed(known, most=8) or 'none'}"

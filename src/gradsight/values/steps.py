@@ -156,3 +156,14 @@ class ScalarTracker(Protocol):
 
     def log_scalar(self, name: str, value: float, step: int) -> object:
         """One number under a name."""
+
+
+def check_tracker(tracker: object) -> None:
+    """What a user hands in to be told of scalars must be able to take them."""
+    if isinstance(tracker, type):
+        raise UsageError(f"tracker must be an object, got the class {tracker.__name__}")
+    if not hasattr(tracker, "log_scalar"):
+        raise UsageError(
+            "a tracker needs a method log_scalar(name, value, step); "
+            f"{type(tracker).__name__} has none"
+        )
