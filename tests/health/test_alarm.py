@@ -43,7 +43,7 @@ def alarms(values: list[float], settings: object = True) -> list[tuple[int, str]
     raised = []
     for number, value in enumerate(values):
         norms = norms_of(value)
-        code = alarm.not_finite(norms, scaler_settles=False) or alarm.too_large(norms, None)
+        code = alarm.not_finite(norms, scaled=False, nan_loss=True) or alarm.too_large(norms, None)
         if code is not None:
             raised.append((number, code))
         alarm.end_step(norms)
@@ -95,14 +95,14 @@ def test_norms_of_several_optimizers_tell_only_what_is_not_finite() -> None:
     for number in range(30):
         alarm.end_step(norms_of(jittered(number)))
     assert alarm.too_large(norms_of(1e6), None) is None
-    assert alarm.not_finite(norms_of(math.nan), scaler_settles=False) == "GS103"
+    assert alarm.not_finite(norms_of(math.nan), scaled=False, nan_loss=True) == "GS103"
 
 
 def test_a_scaler_is_trusted_for_a_while() -> None:
     alarm = Alarm(chosen(True))
     codes = []
     for _ in range(12):
-        codes.append(alarm.not_finite(norms_of(math.inf), scaler_settles=True))
+        codes.append(alarm.not_finite(norms_of(math.inf), scaled=True, nan_loss=False))
         alarm.end_step(norms_of(math.inf))
     assert codes.index("GS104") == 8
     assert codes.count(None) == 11

@@ -258,3 +258,39 @@ def test_dead_units_agree_with_the_plain_loop() -> None:
     for step, gradient in enumerate(gradients):
         life.look(step, [0, 1], [torch.ones(3), gradient])
     assert life.dead_shares() == {1: pytest.approx(exact_dead_share(gradients))}
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor", "expected"),
+    [
+        (2.0**16, math.nan, [5]),
+        (2.0**126, 1.0, []),
+        (2.0**16, math.inf, [13]),  # at the ninth in a row
+    ],
+    ids=["a loss that is NaN", "a scale that comes down", "overflows that do not stop"],
+)
+def test_steps_that_a_scaler_leaves_out(
+    scale: float, factor: float, expected: list[int], tmp_path: Path
+) -> None:
+    """What raises the alarm is found, and what is left alone is left alone by both."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    dumper = gradsight.GradientDumper(tmp_path, start_step=10**6, dump_on="critical")
+    with gradsight.watch(model, optimizer, run_dir=tmp_path, dump=dumper, quiet=True):
+        for step in range(16):
+            loss = 100 * model(torch.randn(8, 4)).square().mean()
+            if step >= 5:
+                loss = loss * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    run = gradsight.open_run(tmp_path)
+    assert sum(step.skipped for step in run.steps()) >= 4
+    found = [each for each in run.findings() if each.code in ("GS103", "GS104")]
+    assert [each.first_step for each in found][:1] == expected
+    assert [incident.step for incident in run.incidents()] == expected
+    dumps = (tmp_path / "gradient_dumper").glob("step*")
+    assert [path.name for path in dumps] == [f"step{step}" for step in expected]

@@ -7,14 +7,11 @@ checks, on every rank alike: the judge's own word comes later, and on some ranks
 import math
 from collections.abc import Sequence
 
-from gradsight.health.bad_steps import EarlyLook, TotalHistory
+from gradsight.health.bad_steps import EarlyLook, TotalHistory, scaler_settles
 from gradsight.health.registry import CheckSettings
 from gradsight.measure.clipping import ClipReading
 from gradsight.values.findings import Suspicion
 from gradsight.values.measured import Norms
-
-_SCALER_PATIENCE = 8
-"""Overflows in a row that a GradScaler is trusted to settle by itself."""
 
 
 class Alarm:
@@ -34,16 +31,14 @@ class Alarm:
         self._streaks: dict[str, int] = {}
         self._raised_in_step: set[str] = set()
 
-    def not_finite(self, norms: Norms, scaler_settles: bool) -> str | None:
+    def not_finite(self, norms: Norms, scaled: bool, nan_loss: bool) -> str | None:
         """The code of the incident that this gradient begins, where it is not finite.
 
-        `scaler_settles`: a GradScaler is at work and the loss is finite, so it will leave the step
-        out and lower its scale. Only where that goes on and on is it an incident.
+        `scaled`: a GradScaler is at work, and will leave the step out.
         """
         if norms.counts is None or self._not_finite_raised:
             return None
-        # GradScaler starts at 2**16: a few overflows in a row are how it comes down to what fits.
-        if scaler_settles and self._bad_in_a_row < _SCALER_PATIENCE:
+        if scaled and scaler_settles(nan_loss, self._bad_in_a_row):
             return None
         code = self._ask(self._look(norms, None))
         self._not_finite_raised = code is not None
@@ -55,13 +50,13 @@ class Alarm:
             return None
         return self._ask(self._look(norms, clip))
 
-    def suspects(self, norms: Norms, scaler_settles: bool) -> Suspicion | None:
+    def suspects(self, norms: Norms, scaled: bool, nan_loss: bool) -> Suspicion | None:
         """What the judge will find, where one look at the gradient tells; nothing is noted.
 
         So it may be asked at every look of a step: of accumulated gradients the last one counts.
         """
         if norms.counts is not None:
-            settled = scaler_settles and self._bad_in_a_row < _SCALER_PATIENCE
+            settled = scaled and scaler_settles(nan_loss, self._bad_in_a_row)
             if self._not_finite_raised or settled:
                 return None
         elif not math.isfinite(norms.total) or not self._whole_norms:

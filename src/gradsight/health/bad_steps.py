@@ -14,10 +14,14 @@ from gradsight.health.baseline import LENGTH, Baseline, logarithms
 from gradsight.values.measured import Flags, Floats, Norms
 
 if TYPE_CHECKING:  # checks can be read and explained without torch
+    from torch import Tensor
+
     from gradsight.measure.clipping import ClipReading
 
 NO_PARAMETERS = np.zeros(0)
 """The norms of a step of which only the total is known."""
+SCALER_PATIENCE = 8
+"""Overflows in a row that a GradScaler is trusted to settle by itself."""
 STEPS_BEFORE_A_SPIKE = 12
 """The first step that can be a spike: before it nothing is usual yet."""
 
@@ -34,6 +38,22 @@ def infinite_rows(norms: Norms) -> Flags:
     if norms.counts is None:
         return np.zeros(len(norms.l2), dtype=bool)
     return norms.counts[1] > 0
+
+
+def is_nan_loss(loss: "Tensor | None") -> bool:
+    """Whether a loss is NaN. It waits for the device: ask where the gradient is known to be bad."""
+    return loss is not None and bool(loss.detach().isnan().any())
+
+
+def scaler_settles(nan_loss: bool, bad_before: int) -> bool:
+    """Whether a gradient that is not finite is a GradScaler's everyday life.
+
+    It leaves the step out and lowers its scale. No scale makes a loss NaN, so that is a fault at
+    once; an infinite one it may well make, in float16. `bad_before`: the steps in a row before
+    this one that were not finite either.
+    """
+    # It starts at 2**16: a few overflows in a row are how it comes down to what fits.
+    return not nan_loss and bad_before < SCALER_PATIENCE
 
 
 def is_exploding(used_norm: float, limit: float) -> bool:

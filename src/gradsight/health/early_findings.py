@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradsight.health.alarm import Alarm
+from gradsight.health.bad_steps import is_nan_loss
 from gradsight.health.rank_agreement import RankAgreement, SharedLook
 from gradsight.values.findings import Suspicion
 from gradsight.values.measured import Norms
@@ -44,26 +44,28 @@ class EarlyFindings:
         self._alarm = alarm
         self._ranks = ranks
         self._norms: Norms | None = None
-        self._settles = False
+        self._scaled = False
+        self._nan_loss = False
 
     def decide(self, look: Look, wanted: bool) -> DumpDecision:
         """Whether to dump; `wanted`: a finding of an earlier step asks for it, on this rank."""
-        finite = look.loss is None or bool(torch.isfinite(look.loss.detach()).all())
-        known: SharedLook | None = SharedLook(look.norms, finite, wanted)
+        known: SharedLook | None = SharedLook(look.norms, is_nan_loss(look.loss), wanted)
         if self._ranks is not None and known is not None:
             known = self._ranks.agree(look.rows, known)
         if known is None:
             return DumpDecision()
         self._norms = known.norms
-        self._settles = look.scaled and known.loss_is_finite
-        return DumpDecision(self._alarm.suspects(known.norms, self._settles), known.dump_wanted)
+        self._scaled = look.scaled
+        self._nan_loss = known.nan_loss
+        suspicion = self._alarm.suspects(known.norms, look.scaled, known.nan_loss)
+        return DumpDecision(suspicion, known.dump_wanted)
 
     def end_step(self) -> None:
         """The step is made, with the gradients of the last look."""
         norms = self._norms
         self._norms = None
         if norms is not None:
-            self._alarm.not_finite(norms, self._settles)
+            self._alarm.not_finite(norms, self._scaled, self._nan_loss)
             self._alarm.too_large(norms, None)
             self._alarm.end_step(norms)
 

@@ -27,7 +27,7 @@ class SharedLook:
 
     norms: Norms
     """Without a scaler's factor; together it is the whole gradient alone, as if one parameter's."""
-    loss_is_finite: bool
+    nan_loss: bool
     dump_wanted: bool
     """Whether a finding of an earlier step asks for a dump of this one."""
 
@@ -78,13 +78,13 @@ class RankAgreement:
             inf = float(np.abs(norms.counts[1][counted]).sum())
         finite = norms.l2[counted & np.isfinite(norms.l2)]
         square = float(finite.dot(finite))
-        return np.array([square, nan, inf, not mine.loss_is_finite, mine.dump_wanted], dtype=float)
+        return np.array([square, nan, inf, mine.nan_loss, mine.dump_wanted], dtype=float)
 
 
 def _together(numbers: np.ndarray) -> SharedLook:
-    square, nan, inf, bad_losses, wishes = numbers.tolist()
+    square, nan, inf, nan_losses, wishes = numbers.tolist()
     total = np.array([np.sqrt(square)])
     norms = with_total(total, total)
     if nan or inf:
         norms = Norms(total, total, (np.array([nan]), np.array([inf])), float(total[0]), wide=True)
-    return SharedLook(norms, loss_is_finite=not bad_losses, dump_wanted=bool(wishes))
+    return SharedLook(norms, nan_loss=bool(nan_losses), dump_wanted=bool(wishes))

@@ -5,10 +5,11 @@ The step just made, what came before it, and what is known of the model.
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, isnan
 
 import numpy as np
 
+from gradsight.health.bad_steps import scaler_settles
 from gradsight.health.baseline import Baseline, logarithms
 from gradsight.values.measured import (
     Details,
@@ -129,6 +130,8 @@ class Window:
     """Such steps, with or without all parameters."""
     rank_logarithms: deque[Floats] = field(default_factory=lambda: deque(maxlen=_RANK_LOOKS))
     """At those steps: each rank's norm over the parameters that are looked at on every step."""
+    bad_before: int = 0
+    """How many steps in a row before this one were not finite."""
     left_out: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Steps that a GradScaler left out."""
     signals: set[str] = field(default_factory=set)
@@ -162,6 +165,7 @@ class Window:
         self.step = measured.step
         self.norms = measured.norms
         self.total = 0.0 if measured.norms is None else measured.norms.total
+        self.bad_before = 0 if self.finite else self.bad_before + 1
         self.finite = measured.finite
         self.loss = measured.signals.loss
         if self.steps_seen == 0:
@@ -270,9 +274,11 @@ class Window:
 
     @property
     def broken(self) -> bool:
-        """Whether this step's gradient is not finite, and reached the optimizer."""
-        # A GradScaler finds its scale by overflowing: the steps that it leaves out are no fault.
-        return not self.finite and not self.step.skipped
+        """Whether this step's gradient is not finite, and a GradScaler has not settled it."""
+        if self.finite:
+            return False
+        nan_loss = self.loss is not None and isnan(self.loss)
+        return not self.step.skipped or not scaler_settles(nan_loss, self.bad_before)
 
     @property
     def clips_already(self) -> bool:

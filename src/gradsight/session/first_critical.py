@@ -38,6 +38,9 @@ class FirstCritical:
     def log_scalar(self, step: int, name: str, value: float) -> None:
         """Scalars are not spoken of."""
 
+    def log_tracked(self, step: int, name: str, value: float) -> None:
+        """Scalars are not spoken of."""
+
     def _say_one_of(self, findings: Sequence[Finding]) -> None:
         critical = [finding for finding in findings if finding.severity == "critical"]
         if self._said or not critical:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gradsight.core import moments
 from gradsight.core.problems import Problems
 from gradsight.dump.under_watch import MadeStep, WatchedDumps
+from gradsight.health.bad_steps import is_nan_loss
 from gradsight.health.early_findings import DumpDecision, Look
 from gradsight.health.health import Health
 from gradsight.incidents.recorder import FlightRecorder
@@ -42,7 +43,10 @@ class Output(Protocol):
         """Scalars of a step that has been made already."""
 
     def log_scalar(self, step: int, name: str, value: float) -> None:
-        """A number that is not of an optimizer step, but of whatever the caller counts."""
+        """A number of the step that is under way, or was just made."""
+
+    def log_tracked(self, step: int, name: str, value: float) -> None:
+        """A number under a count of the caller's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +133,7 @@ class StepLine:
         """The code under which the judge will find this gradient."""
         if self._health is None:
             return None
-        loss_is_finite = loss is None or bool(torch.isfinite(loss.detach()).all())
-        return self._health.alarm.not_finite(norms, scaler_settles=scaled and loss_is_finite)
+        return self._health.alarm.not_finite(norms, scaled, scaled and is_nan_loss(loss))
 
     def before_update(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
         """The optimizer of these parameters is about to use their gradients.
