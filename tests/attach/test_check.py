@@ -4,6 +4,7 @@ ways to die.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -283,6 +284,15 @@ def test_wrong_usage(
     assert main(["check", *tokens]) == 64
     assert message in capsys.readouterr().err
     assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "replay"])
+def test_help_shows_one_spelling(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options are taken with hyphens and with underscores, and shown once."""
+    assert main([command, "--help"]) == 0
+    shown = re.findall(r"--[a-z][a-z_-]+", capsys.readouterr().out)
+    spelled = {option.replace("-", "_") for option in shown}
+    assert len(spelled) == len(set(shown))
 
 
 def test_only_what_stands_before_the_script_is_ours() -> None:

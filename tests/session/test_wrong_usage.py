@@ -199,6 +199,33 @@ def test_what_is_logged_is_one_number(value: Any) -> None:
                 watched.log_scalar("loss", value, 0)
 
 
+def test_a_count_that_is_not_the_watchs_is_kept_apart(tmp_path: Path) -> None:
+    """Epochs logged as steps would stand among the steps of the run."""
+    model = net()
+    optimizer = sgd(model)
+    with watch(model, optimizer, run_dir=tmp_path) as watched:
+        for step in range(8):
+            model(torch.rand(4, 3)).sum().backward()
+            watched.log_scalar("before", float(step), step)
+            optimizer.step()
+            watched.log_scalar("after", float(step), step)
+        with pytest.warns(
+            GradsightWarning, match="under step 1, but the watch is at step 8.*Metri"
+        ):
+            gradsight.log_gradient_distribution(model, watched, 1)
+    run = gradsight.open_run(tmp_path)
+    for made in run.steps():
+        assert made.scalars["before"] == made.scalars["after"] == made.step
+        assert not any(name.endswith("/norm") for name in made.scalars)
+    apart = [each for each in run.scalars() if each.source == "tracker"]
+    assert {each.step for each in apart} == {1}
+    assert {each.name for each in apart} == {
+        f"gradients/{name}/norm" for name, _ in model.named_parameters()
+    }
+    (problem,) = run.problems()
+    assert (problem.key, problem.count) == ("other-steps", len(apart))
+
+
 def test_a_closed_watch_says_that_it_is() -> None:
     model = net()
     train(model)

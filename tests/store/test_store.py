@@ -69,6 +69,21 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert {stat.parameter for stat in open_run(tmp_path).parameter_stats("a.bias")} == {"a.bias"}
 
 
+def test_a_name_that_the_run_does_not_know(tmp_path: Path) -> None:
+    """Nothing in silence would read as a parameter without any gradient."""
+    store = open_store(tmp_path)
+    store.add_step(step(0), NAMES, packed(3.0, 4.0))
+    counted = Histogram(0, "attention map", -3, (1.0,), (2.0,), 4.0, 0.0, 0.0, 0.0, 7, 7)
+    store.add_histograms(0, [counted], source="mine")
+    store.close()
+    run = open_run(tmp_path)
+    with pytest.raises(UsageError, match=r"no parameter named 'a.wieght'; nearest: a.weight"):
+        run.parameter_stats("a.wieght")
+    with pytest.raises(UsageError, match=r"no parameter named 'a.weight'; it has attention map"):
+        run.histograms("a.weight")
+    assert [each.parameter for each in run.histograms("attention map")] == ["attention map"]
+
+
 def test_unknown_counts_and_some_rows_only(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     columns = {

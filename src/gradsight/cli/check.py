@@ -28,13 +28,11 @@ def check(
     *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
     steps: int | None = None,
     json: bool = False,
-    run_dir: Annotated[Path | None, Parameter(name=("--run_dir", "--run-dir"))] = None,
+    run_dir: Annotated[Path | None, Parameter(name="--run_dir")] = None,
     fail_on: Annotated[
-        Literal["warning", "critical", "never"], Parameter(name=("--fail-on", "--fail_on"))
+        Literal["warning", "critical", "never"], Parameter(name="--fail-on")
     ] = "warning",
-    nproc_per_node: Annotated[
-        int | None, Parameter(name=("--nproc_per_node", "--nproc-per-node"))
-    ] = None,
+    nproc_per_node: Annotated[int | None, Parameter(name="--nproc_per_node")] = None,
     health: Path | None = None,
     patch: Path | None = None,
 ) -> int:

@@ -25,9 +25,7 @@ def replay(
     *,
     build: str | None = None,
     json: bool = False,
-    diagnose_seconds: Annotated[
-        float, Parameter(name=("--diagnose_seconds", "--diagnose-seconds"))
-    ] = 60.0,
+    diagnose_seconds: Annotated[float, Parameter(name="--diagnose_seconds")] = 60.0,
 ) -> int:
     """Run a recorded incident again: the first bad operation, the guilty samples.
 

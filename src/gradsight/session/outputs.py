@@ -56,8 +56,12 @@ class RecordOutput:
         self._store.add_step_scalars(step, values)
 
     def log_scalar(self, step: int, name: str, value: float) -> None:
-        """A number that is not of an optimizer step, but of whatever the caller counts."""
+        """A number of the step that is under way, or was just made."""
         self._store.add_scalars(step, {name: value})
+
+    def log_tracked(self, step: int, name: str, value: float) -> None:
+        """A number under a count of the caller's own: kept apart from the steps."""
+        self._store.add_tracked(step, {name: value})
 
 
 class SinkOutput:
@@ -94,7 +98,11 @@ class SinkOutput:
         self._queue.log(step, values)
 
     def log_scalar(self, step: int, name: str, value: float) -> None:
-        """A number that is not of an optimizer step, but of whatever the caller counts."""
+        """A number of the step that is under way, or was just made."""
+        self.log(step, {name: value})
+
+    def log_tracked(self, step: int, name: str, value: float) -> None:
+        """A number under a count of the caller's own: a sink has but one."""
         self.log(step, {name: value})
 
     def _start(self) -> None:

@@ -254,12 +254,29 @@ class Watch:
             output.log(builder.step - 1, known)
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
-        """One number under a step of the caller's, as trackers take it: a watch is one too."""
+        """One number of a step, as trackers take it: a watch is one too.
+
+        step: the one under way, or the one just made. What is counted otherwise, such as epochs,
+          is kept apart from the steps; it belongs into a MetricsTracker.
+        """
         number = single_number(value, name)
         step = whole_number(step, "step")
-        if not self._is_over() and rank() == 0:
-            for output in self._outputs:
+        if self._is_over() or rank() != 0:
+            return
+        now = self._line.builder.step
+        is_of_the_run = now - 1 <= step <= now
+        if not is_of_the_run:
+            self._problems.report(
+                "other-steps",
+                f"{name} was logged under step {step}, but the watch is at step {now}: it is kept "
+                "apart from the steps, as a tracker's own (Scalar.source). Give the step of the "
+                "watch; for epochs and other counts use gradsight.MetricsTracker",
+            )
+        for output in self._outputs:
+            if is_of_the_run:
                 output.log_scalar(step, name, number)
+            else:
+                output.log_tracked(step, name, number)
 
     def _is_over(self) -> bool:
         """Whether nothing is recorded any more; whoever goes on as if it were is told so, once."""

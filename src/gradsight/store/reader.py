@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from gradsight.values.diagnoses import Incident
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
+from gradsight.values.plain import nearest
 from gradsight.values.scores import SampleScore
 from gradsight.values.steps import ParameterStat, Scalar, Step
 
@@ -112,6 +113,12 @@ class Run:
 
     def parameter_stats(self, parameter: str | None = None) -> Iterator[ParameterStat]:
         """The gradient of every parameter (or of one) at every step."""
+        if parameter is not None:
+            recorded = [name for names in self._layouts().values() for name in names]
+            self._refuse_unknown(parameter, recorded)
+        return self._stats(parameter)
+
+    def _stats(self, parameter: str | None) -> Iterator[ParameterStat]:
         for step, names, packed in self._packed_stats():
             for stat in frames.statistics(step, names, packed):
                 if parameter is None or stat.parameter == parameter:
@@ -119,12 +126,30 @@ class Run:
 
     def histograms(self, parameter: str | None = "*") -> Iterator[Histogram]:
         """All histograms, those of one parameter, or (None) those over all parameters together."""
+        if parameter not in ("*", None, *self._parameters()):
+            # Trackers name theirs as they like: only the histograms themselves know.
+            recorded = {str(each.parameter) for each in self._histograms("*")}
+            self._refuse_unknown(parameter, sorted(recorded))
+        return self._histograms(parameter)
+
+    def _histograms(self, parameter: str | None) -> Iterator[Histogram]:
         query = "SELECT step, source, packed FROM histograms ORDER BY step, source"
         for step, name, packed in self._rows(query):
             source = "tracker" if name else "watch"
             for histogram in frames.unpack_histograms(step, packed, source):
                 if parameter in ("*", histogram.parameter):
                     yield histogram
+
+    def _parameters(self) -> list[str]:
+        """The parameters that the run was opened with."""
+        return [each["name"] for each in self.config.get("parameters", ())]
+
+    def _refuse_unknown(self, parameter: object, recorded: Sequence[str]) -> None:
+        """A name that the run does not know would give nothing, as a clean parameter does."""
+        known = list(dict.fromkeys([*self._parameters(), *recorded]))
+        if parameter not in known:
+            near = nearest(str(parameter), known)
+            raise UsageError(f"{self.path} has no parameter named {parameter!r}; {near}")
 
     def scalars(self, name: str | None = None) -> Iterator[Scalar]:
         """Whatever was logged by name, apart from loss and lr, which are in the steps.
