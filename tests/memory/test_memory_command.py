@@ -167,6 +167,18 @@ def test_predict(
             "file.py:build makes its own batch",
         ),
         (
+            ("verify", "{models}:build", "--dropout", "0.1"),
+            64,
+            "--dropout are for --architecture; file.py:build makes its own batch and model",
+        ),
+        (("verify", "{models}:build", "--run_dir", "{models}"), 64, "is a file; give a directory"),
+        (("verify", "{models}:build", "--policy", "first:0"), 64, "'first:0' names no block"),
+        (("verify", "{models}:build", "--blocks", ""), 64, "has no module ''"),
+        (("predict", "{models}:build", "--device", "cdua"), 64, 'Invalid value "cdua"'),
+        (("plan", "{models}:build", "--budget", "6G"), 64, "'6G' is not a size of memory"),
+        (("plan", "{models}:build", "--budget", "nan"), 64, "'nan' is not a size of memory"),
+        (("plan", "{models}:build", "--budget", "1GB", "--optimizer", "AdamW"), 64, "Invalid"),
+        (
             ("predict", "{models}:build", "--memory", "1GB"),
             64,
             "file.py:build makes its own batch: use --architecture",

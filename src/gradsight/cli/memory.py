@@ -18,6 +18,7 @@ from rich.text import Text
 from gradsight.cli.build_function import load_build
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.policy import refuse_nonsense
+from gradsight.store.store import make_run_dir
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train.models import architecture, training_step
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
@@ -100,10 +101,10 @@ class StepOptions:
                 "give either file.py:build or --architecture, for example --architecture GPT2-Small"
             )
         if place is not None:
-            if self.batch_size or self.block_size:
+            if self.batch_size or self.block_size or self.dropout:
                 raise UsageError(
-                    "--batch_size and --block_size are for --architecture; file.py:build makes its "
-                    "own batch"
+                    "--batch_size, --block_size and --dropout are for --architecture; "
+                    "file.py:build makes its own batch and model"
                 )
             return load_build(place)
         assert name is not None
@@ -160,6 +161,8 @@ def verify_step(
     """
     refuse_nonsense(policy)
     made = step.build(build)
+    if run_dir is not None:
+        make_run_dir(run_dir)  # a place that cannot be written is refused before the step is run
     # torch takes 1.6 s to import: neither --help nor a wrong option may wait for it.
     from gradsight.memory.verify import verify_checkpointing
 
