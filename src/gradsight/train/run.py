@@ -244,6 +244,7 @@ def make_engine(run: Training) -> GhostEngine:
     """The engine that scores training samples against the validation batch."""
     settings = run.settings
     options = asdict(settings.trainer.callbacks.ghost)
+    save_format = options.pop("format")
     sharded = run.processes.world > 1 and settings.parallel == "fsdp"
     if sharded and settings.train_dtype == "bfloat16":
         # Right scores are refused there: the twin's rounding is not the sharded model's.
@@ -254,7 +255,9 @@ def make_engine(run: Training) -> GhostEngine:
         run.batches.validation(settings.val_batch_size),
         optimizer=run.optimizer,
         run_dir=run.run_dir,
+        mode=settings.ghost_mode,
         save_interval=settings.dot_prod_save_interval,
+        save_format=save_format,
         **options,
     )
 
