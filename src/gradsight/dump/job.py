@@ -15,7 +15,7 @@ from gradsight.dump import full, sampled
 from gradsight.dump.folders import Layout
 from gradsight.dump.full import Shard
 from gradsight.dump.gradients import Gradients, Row
-from gradsight.dump.manifest import NAME, Chunk, Entry, Manifest, Stored, encode
+from gradsight.dump.manifest import NAME, SCHEDULE, Chunk, Entry, Manifest, Stored, encode
 from gradsight.dump.plan import Fault, Offer, Plan, decide
 from gradsight.dump.staging import Buffer, Span
 
@@ -30,7 +30,7 @@ class Facts:
 
     gradient: str = "as found in .grad"
     """Its form: "true" is accumulated, reduced, unscaled, before clipping."""
-    reason: str = "schedule"
+    reason: str = SCHEDULE
     clip_coef: float | None = None
     """What clipping multiplies this gradient with; None where that is not known."""
     scale: float | None = None
@@ -79,7 +79,7 @@ def run(
     plan: Plan | Fault = ranks.from_first(decision)
     if isinstance(plan, Fault):
         return DumpOutcome(plan)
-    shards = _write(job, layout, ranks, plan, offers)
+    shards = _write(job, layout, limits, ranks, plan, offers)
     ending: Any = None
     if ranks.is_first:
         ending = _complete(job, layout, limits, plan, offers, shards)
@@ -136,20 +136,26 @@ def _prepare(
 
 
 def _write(
-    job: Job, layout: Layout, ranks: ProcessGroup, plan: Plan, offers: Sequence[Offer]
+    job: Job,
+    layout: Layout,
+    limits: Limits,
+    ranks: ProcessGroup,
+    plan: Plan,
+    offers: Sequence[Offer],
 ) -> list[Shard | Fault]:
     """Write this rank's share, and gather at rank 0 what all have written."""
     assert job.buffer is not None
     folder = layout.partial(job.step)
     buffer = job.buffer
     spans: list[Span] = [buffer.spans[index] for index in plan.choices[ranks.rank]]
-    if layout.kind == "full":
+    if limits.first_n is None:
         mine = _guarded(lambda: full.write_shard(folder, ranks.rank, buffer, spans))
         return ranks.gather_objects(mine) or []
     parts = sampled.bring_together(ranks, buffer, spans, plan)
     if not ranks.is_first:
         return []
-    return [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts))]
+    rows = limits.first_n
+    return [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts, rows))]
 
 
 def _complete(
@@ -175,6 +181,9 @@ def _complete(
         return DumpOutcome(ending)
     trouble = _guarded(lambda: layout.trim(limits.keep_last, limits.max_bytes))
     notes = _notes(ending)
+    if not isinstance(trouble, Fault) and job.step in trouble:
+        text = "the first dumps of findings take all of max_bytes; newer dumps do not stay"
+        notes.append(Fault("full", f"{text} (max_bytes={limits.max_bytes:,})"))
     if isinstance(trouble, Fault):
         notes.append(Fault("old dumps", f"an old dump could not be removed: {trouble.message}"))
     return DumpOutcome(bytes=ending.bytes, notes=tuple(notes))

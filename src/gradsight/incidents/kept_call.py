@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.calls import RecordedCall, is_suspended
+from gradsight.incidents.loss_lines import Between
 
 
 class KeptCall:
@@ -19,8 +20,10 @@ class KeptCall:
         "bytes",
         "gradient_bytes",
         "gradients",
+        "loss",
         "made",
         "nodes",
+        "root",
         "tensors",
         "too_large",
         "versions",
@@ -29,6 +32,10 @@ class KeptCall:
     def __init__(self, made: RecordedCall, tensors: list[Tensor]) -> None:
         self.made = made
         self.backward_caller: str | None = None
+        self.root: Tensor | None = None
+        """What backward was called on after this call."""
+        self.loss = Between()
+        """Where the loss lies that was made of this call."""
         self.tensors = tensors
         self.versions = [tensor._version for tensor in tensors]
         self.bytes = sum(tensor.nbytes for tensor in tensors)

@@ -76,7 +76,7 @@ def read_scores(run_dir: str | os.PathLike[str]) -> "pyarrow.Table":
 
     run_dir: a run directory, or the folder of score files itself (its grad_dotprods).
     """
-    place = Path(run_dir)
+    place = rundir.directory_path(run_dir, "run_dir")
     if not place.is_dir():
         raise WrongPlace(f"there is no folder at {place}: expected a run directory with scores")
     files = score_files(place) or _files_in(place)
@@ -220,8 +220,15 @@ def step_after(last_recorded: int | None, run_dir: Path) -> int:
 
 
 def _column(file: Path, name: str) -> npt.NDArray[np.int64]:
-    column: npt.NDArray[np.int64] = read_score_file(file, [name])[name].to_numpy()
-    return column
+    """One column of a file, of the type that it has to have; without missing values."""
+    import pyarrow
+
+    kind = score_schema(pyarrow.string(), ScoreFile()).field(name).type
+    column = read_score_file(file, [name])[name]
+    try:
+        return np.asarray(column.cast(kind).drop_null().to_numpy())
+    except pyarrow.ArrowException as error:
+        raise _unreadable(file, error) from error
 
 
 def column_names(format: ScoreFile) -> list[str]:
