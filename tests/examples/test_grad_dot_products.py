@@ -1,5 +1,6 @@
 """examples/GradDotProd_LM: the commands of its README, with flags that make them small."""
 
+import ast
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import gradsight
+from examples.seed_lines import proves
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "GradDotProd_LM"
 SMALL = [
@@ -60,6 +62,11 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     return settings
 
 
+@proves(2, "`./train.sh --batch_size 2`")
+@proves(2, "ensure you are running from `GradDotProd_LM/`", "from any directory")
+@proves(2, "`--max_steps`, `--val_batch_size`, `--dot_prod_save_interval`")
+@proves(2, "`Results/[experiment_name]/` with `grad_dotprods/`, `training_log.json`, `config.json`")
+@proves(2, "`training_log.json`: training metrics")
 def test_scores_by_default(example: Path, tmp_path: Path) -> None:
     typed([example / "train.sh", "--batch_size", "2", *SMALL], tmp_path)
     run_dir = example / "Results" / "GradDotProd-GPT2-Small"
@@ -74,6 +81,8 @@ def test_scores_by_default(example: Path, tmp_path: Path) -> None:
     assert gradsight.read_scores(run_dir).num_rows == 6 * 2
 
 
+@proves(2, "`./train.sh --batch_size 2 --method Regular`")
+@proves(2, "`./train.sh --eval_only`")
 def test_regular_training_and_evaluation(example: Path) -> None:
     regular = ["--batch_size", "2", "--method", "Regular"]
     typed(["./train.sh", *regular, *SMALL], example)
@@ -85,6 +94,17 @@ def test_regular_training_and_evaluation(example: Path) -> None:
     assert re.search(r"val_loss +\d\.\d{4}", said)
 
 
+@proves(2, "`config_file.py`: `RESULTS_DIR`, `PILE_DATA_DIR`, `model_dtype`, `train_dtype`")
+@proves(
+    2,
+    "`iter_000010.pkl`, `iter_000020.pkl`, ...",
+    "`iter_000010.parquet`, which cannot run code; the pickles beside them with `--trainer.callbacks.ghost.format=pkl`",
+)
+@proves(
+    2,
+    "per-parameter dot products",
+    "kept with `per_parameter = True` in `config_file.py`; always summed",
+)
 def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) -> None:
     data = tmp_path / "tokens"
     data.mkdir()
@@ -112,6 +132,11 @@ def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) 
     assert columns["by_parameter"].shape == (4, parameters)
 
 
+@proves(
+    2,
+    "`./train.sh --batch_size 4` on several devices, found by themselves",
+    "as written, one process for each GPU; elsewhere `--num_processes 2`",
+)
 def test_two_processes_score_as_one_does(example: Path) -> None:
     flags = [*SMALL, "--trainer.callbacks.ghost.exact_grad", "true"]
     two = ["--batch_size", "4", "--num_processes", "2", "--experiment", "two"]
@@ -129,6 +154,12 @@ def by_sample(run_dir: Path) -> dict[tuple[int, int], float]:
     return {(row["step"], row["sample_id"]): row["score"] for row in rows}
 
 
+@proves(
+    2,
+    "the validation batch alongside the training batch, in one pass",
+    'as written with `mode="concat"` or `--ghost_mode concat`; by default in a pass of its own, which dropout and several processes allow',
+)
+@proves(2, "metrics saved at intervals, and let go afterwards")
 def test_the_loop_by_hand(example: Path, tmp_path: Path) -> None:
     small = ["--max_steps", "4", "--dot_prod_save_interval", "2", "--n_embd", "16"]
     said = typed(["python3", example / "training_loop.py", *small], tmp_path)
@@ -143,6 +174,10 @@ def test_the_loop_by_hand(example: Path, tmp_path: Path) -> None:
     assert gradsight.read_scores(run_dir).num_rows == 8
 
 
+@proves(
+    2,
+    "`training_loop.py`: `attach_train_batch`, `prepare_forward_input`, `model(X_forward, Y_forward).loss`, `backward`, `prepare_gradients`, `aggregate_and_log`",
+)
 def test_the_loop_has_the_six_steps() -> None:
     loop = (EXAMPLE / "training_loop.py").read_text()
     calls = [
@@ -156,3 +191,27 @@ def test_the_loop_has_the_six_steps() -> None:
     ]
     places = [loop.index(call) for call in calls]
     assert places == sorted(places)
+
+
+@proves(2, "`./train.sh --batch_size 2 --learning_rate 1e-4 --max_steps 100000`")
+@proves(2, "`--method`: `GradDotProd` or `Regular`")
+@proves(2, "`--architecture`: `GPT2-Small`, `GPT2-Medium`, `GPT2-Large`")
+def test_every_flag_is_handed_through(example: Path) -> None:
+    command = "import sys, train; print(train.with_settings(sys.argv[1:]))"
+    flags = ["--batch_size", "2", "--learning_rate", "1e-4", "--max_steps", "100000"]
+    said = typed(["python3", "-c", command, *flags, "--architecture=GPT2-Large"], example)
+    handed: list[str] = ast.literal_eval(said)
+    assert handed[-7:] == [*flags, "--architecture=GPT2-Large"]
+    assert [flag for flag in handed if flag.startswith("--architecture")] == handed[-1:]
+    assert f"--results_dir={example / 'Results'}" in handed
+    typed(["./train.sh", "--method", "Other"], example, expect=64)
+    assert "Did you mean GPT2-Large?" in typed(
+        ["./train.sh", "--architecture", "GPT2-large"], example, expect=64
+    )
+
+
+@proves(2, "the entry to cite")
+def test_the_page_has_the_entry_to_cite() -> None:
+    page = (EXAMPLE / "README.md").read_text()
+    for fact in ("Data Shapley in One Training Run", "2406.11011", "2024", "Jia, Ruoxi"):
+        assert fact in page
