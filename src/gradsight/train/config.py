@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from cyclopts import Group, Parameter
 
 from gradsight.errors import UsageError
+from gradsight.values.whole_numbers import LARGEST
 
 # cyclopts would add a --no- twin for every switch.
 Flag = Annotated[bool, Parameter(negative="")]
@@ -230,6 +231,7 @@ _POSITIVE = (
     "trainer.callbacks.grad_dump.step_interval",
 )
 _NOT_NEGATIVE = (
+    "trainer.callbacks.grad_dump.start_step",
     "learning_rate",
     "warmup_steps",
     "grad_clip",
@@ -245,6 +247,9 @@ def _refuse_bounds(settings: Settings) -> None:
     for name in _POSITIVE:
         if values[name] is not None and values[name] < 1:
             raise UsageError(f"--{name} must be 1 or more, got {values[name]}")
+    for name, value in values.items():
+        if isinstance(value, int) and value > LARGEST:
+            raise UsageError(f"--{name} must be below 2**63, got {value}")
     for name in _NOT_NEGATIVE:
         if not (values[name] >= 0 and math.isfinite(values[name])):
             raise UsageError(f"--{name} must be 0 or more, got {values[name]}")
