@@ -28,6 +28,7 @@ FRONT_DOOR = [
     "open_run",
     "plan_checkpointing",
     "predict_peak_memory",
+    "read_scores",
     "verify_checkpointing",
     "watch",
 ]

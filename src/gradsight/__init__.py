@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradsight.memory.verify import verify_checkpointing
     from gradsight.session.watch_session import watch
     from gradsight.store.reader import open_run
+    from gradsight.store.scores import read_scores
     from gradsight.store.tracker import MetricsTracker
     from gradsight.values.steps import Schedule
 
@@ -41,6 +42,7 @@ __all__ = [
     "open_run",
     "plan_checkpointing",
     "predict_peak_memory",
+    "read_scores",
     "verify_checkpointing",
     "watch",
 ]
@@ -62,6 +64,7 @@ _HOMES = {
     "open_run": "store.reader",
     "plan_checkpointing": "memory.plan",
     "predict_peak_memory": "memory.predict",
+    "read_scores": "store.scores",
     "verify_checkpointing": "memory.verify",
     "watch": "session.watch_session",
 }

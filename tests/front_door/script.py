@@ -57,6 +57,7 @@ def script() -> None:
         reveal_type(finding.evidence)
     for score in run.scores():
         reveal_type(score.score)
+    gradsight.read_scores("runs/first")  # a table of pyarrow's, which has no types of its own
     for histogram in run.histograms():
         reveal_type(histogram.bins())
     for incident in run.incidents():

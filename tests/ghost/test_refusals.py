@@ -28,7 +28,7 @@ def test_arguments() -> None:
         mode="three_pass",
     )
     refused(
-        "refresh_every and save_interval must be 1 or more", model, loss_fn, val, refresh_every=0
+        "refresh_every must be a whole number of 1 or more", model, loss_fn, val, refresh_every=0
     )
     refused(
         "precondition must be None or 'adam', got 'sgd'", model, loss_fn, val, precondition="sgd"
@@ -48,24 +48,6 @@ def test_arguments() -> None:
         meta,
     )
     refused("the model has no trainable parameter", small().requires_grad_(False), loss_fn, val)
-
-
-def test_an_optimizer_without_second_moments() -> None:
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, precondition="adam")
-    with engine.observe():
-        loss_fn(model, pair(4, 1)).backward()
-    optimizer.step()
-    with (
-        pytest.raises(
-            GradsightError,
-            match=r'precondition="adam" needs an optimizer that keeps exp_avg_sq, .*SGD does not',
-        ),
-        engine.observe(),
-    ):
-        pass
-    goes_on(model)
 
 
 def goes_on(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ import gradsight
 from ghost.small import SmallGPT, loss_fn, pair, small
 from gradsight import GhostEngine, GradsightError, open_run
 from gradsight.store import score_folder
-from gradsight.store.scores import all_scores, each_step_once, score_files
+from gradsight.store.scores import each_step_once, readable_scores, score_files
 
 
 class Training:
@@ -93,7 +93,7 @@ def test_steps_from_start_step_on_are_replaced(tmp_path: Path) -> None:
     engine = training.engine(tmp_path)
     training.run(engine, 12)
     engine.close()
-    before = all_scores(tmp_path)[0]
+    before = readable_scores(tmp_path)[0]
     training = training.resumed()
     engine = training.engine(tmp_path, start_step=5)
     assert steps_in(tmp_path) == rows_of(12)  # nothing is taken away before there is something new
@@ -104,7 +104,7 @@ def test_steps_from_start_step_on_are_replaced(tmp_path: Path) -> None:
     engine.close()
     assert steps_in(tmp_path) == rows_of(9)
     assert names_in(tmp_path) == ["iter_000009.parquet"]
-    after = all_scores(tmp_path)[0]
+    after = readable_scores(tmp_path)[0]
     assert after.slice(0, len(rows_of(5))).equals(before.slice(0, len(rows_of(5))))
     engine = training.engine(tmp_path)
     training.run(engine, 2)
@@ -340,7 +340,7 @@ def test_a_kill_between_two_files_leaves_each_step_once(
     engine = training.engine(tmp_path, save_interval=4)
     training.run(engine, 6)
     engine.close()
-    whole = all_scores(tmp_path)[0]
+    whole = readable_scores(tmp_path)[0]
 
     class Killed(BaseException):
         pass
@@ -356,7 +356,7 @@ def test_a_kill_between_two_files_leaves_each_step_once(
     engine._log._folder.close()  # as the end of the process does
     steps = steps_in(tmp_path)
     assert steps == rows_of(8 if start_step is None else 6)
-    table = all_scores(tmp_path)[0]
+    table = readable_scores(tmp_path)[0]
     assert table.slice(0, len(rows_of(3))).equals(whole.slice(0, len(rows_of(3))))
     training = training.resumed()
     engine = training.engine(tmp_path, save_interval=4, start_step=start_step)

@@ -1,6 +1,7 @@
 """log_gradient_distribution and MetricsTracker: the scenarios that they were asked for."""
 
 import math
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -57,6 +58,10 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(4, 6, 16)).square().mean().backward()
 
 
+def backward_through(model: nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
 def test_norms_of_every_layer_over_ten_epochs_in_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +76,7 @@ def test_norms_of_every_layer_over_ten_epochs_in_wandb(
             norms.append(log_gradient_distribution(model, tracker, epoch))
     rows = history(tmp_path)
     assert sorted(rows) == list(range(10))
+    assert [row["gradsight/step"] for row in rows.values()] == list(range(10))
     for epoch, expected in enumerate(norms):
         assert len(expected) == len(list(model.parameters()))
         for name in ("layer.0.attn.in_proj_weight", "layer.11.mlp.weight"):
@@ -176,6 +182,24 @@ def test_a_missing_wandb_is_one_warning(tmp_path: Path, monkeypatch: pytest.Monk
     assert [histogram.parameter for histogram in run.histograms()] == [None]
 
 
+def test_a_missing_tensorboard_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    expected = "pip install 'gradsight\\[tensorboard\\]'. Going on without TensorBoard"
+    with pytest.warns(GradsightWarning, match=expected) as warned:
+        tracker = MetricsTracker(tmp_path, use_tensorboard=True)
+    assert len(warned) == 1
+    assert not tracker.use_tensorboard
+    tracker.log_scalar("loss", 1.0, 0)
+    tracker.close()
+    run = open_run(tmp_path)
+    assert [scalar.value for scalar in run.scalars("loss")] == [1.0]
+    assert [problem.key for problem in run.problems()] == ["sink-TensorBoard"]
+
+
 def test_tensorboard_through_the_tracker(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -187,16 +211,84 @@ def test_tensorboard_through_the_tracker(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("loss")] == pytest.approx([1.0, 0.5, 1 / 3])
 
 
-def test_tracker_and_watch_share_a_run(tmp_path: Path) -> None:
+def test_a_trackers_steps_are_kept_apart_from_the_optimizers(tmp_path: Path) -> None:
+    """Epoch 1 is not step 1, whatever has the same name there."""
     model = nn.Linear(2, 2)
-    with MetricsTracker(tmp_path) as tracker, gradsight.watch(model, run_dir=tmp_path) as watched:
-        model(torch.ones(1, 2)).sum().backward()
-        watched.step(loss=1.0)
-        tracker.log_scalar("val/loss", 2.0, 0)
+    every = Schedule(step_interval=2)
+    with (
+        MetricsTracker(tmp_path) as tracker,
+        gradsight.watch(model, run_dir=tmp_path, histograms=every) as watched,
+    ):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            watched.step(loss=1.0, accuracy=0.5)
+        for epoch in (1, 2):
+            tracker.log_epoch(epoch, accuracy=0.9)
+            log_gradient_distribution(model, tracker, epoch, log_histogram=True)
     run = open_run(tmp_path)
-    (step,) = run.steps()
-    assert step.loss == 1.0
-    assert step.scalars["val/loss"] == 2.0
+    shares = {"gradients/share_within_0.1"}
+    for step in run.steps():
+        assert step.scalars["accuracy"] == 0.5
+        assert set(step.scalars) - shares == {"accuracy"}
+    accuracies = {(scalar.source, scalar.step): scalar.value for scalar in run.scalars("accuracy")}
+    steps = {("watch", step): 0.5 for step in range(3)}
+    assert accuracies == {**steps, ("tracker", 1): 0.9, ("tracker", 2): 0.9}
+    norms = list(run.scalars("gradients/weight/norm"))
+    assert [(scalar.source, scalar.step) for scalar in norms] == [("tracker", 1), ("tracker", 2)]
+    pictures = [(histogram.source, histogram.step) for histogram in run.histograms(None)]
+    assert sorted(pictures) == [("tracker", 1), ("tracker", 2), ("watch", 0), ("watch", 2)]
+    assert set(run.to_arrow("scalars")["source"].to_pylist()) == {"watch", "tracker"}
+
+
+def test_a_resumed_watch_leaves_what_a_tracker_has_counted(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with MetricsTracker(tmp_path) as tracker:
+        backward_through(model)
+        log_gradient_distribution(model, tracker, 7, log_histogram=True)
+    with gradsight.watch(model, run_dir=tmp_path, start_step=3):
+        pass
+    run = open_run(tmp_path)
+    assert {scalar.step for scalar in run.scalars()} == {7}
+    assert [histogram.step for histogram in run.histograms()] == [7]
+
+
+def test_a_record_without_a_table_for_trackers_is_read_and_continued(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with gradsight.watch(model, run_dir=tmp_path) as watched:
+        backward_through(model)
+        watched.step(accuracy=0.5)
+    record = sqlite3.connect(tmp_path / "run.sqlite")
+    record.execute("DROP TABLE tracked")
+    record.commit()
+    record.close()
+    assert [scalar.source for scalar in open_run(tmp_path).scalars("accuracy")] == ["watch"]
+    with MetricsTracker(tmp_path) as tracker:
+        tracker.log_scalar("accuracy", 0.9, 0)
+    (step,) = open_run(tmp_path).steps()
+    assert step.scalars["accuracy"] == 0.5
+    assert [scalar.value for scalar in open_run(tmp_path).scalars("accuracy")] == [0.5, 0.9]
+
+
+def test_tensorboard_shows_a_tracker_on_a_watchs_run_as_a_run_of_its_own(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = nn.Linear(2, 2)
+    with (
+        MetricsTracker(tmp_path, use_tensorboard=True) as tracker,
+        gradsight.watch(model, run_dir=tmp_path, sinks=["tensorboard"]) as watched,
+    ):
+        for _ in range(3):
+            backward_through(model)
+            watched.step()
+        norms = log_gradient_distribution(model, tracker, 1)
+    name = "gradients/weight/norm"
+    seen = {}
+    for folder in ("tensorboard", "tensorboard/tracker"):
+        events = EventAccumulator(str(tmp_path / folder))
+        events.Reload()
+        seen[folder] = {event.step: event.value for event in events.Scalars(name)}
+    assert sorted(seen["tensorboard"]) == [0, 1, 2]
+    assert seen["tensorboard/tracker"] == pytest.approx({1: norms["weight"]})
 
 
 def test_wrong_arguments() -> None:
@@ -204,3 +296,5 @@ def test_wrong_arguments() -> None:
         log_gradient_distribution(nn.Linear(2, 2), object(), 0)
     with pytest.raises(UsageError, match=r"a step is a whole number from 0 on, got 1.5"):
         MetricsTracker().log_scalar("x", 1.0, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"step must be below 2\*\*63"):
+        MetricsTracker().log_scalar("x", 1.0, 10**30)

@@ -9,7 +9,7 @@ import pytest
 
 from gradsight.errors import RunError, UsageError
 from gradsight.show.influence import UNSETTLED, Influence, influence_of
-from gradsight.store.scores import all_scores
+from gradsight.store.scores import readable_scores
 from show.scored import Row, ordinary, row, write
 
 
@@ -99,7 +99,7 @@ def test_every_step_counts_alike_when_normalised(tmp_path: Path) -> None:
 
 
 def open_run_table(run_dir: Path) -> pyarrow.Table:
-    table, unreadable = all_scores(run_dir)
+    table, unreadable = readable_scores(run_dir)
     assert not unreadable
     return table
 

@@ -7,7 +7,13 @@ import pytest
 
 from gradsight.errors import GradsightError
 from gradsight.store.score_folder import forget_scores, write_scores
-from gradsight.store.scores import ScoreFile, all_scores, read_scores, score_files, score_path
+from gradsight.store.scores import (
+    ScoreFile,
+    read_score_file,
+    readable_scores,
+    score_files,
+    score_path,
+)
 from gradsight.values.scores import SampleScore, SavedScore
 
 
@@ -29,7 +35,7 @@ def test_rows_come_back_as_they_went(tmp_path: Path) -> None:
     path = score_path(tmp_path, 2)
     assert write_scores(path, [row(0, 7), row(1, 8, -2.0)], ScoreFile()) == []
     assert score_files(tmp_path) == [path]
-    read = [SampleScore(**each) for each in read_scores(path).to_pylist()]
+    read = [SampleScore(**each) for each in read_score_file(path).to_pylist()]
     assert read == [
         SampleScore(0, 7, None, "validation", 1.0, 0.1, None),
         SampleScore(1, 8, None, "validation", -2.0, 0.1, None),
@@ -55,13 +61,13 @@ def test_ids_of_two_kinds_become_text(tmp_path: Path) -> None:
     path = score_path(tmp_path, 4)
     write_scores(path, [row(0, 7)], ScoreFile())
     write_scores(path, [row(1, "eight")], ScoreFile())
-    assert read_scores(path)["sample_id"].to_pylist() == ["7", "eight"]
+    assert read_score_file(path)["sample_id"].to_pylist() == ["7", "eight"]
 
 
 def test_of_a_step_in_two_files_the_later_counts(tmp_path: Path) -> None:
     write_scores(score_path(tmp_path, 2), [row(0), row(1, score=3.0)], ScoreFile())
     write_scores(score_path(tmp_path, 3), [row(1, score=4.0), row(2)], ScoreFile())
-    table, unreadable = all_scores(tmp_path)
+    table, unreadable = readable_scores(tmp_path)
     assert table["score"].to_pylist() == [1.0, 4.0, 1.0]
     assert unreadable == []
 
@@ -75,7 +81,7 @@ def test_later_steps_are_forgotten(tmp_path: Path) -> None:
         "iter_000002.parquet",
         "iter_000003.parquet",
     ]
-    assert all_scores(tmp_path)[0]["step"].to_pylist() == [0, 1, 2]
+    assert readable_scores(tmp_path)[0]["step"].to_pylist() == [0, 1, 2]
     assert "direction" in pyarrow.parquet.read_schema(score_path(tmp_path, 3)).names
 
 
@@ -92,5 +98,5 @@ def test_a_failed_write_leaves_the_old_file(
         patch.setattr(pyarrow.parquet, "write_table", full)
         with pytest.raises(GradsightError, match=r"iter_000002.parquet: no space left on device"):
             write_scores(path, [row(1)], ScoreFile())
-    assert read_scores(path)["step"].to_pylist() == [0]
+    assert read_score_file(path)["step"].to_pylist() == [0]
     assert [each.name for each in path.parent.iterdir()] == [path.name]

@@ -17,7 +17,6 @@ from torch import nn
 import gradsight
 from gradsight.errors import GradsightWarning, MissingPackage, UsageError
 from gradsight.values.histograms import Histogram
-from store.wandb_file import history
 
 STEPS = 6
 
@@ -55,39 +54,6 @@ def train(
             optimizer.zero_grad()
             watched.log(loss=loss, accuracy=0.5)
     return norms
-
-
-def test_wandb_offline(tmp_path: Path) -> None:
-    norms = train(tmp_path / "run", ["wandb"])
-    rows = history(tmp_path / "run")
-    assert sorted(rows) == list(range(STEPS))
-    for step, row in rows.items():
-        assert {name: row[f"gradients/{name}/norm"] for name in norms[step]} == pytest.approx(
-            norms[step], rel=1e-5
-        )
-        assert {"loss", "accuracy", "lr", "gradients/total_norm"} <= set(row)
-    picture = rows[3]["gradients/histogram"]
-    assert picture["_type"] == "histogram"
-    assert sum(picture["values"]) == pytest.approx(40)
-    middle = [
-        (low + high) / 2 for low, high in zip(picture["bins"], picture["bins"][1:], strict=False)
-    ]
-    assert middle[len(middle) // 2] == pytest.approx(0, abs=1e-9)
-    assert 0 < rows[3]["gradients/share_within_0.1"] <= 1
-    assert "gradients/0.weight/histogram" in rows[0]
-
-
-def test_wandb_uses_a_run_of_the_users_and_leaves_it_open(tmp_path: Path) -> None:
-    import wandb
-
-    run = wandb.init(mode="offline", dir=tmp_path)
-    train(None, ["wandb"])
-    assert wandb.run is run
-    run.log({"mine": 1.0})
-    run.finish()
-    rows = history(tmp_path)
-    assert sum("gradients/total_norm" in row for row in rows.values()) == STEPS
-    assert any("mine" in row for row in rows.values())
 
 
 def test_tensorboard(tmp_path: Path) -> None:

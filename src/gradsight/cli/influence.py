@@ -12,7 +12,7 @@ from gradsight.show.influence import Influence, influence_of
 from gradsight.show.samples import TextOf, influence_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.run_files import write_report
-from gradsight.store.scores import all_scores
+from gradsight.store.scores import readable_scores
 from gradsight.train.sample_texts import SampleTexts
 
 
@@ -57,7 +57,7 @@ def influence(
     """
     _refuse_wrong_options(top, export, drop)
     _refuse_without_scores(run_dir)
-    table, unreadable = all_scores(run_dir)
+    table, unreadable = readable_scores(run_dir)
     if not len(table):
         reasons = f": {unreadable[0]}" if unreadable else ""
         raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")

@@ -3,14 +3,26 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core.parameters import unwrapped
 from gradsight.core.sharing import ModelGroup
-from gradsight.errors import UsageError
+from gradsight.errors import GradsightError, UsageError
+from gradsight.ghost.arguments import (
+    check_choice,
+    check_loss_fn,
+    check_model,
+    check_precondition,
+    check_switch,
+    checked_domains,
+    checked_ids,
+    checked_optimizer,
+    checked_path,
+    named_targets,
+)
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
 from gradsight.ghost.concat import refuse_concat
 from gradsight.ghost.parameters import ScoredParameters
@@ -23,12 +35,10 @@ from gradsight.ghost.targets import Targets, check_targets
 from gradsight.ghost.tracer import RuleOptions
 from gradsight.ghost.verify import compare_with_twin
 from gradsight.store.scores import ScoreFile
+from gradsight.store.store import make_run_dir
+from gradsight.values.whole_numbers import whole_number
 
 __all__ = ["GhostEngine", "GhostNotice"]
-
-ONLY_TARGET = "validation"
-"""The name of the target that is given as val_data."""
-
 
 Batch = TypeVar("Batch")
 """Whatever the user's loss function takes."""
@@ -105,8 +115,19 @@ class GhostEngine:
         batch_dim: the dimension of the model's inputs that holds the samples, where it cannot be
             told from the shapes.
         """
-        batches = _one_of(val_data, targets)
-        _check_options(mode, refresh_every, precondition, optimizer, save_interval)
+        check_model(model)
+        check_loss_fn(loss_fn)
+        batches = named_targets(val_data, targets)
+        check_choice(mode, "mode", "two_pass", "concat")
+        refresh_every = whole_number(refresh_every, "refresh_every", least=1)
+        save_interval = whole_number(save_interval, "save_interval", least=1)
+        if start_step is not None:
+            start_step = whole_number(start_step, "start_step")
+        if batch_dim is not None:
+            batch_dim = whole_number(batch_dim, "batch_dim")
+        check_switch(per_parameter, "per_parameter")
+        check_switch(exact_grad, "exact_grad")
+        check_switch(self_check, "self_check")
         _check_route(_route)
         self.model = model
         self.root = unwrapped(model)
@@ -114,10 +135,11 @@ class GhostEngine:
         self.mode = mode
         self._group = ModelGroup(model)
         parameters = ScoredParameters(self.root)
-        if not parameters.trainable:
-            raise UsageError(
-                "the model has no trainable parameter: there is no gradient to score samples by"
-            )
+        optimizer = checked_optimizer(optimizer, parameters.all)
+        check_precondition(precondition, optimizer)
+        _check_concat(mode, refresh_every, precondition)
+        folder = checked_path(run_dir)
+        _make_on_first_rank(folder, self._group)
         check_targets(batches, parameters.device)
         if mode == "concat":
             refuse_concat(self.root, self._group.size)
@@ -135,7 +157,7 @@ class GhostEngine:
             LossHistory(self._targets.names, Momentum.of(optimizer)),
             self._group,
             optimizer,
-            SaveOptions(None if run_dir is None else Path(run_dir), save_interval, start_step),
+            SaveOptions(folder, save_interval, start_step),
         )
         options = ScoringOptions(
             RuleOptions(exact_grad, _route), per_parameter, self_check, batch_dim
@@ -163,16 +185,21 @@ class GhostEngine:
                 "attach_train_batch, prepare_forward_input, prepare_gradients and "
                 "aggregate_and_log, or mode='two_pass' with observe()"
             )
-        if isinstance(sample_ids, Tensor):
-            sample_ids = sample_ids.tolist()
-        ids = None if sample_ids is None else list(sample_ids)
+        ids = None
+        if sample_ids is not None:
+            ids = checked_ids(sample_ids)
+        names = None
+        if domains is not None:
+            names = checked_domains(domains, ids)
+        if step is not None:
+            step = whole_number(step, "step")
         self._blocks.begin(None if ids is None else len(ids), step)
         try:
             yield self
         except BaseException:
             self._blocks.abandon()
             raise
-        self._blocks.end(ids, None if domains is None else list(domains))
+        self._blocks.end(ids, names)
 
     @property
     def scores(self) -> Scores:
@@ -227,11 +254,12 @@ class GhostEngine:
 
     def should_save(self, iteration: int) -> bool:
         """Whether a file is due at this iteration."""
-        return iteration > 0 and iteration % self._log.saving.interval == 0
+        number = whole_number(iteration, "iteration")
+        return number > 0 and number % self._log.saving.interval == 0
 
     def save(self, iteration: int) -> Path | None:
         """Write the unsaved scores of all steps before this one to iter_{iteration:06d}.parquet."""
-        return self._log.save(iteration)
+        return self._log.save(whole_number(iteration, "iteration"))
 
     def close(self) -> None:
         """Save what is left, and leave model and optimizer as they were found."""
@@ -242,40 +270,29 @@ class GhostEngine:
             self._group.close()
 
 
-def _one_of(val_data: Any, targets: Mapping[str, Any] | None) -> dict[str, Any]:
-    if (val_data is None) == (targets is None):
-        raise UsageError("pass exactly one of val_data (a batch) and targets (batches by name)")
-    return {ONLY_TARGET: val_data} if targets is None else dict(targets)
-
-
-def _check_options(
-    mode: str,
-    refresh_every: int,
-    precondition: str | None,
-    optimizer: Optimizer | None,
-    save_interval: int,
-) -> None:
-    if mode not in {"two_pass", "concat"}:
-        raise UsageError(f"mode must be 'two_pass' or 'concat', got {mode!r}")
-    if refresh_every < 1 or save_interval < 1:
-        raise UsageError(
-            "refresh_every and save_interval must be 1 or more, got "
-            f"{refresh_every} and {save_interval}"
-        )
+def _check_concat(mode: str, refresh_every: int, precondition: str | None) -> None:
     if mode == "concat" and refresh_every != 1:
         raise UsageError(
             "refresh_every needs mode='two_pass': with 'concat' the validation rows are in every "
             "pass"
         )
-    if precondition not in {None, "adam"}:
-        raise UsageError(f"precondition must be None or 'adam', got {precondition!r}")
-    if precondition == "adam" and optimizer is None:
-        raise UsageError(
-            "precondition='adam' needs the optimizer, whose second moments it uses: "
-            "GhostEngine(..., optimizer=optimizer)"
-        )
-    if precondition == "adam" and mode == "concat":
+    if mode == "concat" and precondition is not None:
         raise UsageError("precondition='adam' needs mode='two_pass'")
+
+
+def _make_on_first_rank(run_dir: Path | None, group: ModelGroup) -> None:
+    """Make the run directory; where the process that writes cannot, the others say so too."""
+    if run_dir is None:
+        return
+    fault: GradsightError | None = None
+    if group.is_first:
+        try:
+            make_run_dir(run_dir)
+        except GradsightError as error:
+            fault = error
+    fault = group.from_first(fault)
+    if fault is not None:
+        raise fault
 
 
 def _check_route(route: str | None) -> None:

@@ -45,6 +45,9 @@ class Observation:
         self.scale: Tensor | None = None
         """The factor that a GradScaler gave the loss; None without one."""
         self.backwards = 0
+        """Those that came through the model."""
+        self.began_backward = False
+        """Whether there was one, of whatever model."""
         self._parameters = parameters
         self._root = parameters.root
         self._expected = expected
@@ -88,6 +91,10 @@ class Observation:
             self._hook.remove()
         self.tracer.release()
 
+    def before_backward(self, tensors: object) -> None:
+        """A backward pass begins."""
+        self.began_backward = True
+
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """Remember the factor, as a tensor of its own: the scaler changes its own in place."""
         with suspended(), torch._C.DisableTorchFunction():
@@ -95,10 +102,17 @@ class Observation:
 
     def scores(self) -> Tensor:
         """The table [slots, B], loss scale divided out, not yet the share of the global batch."""
-        if not self.tracer.bound:
+        if not self.tracer.bound and not self.began_backward:
             raise GradsightError(
                 "observe() ended without a call of the model: expected loss_fn(model, batch) and "
                 "loss.backward() inside the block"
+            )
+        if self.backwards == 0 and self.began_backward and not self.calls:
+            raise GradsightError(
+                "there was a backward pass in this block, but the model that GhostEngine was "
+                f"given ({type(self._root).__name__}) was not called: expected "
+                "loss_fn(model, batch) with that very model, not with another or with a copy of "
+                "it. Nothing of this block is scored; training can go on without observe()."
             )
         if self.backwards != 1:
             came = "without a backward pass"

@@ -1,13 +1,15 @@
 """The batch-wise protocol of training loops that build their own forward pass, in either mode."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 
 from gradsight.errors import UsageError
+from gradsight.ghost.arguments import checked_ids
 from gradsight.ghost.blocks import BlockScorer
 from gradsight.ghost.concat import Concatenation, refuse_concat
+from gradsight.values.whole_numbers import whole_number
 
 ORDER = {
     "idle": "attach_train_batch",
@@ -39,7 +41,7 @@ class BatchProtocol:
                 "attach_train_batch(X, Y, ...): expected X to be a tensor with one row per sample"
             )
         self._ids = _identities(batch_idx, x.shape[0])
-        self._iteration = iteration
+        self._iteration = whole_number(iteration, "iteration")
         self._stage = "attached"
 
     def forward_input(self, x: Any, y: Any) -> tuple[Any, Any]:
@@ -91,10 +93,12 @@ def _identities(batch_idx: int | Sequence[int | str] | Tensor, rows: int) -> lis
     """Sample ids: as given, or "batch:row" from the number of the batch."""
     if isinstance(batch_idx, Tensor):
         batch_idx = batch_idx.tolist()
-    if isinstance(batch_idx, int):
-        return [f"{batch_idx}:{row}" for row in range(rows)]
-    if len(batch_idx) != rows:
+    if isinstance(batch_idx, SupportsIndex):
+        number = whole_number(batch_idx, "batch_idx")
+        return [f"{number}:{row}" for row in range(rows)]
+    ids = checked_ids(batch_idx, "batch_idx")
+    if len(ids) != rows:
         raise UsageError(
-            f"expected one sample id per row: {rows} rows, got {len(batch_idx)} ids in batch_idx"
+            f"expected one sample id per row: {rows} rows, got {len(ids)} ids in batch_idx"
         )
-    return list(batch_idx)
+    return ids

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.errors import UsageError
+from gradsight.ghost.arguments import without_second_moments
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.targets import Targets
@@ -89,10 +89,7 @@ def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direc
 def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:
     second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if second is None or "betas" not in group:
-        raise UsageError(
-            'precondition="adam" needs an optimizer that keeps exp_avg_sq, such as AdamW; '
-            f"{kind} does not. Pass that optimizer, or precondition=None."
-        )
+        raise without_second_moments(kind)
     beta2 = group["betas"][1]
     step = state["step"]
     if isinstance(step, Tensor):

@@ -13,6 +13,7 @@ from gradsight.core.beside import beside_training, eager, is_compiled
 from gradsight.core.shards import local_part
 from gradsight.core.sharing import ModelGroup, without_reduction
 from gradsight.errors import GradsightError, UsageError
+from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.gram import FactorCache, FactorRecorder
@@ -123,7 +124,8 @@ class Targets:
                 stack.enter_context(eager())
                 stack.enter_context(recorder)
             # The whole direction first: then each use's dots hold every cross term of tied weights.
-            loss = self._loss_fn(self._model, batch)
+            with calling_loss_fn(f"on target {name!r}", batch):
+                loss = self._loss_fn(self._model, batch)
             check_loss(loss, f"on target {name!r}")
             direction, _ = gradients([loss], None, parameters.trainable, self.group.sharded)
         factors = {} if recorder is None else recorder.found

@@ -207,7 +207,8 @@ class Tracer(TorchFunctionMode):
         return self._general(func, args, kwargs)
 
     def _before_backward(self, guard: PassGuard, losses: Any) -> None:
-        if guard.judges_loss:
+        # Before the model's own call it is another model's loss.
+        if guard.judges_loss and self.bound:
             guard.judge_loss(losses if isinstance(losses, Tensor) else losses[0], self.batch)
         guard.before_backward()
 

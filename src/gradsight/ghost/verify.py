@@ -14,6 +14,7 @@ from gradsight.core.per_sample import BatchOutputs
 from gradsight.core.samples import SplitCall, can_have_rows, collecting_loss_inputs, tensors_in
 from gradsight.core.sharing import without_reduction
 from gradsight.errors import UsageError
+from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.observation import Observation
@@ -175,7 +176,8 @@ def compare_with_twin(
     with beside_training(parameters.root, evaluating=True), eager(), without_reduction(model):
         observation.start()
         try:
-            loss = loss_fn(model, batch)
+            with calling_loss_fn("in verify()", batch):
+                loss = loss_fn(model, batch)
             check_loss(loss, "in verify()")
             if not observation.calls:
                 raise UsageError("verify(): loss_fn did not call the model")

@@ -1,7 +1,22 @@
 """Code that more than one check offers.
 
-What a check shows is put together from these and from its own.
+What a check shows is put together from these and from its own. A fix takes a few names of the
+user's script as given, and no others: it can be pasted, and run.
 """
+
+GIVEN = {
+    "torch": "the package",
+    "nn": "torch.nn",
+    "F": "torch.nn.functional",
+    "model": "the model that is trained",
+    "optimizer": "its optimizer",
+    "loader": "the data loader, whose batches are (inputs, targets)",
+    "inputs": "of the batch",
+    "targets": "of the batch",
+    "loss_fn": "the loss of the model's output and the targets",
+    "loss": "the loss of the batch, before backward()",
+}
+"""The names that every fix may use, and what they stand for."""
 
 LIST_FROZEN = """
 # is something frozen?
@@ -25,6 +40,28 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
 
 # or, entry by entry
 torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
+"""
+
+LOWER_LIMIT = """
+# where gradients are clipped: a lower limit
+torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+"""
+
+LOWER_RATE = """
+# a tenth of the learning rate
+for group in optimizer.param_groups:
+    group["lr"] *= 0.1
+"""
+
+KEEP_SUSPICIOUS_BATCHES = """
+# which batches? before the loop:
+norms = []
+
+# after loss.backward(): keep those whose gradient is far above the usual
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
+    torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")
+norms.append(norm)
 """
 
 LIVING_UNITS = """

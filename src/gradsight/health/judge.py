@@ -175,7 +175,7 @@ class Judge:
         first_step = facts[0].first_step
         if first_step is None:
             first_step = each.began
-        self._tell(each, _finding(each, _severity(each.check, facts), first_step))
+        self._tell(each, self._finding(each, _severity(each.check, facts), first_step))
 
     def _widen(self, each: _Running, known: Finding, facts: Sequence[Fact]) -> None:
         """A finding that is known already: told again only where it got worse or larger."""
@@ -189,7 +189,25 @@ class Judge:
             each.evidence = facts[0].evidence
         else:
             severity = known.severity
-        self._tell(each, _finding(each, severity, known.first_step))
+        self._tell(each, self._finding(each, severity, known.first_step))
+
+    def _finding(self, each: _Running, severity: str, first_step: int) -> Finding:
+        check = each.check
+        advice = check.advice
+        if advice.if_clipped is not None and self.window.clips_already:
+            advice = advice.if_clipped
+        return Finding(
+            code=check.code,
+            name=check.name,
+            severity=severity,
+            parameters=tuple(each.parameters),
+            first_step=first_step,
+            evidence=each.evidence,
+            message=check.meaning,
+            recommendation=advice.recommendation,
+            fix=advice.fix,
+            family=check.family,
+        )
 
     def _tell(self, each: _Running, finding: Finding) -> None:
         each.finding = finding
@@ -203,19 +221,3 @@ def _parameters(facts: Sequence[Fact]) -> list[str]:
 def _severity(check: Check, facts: Sequence[Fact]) -> str:
     """The worst severity of these facts."""
     return max((fact.severity or check.severity for fact in facts), key=SEVERITIES.index)
-
-
-def _finding(each: _Running, severity: str, first_step: int) -> Finding:
-    check = each.check
-    return Finding(
-        code=check.code,
-        name=check.name,
-        severity=severity,
-        parameters=tuple(each.parameters),
-        first_step=first_step,
-        evidence=each.evidence,
-        message=check.meaning,
-        recommendation=check.advice.recommendation,
-        fix=check.advice.fix,
-        family=check.family,
-    )

@@ -47,6 +47,14 @@ class Advice:
 
     recommendation: str
     fix: str
+    """Uses no names but those of `GIVEN` in `health/fixes.py`, and its own."""
+    if_clipped: "Advice | None" = None
+    """The advice for a run that clips its gradients already."""
+
+    def tidy(self) -> "Advice":
+        """The same without empty lines around its code."""
+        other = None if self.if_clipped is None else self.if_clipped.tidy()
+        return Advice(self.recommendation, self.fix.strip("\n"), other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +154,8 @@ def check(
             raise UsageError(f"{code} is taken by the check {CHECKS[code].name!r}")
         parameters = list(inspect.signature(function).parameters.values())[1:]
         defaults = {parameter.name: parameter.default for parameter in parameters}
-        tidy = Advice(advice.recommendation, advice.fix.strip("\n"))
-        CHECKS[code] = Check(code, name, severity, asked, incident, tidy, function, defaults)
+        words = advice.tidy()
+        CHECKS[code] = Check(code, name, severity, asked, incident, words, function, defaults)
         return function
 
     return file

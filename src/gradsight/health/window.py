@@ -275,6 +275,11 @@ class Window:
         return not self.finite and not self.step.skipped
 
     @property
+    def clips_already(self) -> bool:
+        """Whether the optimizer was lately given less than the gradient."""
+        return min(self.clips, default=1.0) < 1.0
+
+    @property
     def converging(self) -> bool | None:
         """Whether the loss is down to a tenth of where it began; None where no loss is known."""
         if len(self.first_losses) < 10 or len(self.losses) < 20:

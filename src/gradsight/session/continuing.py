@@ -41,14 +41,18 @@ def _differences(recorded: Sequence[dict[str, Any]], parameters: Sequence[Named]
     return found + [f"{name} is in it, but not here" for name in before if name not in now]
 
 
-def say_continued(run_dir: object, last_step: int | None, first_step: int) -> None:
-    """One line, where steps are added to a run or take the place of some."""
-    if last_step is None:
+def say_continued(run_dir: object, following: int, first_step: int) -> None:
+    """One line, where steps are added to a run or take the place of some.
+
+    `following` is the step after the last one of the run.
+    """
+    if following == 0:
         return
-    if first_step > last_step:
-        notice(f"continuing {run_dir} after step {last_step}")
+    last = following - 1
+    if first_step > last:
+        notice(f"continuing {run_dir} after step {last}")
     elif first_step == 0:
-        notice(f"recording {run_dir} anew: its steps 0 to {last_step} are replaced")
+        notice(f"recording {run_dir} anew: its steps 0 to {last} are replaced")
     else:
-        replaced = f"its steps {first_step} to {last_step} are replaced"
+        replaced = f"its steps {first_step} to {last} are replaced"
         notice(f"continuing {run_dir} after step {first_step - 1}: {replaced}")

@@ -21,6 +21,7 @@ from gradsight.session.outputs import RecordOutput, SinkOutput
 from gradsight.store.run_files import write_config
 from gradsight.store.sinks import open_sinks
 from gradsight.store.sinks.queue import SinkQueue
+from gradsight.store.sinks.step_sink import SinkPlace
 from gradsight.store.store import Store, open_store
 
 GRADIENT = "accumulated over micro-batches, reduced over ranks, unscaled, before clipping"
@@ -75,17 +76,21 @@ def _open_here(options: WatchOptions, parameters: Sequence[Named]) -> OpenedRun:
     first_step = options.start_step or 0
     problems = Problems()
     store: Store | None = None
+    place = SinkPlace()
     try:
         if options.run_dir is not None:
             store = open_store(options.run_dir)
             problems = store.problems
+            following = store.next_step()
             first_step = _claim(store, options, parameters)
-        sinks = open_sinks(options.sinks, store.path if store is not None else None)
+            replaces = first_step < following
+            place = SinkPlace(store.path, replaced_from=first_step if replaces else None)
+        sinks = open_sinks(options.sinks, place)
     except BaseException:
         if store is not None:
             store.close()
         raise
-    queue = SinkQueue(sinks, problems) if sinks else None
+    queue = SinkQueue(sinks, problems, first_step) if sinks else None
     return OpenedRun(first_step, problems, store, queue)
 
 
@@ -96,17 +101,17 @@ def _claim(store: Store, options: WatchOptions, parameters: Sequence[Named]) -> 
             f"this process is already recording steps into {options.run_dir}; "
             "give each watch its own run_dir"
         )
-    last = store.last_step()
-    first_step = store.next_step()
+    following = store.next_step()
+    first_step = following
     if options.start_step is not None:
         first_step = options.start_step
     # Where no earlier step stays, another model may take the place of the old one.
-    if last is not None and first_step > 0:
+    if following > 0 and first_step > 0:
         refuse_another_model(store, parameters)
     if options.start_step is not None:
         store.forget_from(first_step)
     if not options.quiet:
-        say_continued(options.run_dir, last, first_step)
+        say_continued(options.run_dir, following, first_step)
     store.recording = True
     return first_step
 

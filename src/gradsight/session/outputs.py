@@ -6,6 +6,7 @@ from dataclasses import asdict
 import numpy as np
 
 from gradsight.measure.norms import combine
+from gradsight.session.shutdown import close_first_at_exit
 from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.store import Store
 from gradsight.store.tail_format import OPTIONAL, pack_statistics
@@ -70,30 +71,36 @@ class SinkOutput:
 
     def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
         """One step. Sinks are told numbers, no findings."""
-        number = measured.step.step
-        self._queue.scalars(self._scalars(measured), number)
+        scalars = self._scalars(measured)
+        histograms = {}
         details = measured.details
-        if details is None or not details.recorded:
-            return
-        if details.share_within_a_tenth is not None:
-            self._queue.scalars({_WITHIN: details.share_within_a_tenth}, number)
-        for histogram in details.histograms:
-            if histogram.parameter is None:
-                self._queue.histogram("gradients/histogram", histogram, number)
-            elif not self._blocks:
-                name = f"gradients/{histogram.parameter}/histogram"
-                self._queue.histogram(name, histogram, number)
+        if details is not None and details.recorded:
+            if details.share_within_a_tenth is not None:
+                scalars[_WITHIN] = details.share_within_a_tenth
+            for histogram in details.histograms:
+                if histogram.parameter is None:
+                    histograms["gradients/histogram"] = histogram
+                elif not self._blocks:
+                    histograms[f"gradients/{histogram.parameter}/histogram"] = histogram
+        self._start()
+        self._queue.write(measured.step.step, scalars, histograms)
 
     def finish(self, findings: Sequence[Finding], abstained: Sequence[Abstention]) -> None:
         """The run is over. Sinks are told numbers, no findings."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of a step that has been made already."""
-        self._queue.scalars(values, step)
+        self._start()
+        self._queue.log(step, values)
 
     def log_scalar(self, step: int, name: str, value: float) -> None:
         """A number that is not of an optimizer step, but of whatever the caller counts."""
-        self._queue.scalars({name: value}, step)
+        self.log(step, {name: value})
+
+    def _start(self) -> None:
+        # Not earlier: by now the user has opened a run of their own, if there is to be one.
+        if self._queue.start():
+            close_first_at_exit()
 
     def _scalars(self, measured: MeasuredStep) -> dict[str, float]:
         step = measured.step

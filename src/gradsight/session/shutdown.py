@@ -67,6 +67,11 @@ class ShutdownHooks:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
             self._handles_signals = False
 
+    def close_first(self) -> None:
+        """Come before whatever has been registered since for the end of the process."""
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+
     def detach_in_child(self) -> None:
         """This process was forked."""
         self._run.detach_in_child()
@@ -97,6 +102,12 @@ class ShutdownHooks:
         elif previous != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def close_first_at_exit() -> None:
+    """Have the open runs closed before trackers that were opened since end their own."""
+    for hooks in list(_installed):
+        hooks.close_first()
 
 
 @functools.cache

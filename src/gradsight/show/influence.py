@@ -152,7 +152,8 @@ def influence_of(
         # First the beginning goes, then what is left is normalised: each step stands for itself.
         wanted[wanted] = settled(steps[wanted])
         scores[wanted] = normalised(steps[wanted], scores[wanted])
-    ids, sample = _codes(table["sample_id"], wanted)
+    # Ids are shown and exported as text, whatever they were.
+    ids, sample = _codes(table["sample_id"].cast("string"), wanted)
     names, domain = _codes(table["domain"], wanted)
     values = scores[wanted]
     steps = steps[wanted]

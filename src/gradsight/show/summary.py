@@ -134,9 +134,11 @@ def summarize(run: ReadableRun) -> Summary:
         blocks.setdefault(block_of(stat.parameter), BlockNorms()).add(stat)
         if stat.nan != 0 or stat.inf != 0:
             broken.setdefault(stat.step, []).append(stat.parameter)
-    histogram = None
-    for histogram in run.histograms(None):  # noqa: B007
-        pass  # the last one is shown
+    histogram: Histogram | None = None
+    for candidate in run.histograms(None):
+        # The last one is shown; a tracker's, whose steps are others, only where there is no other.
+        if histogram is None or candidate.source == "watch" or histogram.source == "tracker":
+            histogram = candidate
     steps = list(run.steps())
     samples, troubles = _samples(run)
     return Summary(

@@ -16,7 +16,7 @@ from gradsight.store import tail_format as frames
 from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.run_files import read_run_config
-from gradsight.store.scores import all_scores, each_step_once, score_files, step_after
+from gradsight.store.scores import each_step_once, readable_scores, score_files, step_after
 from gradsight.store.store import recover
 from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.diagnoses import Incident
@@ -119,20 +119,22 @@ class Run:
 
     def histograms(self, parameter: str | None = "*") -> Iterator[Histogram]:
         """All histograms, those of one parameter, or (None) those over all parameters together."""
-        for step, packed in self._rows("SELECT step, packed FROM histograms ORDER BY step, source"):
-            for histogram in frames.unpack_histograms(step, packed):
+        query = "SELECT step, source, packed FROM histograms ORDER BY step, source"
+        for step, name, packed in self._rows(query):
+            source = "tracker" if name else "watch"
+            for histogram in frames.unpack_histograms(step, packed, source):
                 if parameter in ("*", histogram.parameter):
                     yield histogram
 
     def scalars(self, name: str | None = None) -> Iterator[Scalar]:
-        """Whatever was logged by name, apart from loss and lr, which are in the steps."""
-        query = "SELECT step, name, value FROM scalars"
-        values: tuple[str, ...] = ()
-        if name is not None:
-            query += " WHERE name = ?"
-            values = (name,)
-        for step, logged, value in self._rows(f"{query} ORDER BY step, name", values):
-            yield Scalar(step, logged, float(value))
+        """Whatever was logged by name, apart from loss and lr, which are in the steps.
+
+        Also what trackers were given: their steps are their own, and their source says so.
+        """
+        tables = {"watch": "scalars"}
+        if schema.has_tracked(self._connection):
+            tables["tracker"] = "tracked"
+        yield from self._scalars(tables, name)
 
     def findings(self) -> Iterator[Finding]:
         """What the health instrument judged."""
@@ -170,7 +172,7 @@ class Run:
         """All scores as a table, and what to say of unreadable files; None without any scores."""
         if not score_files(self.path):
             return None
-        return all_scores(self.path)
+        return readable_scores(self.path)
 
     def incidents(self) -> Iterator[Incident]:
         """The flight recorder's bundles."""
@@ -181,7 +183,7 @@ class Run:
         if name == "parameter_stats":
             return stats_table(self._packed_stats())
         if name == "scores":
-            table, unreadable = all_scores(self.path)
+            table, unreadable = readable_scores(self.path)
             if unreadable:
                 raise RunError(unreadable[0])
             return table
@@ -194,7 +196,7 @@ class Run:
         """Close the file."""
         self._connection.close()
 
-    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, query: str, values: Any = ()) -> Iterator[tuple[Any, ...]]:
         try:
             yield from self._connection.execute(query, values)
         except sqlite3.Error as error:
@@ -206,8 +208,20 @@ class Run:
         ):
             yield json.loads(value)
 
+    def _scalars(self, tables: dict[str, str], name: str | None = None) -> Iterator[Scalar]:
+        """The scalars of these tables, by source."""
+        parts = []
+        for source, table in tables.items():
+            where = "" if name is None else "WHERE name = :name"
+            parts.append(f"SELECT step, name, value, '{source}' FROM {table} {where}")
+        query = f"{' UNION ALL '.join(parts)} ORDER BY step, name"
+        for step, logged, value, source in self._rows(query, {"name": name}):
+            yield Scalar(step, logged, float(value), source)
+
     def _scalars_by_step(self) -> Iterator[tuple[int, dict[str, float]]]:
-        for step, scalars in itertools.groupby(self.scalars(), key=lambda scalar: scalar.step):
+        # Trackers count epochs, or what they like: none of it is of an optimizer step.
+        logged = self._scalars({"watch": "scalars"})
+        for step, scalars in itertools.groupby(logged, key=lambda scalar: scalar.step):
             yield step, {scalar.name: scalar.value for scalar in scalars}
 
     def _packed_stats(self) -> Iterator[PackedStats]:

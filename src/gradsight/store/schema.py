@@ -27,6 +27,12 @@ CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NU
                       value TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID;
 """
 
+_TRACKED = """
+CREATE TABLE IF NOT EXISTS tracked (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,
+                                    PRIMARY KEY (step, name)) WITHOUT ROWID
+"""
+"""What trackers were given, under a count of their own; records of earlier versions lack it."""
+
 _ADD_STEP = """
 INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (step) DO UPDATE SET
     time = excluded.time,
@@ -40,7 +46,7 @@ INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (step) DO UPDAT
 """
 """Loss and learning rate may have been logged before the step was made: those stay."""
 
-_STEPPED = ("steps", "stats", "histograms", "scalars", "records")
+_STEPPED = ("steps", "stats", "scalars", "records")
 _OWN_COLUMNS = ("loss", "lr")
 
 
@@ -56,6 +62,13 @@ def create_tables(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("INSERT INTO meta VALUES ('schema', ?), ('last_frame', 0)", (VERSION,))
         connection.commit()
     check_version(connection, path)
+    connection.execute(_TRACKED)
+
+
+def has_tracked(connection: sqlite3.Connection) -> bool:
+    """Whether the record has the table of trackers."""
+    query = "SELECT count(*) FROM sqlite_master WHERE name = 'tracked'"
+    return bool(connection.execute(query).fetchone()[0])
 
 
 def check_version(connection: sqlite3.Connection, path: Path) -> None:
@@ -104,6 +117,8 @@ def forget_from(connection: sqlite3.Connection, step: int) -> None:
     with connection:
         for table in _STEPPED:
             connection.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
+        # A tracker's histograms have a name, and a count of their own.
+        connection.execute("DELETE FROM histograms WHERE step >= ? AND source = ''", (step,))
 
 
 def _apply_step(connection: sqlite3.Connection, payload: bytes) -> None:
@@ -122,6 +137,10 @@ def _apply_scalars(connection: sqlite3.Connection, payload: bytes) -> None:
     _add_scalars(connection, *frames.unpack_scalars(payload))
 
 
+def _apply_tracked(connection: sqlite3.Connection, payload: bytes) -> None:
+    _add_scalars(connection, *frames.unpack_scalars(payload), table="tracked")
+
+
 def _apply_step_scalars(connection: sqlite3.Connection, payload: bytes) -> None:
     step, values = frames.unpack_scalars(payload)
     for name in [name for name in _OWN_COLUMNS if name in values]:
@@ -132,9 +151,11 @@ def _apply_step_scalars(connection: sqlite3.Connection, payload: bytes) -> None:
     _add_scalars(connection, step, values)
 
 
-def _add_scalars(connection: sqlite3.Connection, step: int, values: dict[str, float]) -> None:
+def _add_scalars(
+    connection: sqlite3.Connection, step: int, values: dict[str, float], table: str = "scalars"
+) -> None:
     rows = [(step, name, _storable(value)) for name, value in values.items()]
-    connection.executemany("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows)
+    connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", rows)
 
 
 def _apply_histograms(connection: sqlite3.Connection, payload: bytes) -> None:
@@ -161,6 +182,7 @@ _APPLY = {
     frames.STEP: _apply_step,
     frames.SCALARS: _apply_scalars,
     frames.STEP_SCALARS: _apply_step_scalars,
+    frames.TRACKED: _apply_tracked,
     frames.HISTOGRAMS: _apply_histograms,
     frames.RECORD: _apply_record,
 }

@@ -12,7 +12,8 @@ so they are read as columns. No torch.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradsight.core import rundir
-from gradsight.errors import RunError
+from gradsight.errors import RunError, WrongPlace
 from gradsight.values.scores import SampleScore
 
 if TYPE_CHECKING:
@@ -47,7 +48,11 @@ def score_path(run_dir: Path, iteration: int) -> Path:
 
 def score_files(run_dir: Path) -> list[Path]:
     """The files of a run's scores, in the order of steps."""
-    return sorted((run_dir / rundir.SCORES).glob(rundir.SCORE_FILES), key=_order)
+    return _files_in(run_dir / rundir.SCORES)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(rundir.SCORE_FILES), key=_order)
 
 
 def iteration_of(file: Path) -> int | None:
@@ -62,16 +67,36 @@ def _order(file: Path) -> tuple[int, str]:
     return (-1 if iteration is None else iteration, file.name)
 
 
-def read_scores(file: Path, schema: "pyarrow.Schema | None" = None) -> "pyarrow.Table":
-    """The rows of one file; with a schema, as that says."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
+def read_scores(run_dir: str | os.PathLike[str]) -> "pyarrow.Table":
+    """Every training sample's score, as the ghost engine saved them, each step once.
 
-    try:
-        table = ParquetFile(file).read(columns=_COLUMNS).select(_COLUMNS)
-        return table if schema is None else table.cast(schema)
-    except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    The columns are those of the files: step, sample_id, domain, target, score, lr, clip_coef; then
+    by_parameter and direction where a file has them, null where another has not. Sample ids are
+    numbers where all files have numbers, text otherwise.
+
+    run_dir: a run directory, or the folder of score files itself (its grad_dotprods).
+    """
+    place = Path(run_dir)
+    if not place.is_dir():
+        raise WrongPlace(f"there is no folder at {place}: expected a run directory with scores")
+    files = score_files(place) or _files_in(place)
+    if not files:
+        raise WrongPlace(
+            f"{place} holds no scores: expected {rundir.SCORES}/{rundir.SCORE_FILES} in it. "
+            "`gradsight train` and a GhostEngine with run_dir= write them"
+        )
+    table, unreadable = _joined(files, every_column=True)
+    if unreadable:
+        raise RunError(unreadable[0])
+    return table
+
+
+def readable_scores(run_dir: Path) -> "tuple[pyarrow.Table, list[str]]":
+    """The scores of a run without its damaged files, and what to say of those.
+
+    Each step once, with the columns that all files have.
+    """
+    return _joined(score_files(run_dir), every_column=False)
 
 
 def each_step_once(run_dir: Path) -> "Iterator[pyarrow.Table]":
@@ -83,25 +108,76 @@ def each_step_once(run_dir: Path) -> "Iterator[pyarrow.Table]":
     for number, file in enumerate(files):
         last_with.update(dict.fromkeys(np.unique(_column(file, "step")).tolist(), number))
     for number, file in enumerate(files):
-        table = read_scores(file)
+        table = read_score_file(file, _COLUMNS)
         own = [last_with.get(step, number) == number for step in table["step"].to_pylist()]
         yield table if all(own) else table.filter(pyarrow.array(own))
 
 
-def all_scores(run_dir: Path) -> "tuple[pyarrow.Table, list[str]]":
-    """All scores of a run, each step once, and what to say of files that cannot be read."""
+def read_score_file(file: Path, columns: list[str] | None = None) -> "pyarrow.Table":
+    """The rows of one file; with columns, those alone and in that order."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        table = ParquetFile(file).read(columns=columns)
+        return table if columns is None else table.select(columns)
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> RunError:
+    return RunError(f"{file} cannot be read: {str(error).splitlines()[0]}")
+
+
+def _joined(files: Sequence[Path], every_column: bool) -> "tuple[pyarrow.Table, list[str]]":
+    """The scores of several files as one table, and what to say of those that cannot be read."""
     import pyarrow
 
-    # Sample ids are text, whatever they were, so that all files agree.
-    schema = score_schema(pyarrow.string(), ScoreFile())
-    parts = [schema.empty_table()]
+    parts: dict[Path, pyarrow.Table] = {}
     unreadable = []
-    for file in score_files(run_dir):
+    for file in files:
         try:
-            parts.append(read_scores(file, schema))
+            parts[file] = read_score_file(file, None if every_column else _COLUMNS)
         except RunError as error:
             unreadable.append(str(error))
-    return _latest_of_each_step(parts), unreadable
+    schema = _common_schema([part.schema for part in parts.values()])
+    tables = [schema.empty_table()]
+    for file, part in parts.items():
+        try:
+            tables.append(_as_in(schema, part))
+        except (KeyError, pyarrow.ArrowException) as error:
+            unreadable.append(str(_unreadable(file, error)))
+    return _latest_of_each_step(tables), unreadable
+
+
+def _common_schema(schemas: "Sequence[pyarrow.Schema]") -> "pyarrow.Schema":
+    """The schema that the tables of all files can be brought to."""
+    import pyarrow
+
+    ids = {schema.field("sample_id").type for schema in schemas if "sample_id" in schema.names}
+    sample_id = pyarrow.string()
+    if ids == {pyarrow.int64()}:
+        sample_id = pyarrow.int64()
+    formats = [format_of(schema) for schema in schemas]
+    named = [format.parameters for format in formats if format.parameters is not None]
+    parameters = None
+    if named:
+        parameters = named[-1]
+    has_direction = any(format.has_direction for format in formats)
+    return score_schema(sample_id, ScoreFile(parameters, has_direction))
+
+
+def _as_in(schema: "pyarrow.Schema", table: "pyarrow.Table") -> "pyarrow.Table":
+    """A table with the columns of a schema, null where it has none of that name."""
+    import pyarrow
+
+    if format_of(table.schema).parameters != format_of(schema).parameters:
+        # Parts of scores in the order of another model's parameters mean nothing here.
+        table = table.drop_columns([name for name in table.column_names if name == "by_parameter"])
+    for name in ("by_parameter", "direction"):
+        if name in schema.names and name not in table.column_names:
+            table = table.append_column(name, pyarrow.nulls(len(table)))
+    return table.select(schema.names).cast(schema)
 
 
 def _latest_of_each_step(parts: "list[pyarrow.Table]") -> "pyarrow.Table":
@@ -144,13 +220,7 @@ def step_after(last_recorded: int | None, run_dir: Path) -> int:
 
 
 def _column(file: Path, name: str) -> npt.NDArray[np.int64]:
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        column: npt.NDArray[np.int64] = ParquetFile(file).read(columns=[name])[name].to_numpy()
-    except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    column: npt.NDArray[np.int64] = read_score_file(file, [name])[name].to_numpy()
     return column
 
 

@@ -77,7 +77,7 @@ class Store:
         """Whether a watch counts the steps of this run."""
         self.problems = Problems()
         """The faults of this run, for all who have it open; the thread brings them in."""
-        _make_directory(path)
+        make_run_dir(path)
         self._tail = _lock_tail(path)
         try:
             self._connection = _connect(path)
@@ -104,8 +104,12 @@ class Store:
         self._add(frames.STEP, frames.pack_step(step, layout, statistics))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars by name; their step may be an epoch or anything else."""
+        """Scalars of a step by name."""
         self._add(frames.SCALARS, frames.pack_scalars(step, values))
+
+    def add_tracked(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars by name, under a tracker's own count."""
+        self._add(frames.TRACKED, frames.pack_scalars(step, values))
 
     def add_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of an optimizer step, before or after the step; loss and lr become its own."""
@@ -259,7 +263,8 @@ def recover(connection: sqlite3.Connection, tail: int) -> None:
     os.ftruncate(tail, 0)
 
 
-def _make_directory(path: Path) -> None:
+def make_run_dir(path: Path) -> None:
+    """Make a run directory where there is none; an error where it could not be written."""
     if path.exists() and not path.is_dir():
         raise WrongPlace(
             f"run_dir {path} is a file; give a directory, or a name that does not exist yet"

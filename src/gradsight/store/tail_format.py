@@ -5,7 +5,7 @@
     number     counts up by one from frame to frame of a run
     kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON,
                5 scalars of a step (also loss, lr), 6 layout: the names of the parameters that rows
-               of statistics stand for
+               of statistics stand for, 7 scalars under a tracker's own count
 
 All numbers are little-endian. A frame that is cut off or damaged ends the reading: what follows it
 is not trusted.
@@ -32,6 +32,7 @@ HISTOGRAMS = 3
 RECORD = 4
 STEP_SCALARS = 5
 LAYOUT = 6
+TRACKED = 7
 Frame = tuple[int, int, bytes]
 """Number, kind, payload."""
 
@@ -39,7 +40,7 @@ _HEAD = struct.Struct("<IIQB")
 _STEP = struct.Struct("<qdddddd?BqHI")
 _OPTIONAL = ("loss", "lr", "total_norm", "clip_coef", "scale")
 
-_COUNTED = tuple(field.name for field in dataclasses.fields(Histogram)[1:])
+_COUNTED = tuple(field.name for field in dataclasses.fields(Histogram)[1:-1])
 _STATISTICS = dataclasses.fields(ParameterStat)[2:]
 COLUMNS = tuple(field.name for field in _STATISTICS)
 """The numbers of a parameter. Their order is the format's: a new one goes to the end."""
@@ -227,14 +228,17 @@ def unpack_histogram_step(payload: bytes) -> tuple[int, str, bytes]:
     return step, payload[12 : 12 + size].decode("utf-8", "replace"), payload[12 + size :]
 
 
-def unpack_histograms(step: int, packed: bytes) -> Iterator[Histogram]:
-    """The packed histograms of one step as records."""
+def unpack_histograms(step: int, packed: bytes, source: str) -> Iterator[Histogram]:
+    """The packed histograms of one step as records; `source` says who counted it."""
     try:
         rows = json.loads(zlib.decompress(packed))
     except (zlib.error, ValueError) as error:
         raise RunError(f"the histograms of step {step} are damaged: {error}") from error
-    for parameter, low, negative, positive, *counts in rows:
-        yield Histogram(step, parameter, low, tuple(negative), tuple(positive), *counts)
+    for row in rows:
+        counted = dict(zip(_COUNTED, row, strict=True))
+        for sign in ("negative", "positive"):
+            counted[sign] = tuple(counted[sign])
+        yield Histogram(step=step, source=source, **counted)
 
 
 def pack_record(kind: str, key: str, step: int, value: Mapping[str, object]) -> bytes:

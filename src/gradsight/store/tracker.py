@@ -8,17 +8,24 @@ from typing import Any
 from gradsight.core.problems import Problems
 from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks import open_sinks
+from gradsight.store.sinks.guard import GuardedSinks
+from gradsight.store.sinks.step_sink import SinkPlace
 from gradsight.store.store import Store, open_store
 from gradsight.values.histograms import Histogram
+from gradsight.values.whole_numbers import whole_number
+
+_APART = "tracker"
+"""The folder of its events where those of a watch are in the run's own."""
 
 
 class MetricsTracker:
     """Takes numbers under a name and a step. Usable as a context manager.
 
-    A missing W&B is one warning, and the rest goes on.
+    The steps are its own: epochs, or whatever is counted. On the run_dir of a watch they are kept
+    apart from the optimizer's. A missing W&B or TensorBoard is one warning, and the rest goes on.
 
     run_dir: where the numbers are recorded; None records nothing on disk.
-    use_wandb: whether they go to W&B too.
+    use_wandb: whether they go to W&B too, to a run of the tracker's own.
     use_tensorboard: whether they go to TensorBoard too.
 
     >>> with MetricsTracker() as tracker:
@@ -32,24 +39,31 @@ class MetricsTracker:
         use_wandb: bool = False,
         use_tensorboard: bool = False,
     ) -> None:
-        self._path = Path(run_dir) if run_dir is not None else None
-        self.use_wandb = use_wandb
-        """Whether W&B is being used; False if it was asked for and is not installed."""
-        self._sinks: list[Any] = []
+        self._place = SinkPlace(Path(run_dir) if run_dir is not None else None)
         self._store: Store | None = None
         self._problems = Problems()
-        if self._path is not None:
-            self._store = open_store(self._path)
+        self._sinks = GuardedSinks([], self._problems)
+        self._started = False
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if self._place.run_dir is not None:
+            self._store = open_store(self._place.run_dir)
             self._problems = self._store.problems
         # A store that stays open would keep its thread, and the run locked.
         try:
             if use_tensorboard:
-                self._sinks += open_sinks(["tensorboard"], self._path)
+                self._tensorboard = self._open("tensorboard", "TensorBoard")
             if use_wandb:
-                self._open_wandb()
+                self._wandb = self._open("wandb", "W&B")
         except BaseException:
             self.close()
             raise
+        self.use_wandb = self._wandb is not None
+        """Whether W&B is being used; False if it was asked for and is not installed."""
+        self.use_tensorboard = self._tensorboard is not None
+        """Whether TensorBoard is being used; False if it was asked for and is not installed."""
+        sinks = [self._tensorboard, self._wandb]
+        self._sinks = GuardedSinks([sink for sink in sinks if sink is not None], self._problems)
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """One number."""
@@ -59,16 +73,18 @@ class MetricsTracker:
         """Many numbers of one step."""
         plain = {name: float(value) for name, value in values.items()}
         step = _whole(step)
+        self._start()
         if self._store is not None:
-            self._store.add_scalars(step, plain)
-        self._each("log_scalars", plain, step)
+            self._store.add_tracked(step, plain)
+        self._sinks.log_scalars(plain, step)
 
     def log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         """One histogram."""
         step = _whole(step)
+        self._start()
         if self._store is not None:
             self._store.add_histograms(step, [histogram], source=name)
-        self._each("log_histogram", name, histogram, step)
+        self._sinks.log_histogram(name, histogram, step)
 
     def log_epoch(self, epoch: int, **metrics: float) -> None:
         """The metrics of an epoch, with the epoch as their step."""
@@ -76,8 +92,7 @@ class MetricsTracker:
 
     def close(self) -> None:
         """Write what is left. Closing again does nothing."""
-        self._each("close")
-        self._sinks = []
+        self._sinks.close()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -88,28 +103,28 @@ class MetricsTracker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_wandb(self) -> None:
+    def _open(self, sink: str, title: str) -> Any:
+        """Open a sink by name; None where its package is missing."""
         try:
-            self._sinks += open_sinks(["wandb"], self._path)
+            (opened,) = open_sinks([sink], self._place)
         except MissingPackage as error:
-            self.use_wandb = False
-            self._problems.report("sink-wandb", f"{error}. Going on without W&B.")
+            self._problems.report(f"sink-{title}", f"{error}. Going on without {title}.")
+            return None
+        return opened
 
-    def _each(self, method: str, *args: Any) -> None:
-        """Ask every sink; one that fails is switched off with one message."""
-        for sink in list(self._sinks):
-            try:
-                getattr(sink, method)(*args)
-            except Exception as error:
-                self._sinks.remove(sink)
-                name = type(sink).__name__
-                self._problems.report(
-                    f"sink-{name}",
-                    f"the sink {name} failed and is switched off: {type(error).__name__}: {error}",
-                )
+    def _start(self) -> None:
+        """The first numbers have come."""
+        if self._started:
+            return
+        self._started = True
+        store = self._store
+        is_watched = store is not None and (store.recording or store.next_step() > 0)
+        if self._tensorboard is not None and is_watched:
+            # TensorBoard shows a folder inside as a run of its own.
+            self._tensorboard.folder /= _APART
 
 
 def _whole(step: int) -> int:
     if int(step) != step or step < 0:
         raise UsageError(f"a step is a whole number from 0 on, got {step!r}")
-    return int(step)
+    return whole_number(int(step), "step")

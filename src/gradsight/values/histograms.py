@@ -25,6 +25,8 @@ class Histogram:
     underflow: float
     size: int
     sampled: int
+    source: str = "watch"
+    """Who counted `step`: "watch", which counts the optimizer's, or "tracker", its own."""
 
     @property
     def error(self) -> float:

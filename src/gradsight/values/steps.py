@@ -146,6 +146,8 @@ class Scalar:
     step: int
     name: str
     value: float
+    source: str = "watch"
+    """Who counted `step`: "watch", which counts the optimizer's, or "tracker", its own."""
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.fixes import CLIP
+from gradsight.health.fixes import CLIP, LOWER_LIMIT
 from gradsight.health.registry import Advice, Fact, check
 from gradsight.health.window import Window
 
@@ -17,6 +17,13 @@ from gradsight.health.window import Window
             "normalised and the loss is a mean."
         ),
         fix=CLIP,
+        if_clipped=Advice(
+            recommendation=(
+                "The gradient is large although it is clipped: lower the limit, and check that "
+                "inputs and targets are normalised and the loss is a mean."
+            ),
+            fix=LOWER_LIMIT,
+        ),
     ),
 )
 def large(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from gradsight.health.bad_steps import EarlyLook, is_exploding
-from gradsight.health.fixes import CLIP
+from gradsight.health.fixes import CLIP, LOWER_LIMIT, LOWER_RATE
 from gradsight.health.registry import Advice, AsIncident, Fact, check
 from gradsight.health.window import Window
 
@@ -23,12 +23,14 @@ def _about_to_be_used(look: EarlyLook, *, limit: float, patience: int) -> bool:
             "Clip the gradient at once and lower the learning rate; then look for missing "
             "normalisation or too large an initialisation."
         ),
-        fix=CLIP
-        + """
-# and a tenth of the learning rate
-for group in optimizer.param_groups:
-    group["lr"] *= 0.1
-""",
+        fix=CLIP + LOWER_RATE,
+        if_clipped=Advice(
+            recommendation=(
+                "The limit of the clipping lies far too high: lower it and the learning rate; "
+                "then look for missing normalisation or too large an initialisation."
+            ),
+            fix=LOWER_LIMIT + LOWER_RATE,
+        ),
     ),
 )
 def exploding(window: Window, *, limit: float = 1000.0, patience: int = 3) -> Iterator[Fact]:

@@ -26,7 +26,7 @@ def _in_sight(look: EarlyLook) -> bool:
         ),
         fix="""
 # a loss that cannot make a NaN
-loss = F.cross_entropy(logits, targets, label_smoothing=0.1)
+loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 
 def safe_log(x, eps=1e-8):
     return torch.log(x.clamp_min(eps))

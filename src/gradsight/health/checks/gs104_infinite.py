@@ -20,16 +20,16 @@ def _in_sight(look: EarlyLook) -> bool:
     incident=AsIncident(alarm=_in_sight),
     advice=Advice(
         recommendation=(
-            "Something overflowed: clip, lower the learning rate, keep exponentials and half "
+            "Something overflowed: lower the learning rate, keep exponentials and half "
             "precision in range; with float16 use a GradScaler."
         ),
         fix="""
 # exponentials in range
-loss = F.cross_entropy(logits, targets)          # not log(softmax(...)) or exp(...) by hand
-x = x.clamp(-50, 50).exp()
+loss = F.cross_entropy(model(inputs), targets)    # not log(softmax(...)) or exp(...) by hand
+small = inputs.clamp(-50, 50).exp()
 
 # float16: scale the loss, step through the scaler
-scaler = torch.amp.GradScaler()
+scaler = torch.amp.GradScaler(inputs.device.type)
 scaler.scale(loss).backward()
 scaler.step(optimizer)
 scaler.update()

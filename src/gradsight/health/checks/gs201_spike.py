@@ -13,7 +13,7 @@ from gradsight.health.bad_steps import (
     spiking,
 )
 from gradsight.health.baseline import logarithms
-from gradsight.health.fixes import CLIP
+from gradsight.health.fixes import CLIP, KEEP_SUSPICIOUS_BATCHES
 from gradsight.health.registry import Advice, AsIncident, Fact, check
 from gradsight.health.window import Window
 
@@ -49,12 +49,14 @@ def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
             "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: "
             "one such step can undo many."
         ),
-        fix=CLIP
-        + """
-# find the batches
-if norm > 10 * usual_norm:
-    torch.save(batch, f"suspicious-{step}.pt")
-""",
+        fix=CLIP + KEEP_SUSPICIOUS_BATCHES,
+        if_clipped=Advice(
+            recommendation=(
+                "Clipping has kept the step short. Look at the batch of this step (corrupt "
+                "sample, wrong label, outlier): what comes again costs a step every time."
+            ),
+            fix=KEEP_SUSPICIOUS_BATCHES,
+        ),
     ),
 )
 def spike(

@@ -5,7 +5,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from gradsight.health.fixes import CLIP
+from gradsight.health.fixes import CLIP, LOWER_RATE
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -21,6 +21,13 @@ from gradsight.health.window import Window
             "rate, look for a loss that rises with it."
         ),
         fix=CLIP,
+        if_clipped=Advice(
+            recommendation=(
+                "The gradient builds up behind the clipping, which hides it from the optimizer "
+                "only: lower the learning rate, look for a loss that rises with it."
+            ),
+            fix=LOWER_RATE,
+        ),
     ),
 )
 def rise(

@@ -24,7 +24,14 @@ from gradsight.health.window import Window
         + KEEP_THE_SIZE
         + """
 # a block that keeps its signal
-x = x + self.layer(self.norm(x))
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.layer(self.norm(x))
 """,
     ),
 )

@@ -23,8 +23,10 @@ for name, parameter in model.named_parameters():
     if parameter.requires_grad and parameter.grad is None:
         print(f"Cut off from the loss: {name}")
 
-# what is not meant to learn
-model.branch.requires_grad_(False)
+# what is not meant to learn, by its name
+for name, parameter in model.named_parameters():
+    if name.startswith("branch."):
+        parameter.requires_grad_(False)
 """,
     ),
 )

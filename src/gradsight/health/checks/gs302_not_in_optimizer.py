@@ -25,10 +25,12 @@ from gradsight.health.window import Window
             "freeze them, which also saves their part of backward."
         ),
         fix="""
-optimizer = torch.optim.AdamW(model.parameters(), lr=...)    # after the model is complete
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)    # after the model is complete
 
-# or, if they are not meant to learn
-model.backbone.requires_grad_(False)
+# or, if they are not meant to learn, by their names
+for name, parameter in model.named_parameters():
+    if name.startswith("backbone."):
+        parameter.requires_grad_(False)
 """,
     ),
 )

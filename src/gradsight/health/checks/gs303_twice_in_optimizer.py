@@ -17,8 +17,8 @@ from gradsight.health.window import Window
             "is in effect higher: give each to one optimizer, once."
         ),
         fix="""
-parameters = list({id(p): p for group in (encoder, head) for p in group.parameters()}.values())
-optimizer = torch.optim.AdamW(parameters, lr=...)
+# model.parameters() names each once; lists put together by hand may overlap
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 """,
     ),
 )

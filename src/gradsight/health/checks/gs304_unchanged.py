@@ -25,8 +25,8 @@ for number, group in enumerate(optimizer.param_groups):
     print(number, group["lr"], sum(p.numel() for p in group["params"]))
 
 # bf16 weights: keep a float32 copy for the optimizer, or use autocast
-with torch.autocast(device, dtype=torch.bfloat16):
-    loss = model(x)
+with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+    loss = loss_fn(model(inputs), targets)
 """,
     ),
 )

@@ -19,14 +19,14 @@ from gradsight.health.window import Window
             "GradScaler, or use bfloat16, which has the range of float32."
         ),
         fix="""
-scaler = torch.amp.GradScaler()
+scaler = torch.amp.GradScaler(inputs.device.type)
 scaler.scale(loss).backward()
 scaler.step(optimizer)
 scaler.update()
 
 # or
-with torch.autocast(device, dtype=torch.bfloat16):
-    loss = model(x)
+with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+    loss = loss_fn(model(inputs), targets)
 """,
     ),
 )

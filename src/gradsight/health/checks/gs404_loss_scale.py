@@ -18,8 +18,8 @@ from gradsight.health.window import Window
             "rate."
         ),
         fix="""
-with torch.autocast(device, dtype=torch.bfloat16):    # no scaler needed
-    loss = model(x)
+with torch.autocast(inputs.device.type, dtype=torch.bfloat16):    # no scaler needed
+    loss = loss_fn(model(inputs), targets)
 loss.backward()
 optimizer.step()
 """,

@@ -21,7 +21,9 @@ from gradsight.health.window import Window
             "unstable."
         ),
         fix="""
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.5 * usual_norm)
+# what is returned is the norm before clipping: set max_norm to what is usual of it
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
+print(norm.item())
 """,
     ),
 )

@@ -29,8 +29,8 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
 print(torch.distributed.get_rank(), inputs.std().item(), loss.item())
 
 # every rank its own part of the same data
-sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True)
-loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
+sampler = torch.utils.data.DistributedSampler(loader.dataset, shuffle=True)
+loader = torch.utils.data.DataLoader(loader.dataset, batch_size=32, sampler=sampler)
 """,
     ),
 )

@@ -2,15 +2,15 @@
 
 A sink is anything with `log_scalar(name, value, step)`. It may also have `log_scalars(values,
 step)`, which is asked instead where there are many, `log_histogram(name, histogram, step)` and
-`close()`.
+`close()`. Those of ours that are a `StepSink` get each step as one row.
 """
 
 from collections.abc import Iterable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from gradsight.errors import MissingPackage, UsageError
+from gradsight.store.sinks.step_sink import SinkPlace
 from gradsight.values.steps import ScalarTracker
 
 _NAMED = {
@@ -21,11 +21,11 @@ _NAMED = {
 }
 
 
-def open_sinks(sinks: Iterable[Any], run_dir: Path | None) -> list[Any]:
+def open_sinks(sinks: Iterable[Any], place: SinkPlace) -> list[Any]:
     """Open the named sinks and check the user's own; what is wrong is an error before training."""
     if isinstance(sinks, str):
         sinks = (sinks,)
-    return [_open(sink, run_dir) for sink in sinks]
+    return [_open(sink, place) for sink in sinks]
 
 
 def refuse_unavailable(names: Iterable[str]) -> None:
@@ -42,12 +42,12 @@ def _refuse_unknown(name: str) -> None:
         raise UsageError(f"there is no sink {name!r}; there are {known}, or an object of your own")
 
 
-def _open(sink: Any, run_dir: Path | None) -> Any:
+def _open(sink: Any, place: SinkPlace) -> Any:
     if isinstance(sink, str):
         _refuse_unknown(sink)
         # Imported by name, so that a tracker's package is needed only by those who use it.
         module = import_module(f"gradsight.store.sinks.{sink}")
-        return getattr(module, _NAMED[sink])(run_dir)
+        return getattr(module, _NAMED[sink])(place)
     if not isinstance(sink, ScalarTracker):
         raise UsageError(
             f"a sink needs a method log_scalar(name, value, step); {type(sink).__name__} has none"

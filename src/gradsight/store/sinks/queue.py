@@ -1,105 +1,118 @@
-"""Hands numbers to the sinks off the training thread.
-
-A sink that fails is switched off; training and the other sinks go on.
-"""
+"""Hands steps to the sinks off the training thread, each of them once and whole."""
 
 import threading
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from gradsight.core.problems import Problems
 from gradsight.core.worker import Worker
+from gradsight.store.sinks.guard import GuardedSinks
+from gradsight.store.sinks.step_sink import StepRow
 from gradsight.values.histograms import Histogram
 
 _PERIOD = 0.1
-_LONGEST = 20_000
-"""Entries that may wait for a slow sink; further ones are dropped, and counted."""
+_MOST_VALUES = 1_000_000
+"""Numbers that may wait for a slow sink; steps beyond are dropped, and counted."""
+_HISTOGRAM_VALUES = 100
+"""What a histogram counts for."""
+_AHEAD = 8
+"""Steps whose numbers may come before they are written: a few are on their way to us."""
 _PATIENCE = 60.0
-"""Seconds a sink gets to take what is left when the run ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Scalars of a step, or one histogram."""
-
-    step: int
-    scalars: Mapping[str, float]
-    histogram: Histogram | None = None
-    name: str = ""
-    """The histogram's."""
+"""Seconds the sinks get to take what is left and to close when the run ends."""
 
 
 class SinkQueue:
-    """Numbers on their way to the sinks."""
+    """Steps on their way to the sinks."""
 
-    def __init__(self, sinks: list[Any], problems: Problems) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: list[Any], problems: Problems, first_step: int = 0) -> None:
+        self._sinks = GuardedSinks(sinks, problems)
         self._problems = problems
-        self._queue: list[_Entry] = []
+        self._started = False
+        self._open: dict[int, StepRow] = {}
+        """Steps that more may be logged for: the last one written, and those to come."""
+        self._written = first_step
+        self._rows: deque[StepRow] = deque()
+        self._values = 0
+        self._closing = False
         self._lock = threading.RLock()  # a signal may close a watch while this is held
         self._worker = Worker("gradsight-sinks", self._drain, _PERIOD)
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers of one step."""
-        self._put(_Entry(step, values))
+    def start(self) -> bool:
+        """Let the sinks open what they write to; whether that was to be done."""
+        if self._started:
+            return False
+        self._started = True
+        self._sinks.start()
+        return True
 
-    def histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        """A histogram."""
-        self._put(_Entry(step, {}, histogram, name))
+    def write(
+        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Histogram]
+    ) -> None:
+        """A step that was made: what comes before it is complete."""
+        with self._lock:
+            row = self._open.setdefault(step, StepRow(step))
+            row.scalars.update(scalars)
+            row.histograms.update(histograms)
+            self._written = step
+            self._hand_over(before=step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step that was made just now, or under a count of the caller's own."""
+        with self._lock:
+            if self._written <= step < self._written + _AHEAD:
+                self._open.setdefault(step, StepRow(step)).scalars.update(values)
+            else:
+                self._put(StepRow(step, dict(values)))
 
     def close(self) -> None:
-        """Hand over what is left and close the sinks."""
-        if not self._worker.stop(_PATIENCE):
+        """Hand over what is left and close the sinks, within a bounded time."""
+        titles = self._sinks.titles
+        with self._lock:
+            self._hand_over(before=None)
+            self._closing = True
+        if self._worker.stop(_PATIENCE):
+            return
+        # Counted for every step that is lost, and for closing.
+        for _ in range(len(self._rows) + 1):
             self._problems.report(
                 "sinks-slow",
-                f"the sinks did not take everything within {_PATIENCE:.0f} s; the rest is lost",
+                f"the sinks ({titles}) did not take everything within {_PATIENCE:.0f} s; "
+                "the rest is lost",
+            )
+
+    def _hand_over(self, before: int | None) -> None:
+        """Pass on the steps that nothing more comes for."""
+        complete = [step for step in sorted(self._open) if before is None or step < before]
+        for step in complete:
+            self._put(self._open.pop(step))
+
+    def _put(self, row: StepRow) -> None:
+        # Training never waits for a sink, whatever network is behind it.
+        size = _size(row)
+        if size == 0:
+            return
+        if self._values + size > _MOST_VALUES:
+            self._problems.report(
+                "sinks-full",
+                f"the sinks ({self._sinks.titles}) are slower than training: some steps are not "
+                "shown there",
             )
             return
-        for sink in list(self._sinks):
-            if hasattr(sink, "close"):
-                self._try(sink, sink.close)
-
-    def _put(self, entry: _Entry) -> None:
-        # Training never waits for a sink, whatever network is behind it.
-        with self._lock:
-            if len(self._queue) < _LONGEST:
-                self._queue.append(entry)
-                return
-        self._problems.report(
-            "sinks-full", "the sinks are slower than training: some steps are not shown there"
-        )
+        self._rows.append(row)
+        self._values += size
 
     def _drain(self) -> None:
-        with self._lock:
-            batch = self._queue
-            self._queue = []
-        for entry in batch:
-            for sink in list(self._sinks):  # a copy: one that fails is removed on the way
-                self._hand_over(sink, entry)
-
-    def _hand_over(self, sink: Any, entry: _Entry) -> None:
-        if entry.histogram is None:
-            self._try(sink, log_scalars, sink, entry.scalars, entry.step)
-        elif hasattr(sink, "log_histogram"):
-            self._try(sink, sink.log_histogram, entry.name, entry.histogram, entry.step)
-
-    def _try(self, sink: Any, action: Any, *args: Any) -> None:
-        try:
-            action(*args)
-        except Exception as error:
-            self._sinks.remove(sink)
-            name = type(sink).__name__
-            self._problems.report(
-                f"sink-{name}",
-                f"the sink {name} failed and is switched off: {type(error).__name__}: {error}",
-            )
+        while True:
+            with self._lock:
+                if not self._rows:
+                    break
+                row = self._rows.popleft()
+                self._values -= _size(row)
+            self._sinks.log_step(row)
+        if self._closing:
+            self._sinks.close()
 
 
-def log_scalars(sink: Any, values: Mapping[str, float], step: int) -> None:
-    """Many numbers at once where the sink can take them so, else one by one."""
-    if hasattr(sink, "log_scalars"):
-        sink.log_scalars(values, step)
-    else:
-        for name, value in values.items():
-            sink.log_scalar(name, value, step)
+def _size(row: StepRow) -> int:
+    return len(row.scalars) + _HISTOGRAM_VALUES * len(row.histograms)
