@@ -112,7 +112,10 @@ def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFix
 def test_frameworks(kind: str, model: str, tmp_path: Path) -> None:
     done = check("--json", "--steps", 20, write(tmp_path, getattr(scripts, kind)))
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)["models"]
+    result = json.loads(done.stdout)
+    (optimizer,) = result["optimizers"]
+    assert optimizer["scheduler"] is (kind == "TRAINER")
+    told = result["models"]
     assert list(told) == [model]
     assert (told[model]["steps"], told[model]["status"]) == (20, "healthy")
 
@@ -255,6 +258,15 @@ def test_options_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
         (["--steps", "0", "good.py"], "--steps must be 1 or more, got 0"),
         (["--nproc_per_node", "0", "good.py"], "--nproc_per_node must be 1 or more, got 0"),
         (["prose.py"], "prose.py is not Python, line 1"),
+        ([""], "the script's name is empty"),
+        (["book.ipynb"], "book.ipynb is a notebook; make a script of it: jupyter nbconvert"),
+        (["--run_dir", "good.py", "good.py"], "good.py cannot be made: File exists"),
+        (["--run_dir", "good.py/run", "good.py"], "good.py/run cannot be made: Not a directory"),
+        (["--patch", ".", "good.py"], "--patch . is a directory; give a file"),
+        (["--patch", "no/x", "good.py"], "--patch no/x: there is no directory no"),
+        (["--patch", "good.py", "good.py"], "--patch good.py is the script itself"),
+        (["--patch", "/proc/x", "good.py"], "--patch /proc/x cannot be written"),
+        (["--patch", "x", "true"], "--patch mends a Python file, and true was given none"),
         (["--health", "none.toml", "good.py"], "the health settings none.toml cannot be read"),
     ],
 )
@@ -266,10 +278,11 @@ def test_wrong_usage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("good.py").write_text("pass\n")
+    Path("good.py").write_text("raise SystemExit('this was run')\n")
     Path("prose.py").write_text("This is not a program.\n")
     assert main(["check", *tokens]) == 64
     assert message in capsys.readouterr().err
+    assert not Path("x").exists()
 
 
 def test_only_what_stands_before_the_script_is_ours() -> None:

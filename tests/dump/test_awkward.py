@@ -101,7 +101,6 @@ def test_every_bit_comes_back(case: str, tmp_path: Path) -> None:
     assert verify(folder).intact
 
 
-@pytest.mark.filterwarnings("ignore:gradient dump of step 0. save_first_n=2")
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_the_first_rows_come_back(case: str, tmp_path: Path) -> None:
     gradient = GRADIENTS[case]()
@@ -109,8 +108,7 @@ def test_the_first_rows_come_back(case: str, tmp_path: Path) -> None:
         folder = dumper.dump(holder(w=gradient), 0)
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     expected = dense[:2] if dense.dim() else dense
-    kept = len(expected) if dense.dim() else 1
-    with safe_open(folder / f"w_first{kept}.safetensors", framework="pt") as file:
+    with safe_open(folder / "w_first2.safetensors", framework="pt") as file:
         stored = file.get_tensor("gradient")
         assert raw(stored) == raw(expected)
         assert file.metadata() == {"dtype": str(gradient.dtype).removeprefix("torch.")}

@@ -4,7 +4,6 @@ import gc
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -284,21 +283,17 @@ def test_a_dump_larger_than_max_bytes(tmp_path: Path, model: nn.Module) -> None:
     assert not (tmp_path / "gradient_dumper").exists()
 
 
-def test_more_rows_than_there_are_is_told_once(tmp_path: Path, model: nn.Module) -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with GradientDumper(tmp_path, save_first_n=100) as dumper:
-            for step in range(3):
-                folder = dumper.dump(model, step)
-    text = "save_first_n=100 is more rows than 2 gradients have (first: 0.weight)"
-    expected = f"gradient dump of step 0: {text}; all of theirs are dumped"
-    assert [str(one.message) for one in told] == [expected]
+def test_a_file_carries_the_rows_asked_for_and_the_manifest_those_there_are(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    with GradientDumper(tmp_path, save_first_n=100) as dumper:
+        folder = dumper.dump(model, 0)
     names = {path.name for path in folder.glob("*.safetensors")}
     assert names == {
-        f"{name}.safetensors"
-        for name in ("0.weight_first7", "0.bias_first7", "1.weight_first100", "1.bias_first100")
+        f"{name}_first100.safetensors" for name in ("0.weight", "0.bias", "1.weight", "1.bias")
     }
-    assert dumper.written == 3
+    rows = {name: shape[0] for name, (shape, _) in get_checkpoint_metadata(folder).tensors.items()}
+    assert rows == {"0.weight": 7, "0.bias": 7, "1.weight": 100, "1.bias": 100}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ghost.small import loss_fn, pair, small
 from gradsight import GhostEngine, GradsightError
-from gradsight.store.scores import read_scores, score_path
+from gradsight.store.scores import read_score_file, score_path
 
 WANTED = r"loss_fn must be a function loss_fn\(model, batch\) that returns the scalar mean loss"
 FAILED = r"loss_fn\(model, batch\) failed on target 'validation': "
@@ -133,8 +133,8 @@ def test_targets(targets: object, text: str) -> None:
         ({"exact_grad": 1}, "exact_grad must be True or False, got 1"),
         ({"self_check": None}, "self_check must be True or False, got None"),
         ({"precondition": ["adam"]}, r"precondition must be None or 'adam', got \['adam'\]"),
-        ({"run_dir": 3}, "run_dir must be a path, got 3"),
-        ({"run_dir": ""}, "run_dir must be a path, got ''"),
+        ({"run_dir": 3}, "run_dir must be a path, such as 'runs/first', got 3"),
+        ({"run_dir": ""}, "run_dir must be a path, such as .*, got an empty text"),
         ({"run_dir": __file__}, r"run_dir .*test_arguments\.py is a file; give a directory"),
         ({"run_dir": f"{__file__}/run"}, "run_dir .* cannot be made: Not a directory"),
     ],
@@ -229,7 +229,7 @@ def test_ids_of_any_kind_are_saved_as_numbers(ids: object, tmp_path: Path) -> No
     with engine.observe(sample_ids=ids, domains=np.array(["a", "b", "a", "b"]), step=np.int64(3)):
         loss_fn(model, pair(4, 1)).backward()
     engine.close()
-    rows = read_scores(score_path(tmp_path, 4)).to_pylist()
+    rows = read_score_file(score_path(tmp_path, 4)).to_pylist()
     assert [(row["sample_id"], row["domain"]) for row in rows] == [
         (0, "a"),
         (1, "b"),

@@ -88,7 +88,9 @@ def test_a_resumed_run_saves_what_one_run_would(tmp_path: Path, options: dict[st
     assert (min(ids.to_pylist()), max(ids.to_pylist())) == (40, 79)
 
 
-def test_steps_from_start_step_on_are_replaced(tmp_path: Path) -> None:
+def test_steps_from_start_step_on_are_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     training = Training()
     engine = training.engine(tmp_path)
     training.run(engine, 12)
@@ -97,7 +99,10 @@ def test_steps_from_start_step_on_are_replaced(tmp_path: Path) -> None:
     training = training.resumed()
     engine = training.engine(tmp_path, start_step=5)
     assert steps_in(tmp_path) == rows_of(12)  # nothing is taken away before there is something new
+    assert capsys.readouterr().err == ""
     training.run(engine, 1)
+    said = f"gradsight: continuing the scores of {tmp_path}: steps 5 to 11 are replaced\n"
+    assert capsys.readouterr().err == said
     assert steps_in(tmp_path) == rows_of(5)
     assert names_in(tmp_path) == ["iter_000005.parquet"]
     training.run(engine, 3)
@@ -109,6 +114,8 @@ def test_steps_from_start_step_on_are_replaced(tmp_path: Path) -> None:
     engine = training.engine(tmp_path)
     training.run(engine, 2)
     engine.close()
+    said = f"gradsight: continuing the scores of {tmp_path} after step 8\n"
+    assert capsys.readouterr().err == said
     assert names_in(tmp_path) == ["iter_000010.parquet", "iter_000011.parquet"]
     assert steps_in(tmp_path) == rows_of(11)
 
@@ -284,6 +291,23 @@ def test_a_step_that_a_scaler_leaves_out_is_a_step(tmp_path: Path) -> None:
         optimizer.zero_grad()
     engine.close()
     assert steps_in(tmp_path) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_files_of_strangers_and_damaged_ones_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "grad_dotprods"
+    folder.mkdir()
+    foreign = pyarrow.table({"step": ["one"], "target": ["a"]})
+    pyarrow.parquet.write_table(foreign, folder / "iter_000004.parquet")
+    (folder / "iter_000006.parquet").write_bytes(b"cut off")
+    (folder / "iter_last.parquet").write_bytes(b"not ours")
+    training = Training()
+    engine = training.engine(tmp_path)
+    training.run(engine, 2)
+    engine.close()
+    assert set(readable_scores(tmp_path)[0]["step"].to_pylist()) == {6, 7}
+    assert (folder / "iter_000006.parquet").read_bytes() == b"cut off"
+    with pytest.raises(GradsightError, match=r"iter_last\.parquet cannot be read"):
+        steps_in(tmp_path)
 
 
 def test_one_engine_at_a_time(tmp_path: Path) -> None:

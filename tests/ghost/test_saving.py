@@ -101,7 +101,7 @@ def test_a_damaged_file_is_put_aside(content: bytes, tmp_path: Path) -> None:
     )
     with pytest.warns(
         GradsightWarning,
-        match=r"iter_000002.parquet cannot be read .*it is now iter_000002.damaged",
+        match=r"iter_000002.parquet cannot be read: .*it is now iter_000002.damaged",
     ):
         train(engine, optimizer, 2)
     (problem,) = open_run(tmp_path).problems()

@@ -237,7 +237,7 @@ FAULTS = {
         "log",
         "loss",
         None,
-        ".backward()",
+        "-torch.log(",
         [(0, 3)],
         lr=0.0,
     ),

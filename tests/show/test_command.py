@@ -182,6 +182,11 @@ def test_a_run_without_scores_says_how_to_get_them(
     code, _, error = said(capsys, tmp_path / "nowhere")
     assert code == WRONG_USAGE
     assert "there is no run directory at" in error
+    folder = tmp_path / "grad_dotprods"
+    folder.mkdir()
+    code, _, error = said(capsys, folder)
+    assert code == WRONG_USAGE
+    assert "is the folder of a run's scores: give the run, its parent" in error
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """What sinks got is read back from the real files."""
 
-import json
-import os
-import sqlite3
-import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import gradsight
+from gradsight.core.problems import Problems
 from gradsight.errors import GradsightWarning, MissingPackage, UsageError
+from gradsight.store.sinks.queue import SinkQueue
 from gradsight.values.histograms import Histogram
 
 STEPS = 6
@@ -75,32 +75,26 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("loss")] == list(range(STEPS))
 
 
-def test_trackio(tmp_path: Path) -> None:
-    """In a process of its own: where Trackio keeps its database is settled when it is imported."""
-    script = f"import sys; sys.path[:0] = {[*sys.path[:1], str(Path(__file__).parent.parent)]!r}\n"
-    script += "from pathlib import Path\nfrom store.test_sinks import train\nimport json\n"
-    script += f"print('RESULT', json.dumps(train(Path({str(tmp_path / 'run')!r}), ['trackio'])))"
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    norms = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
-    rows = (
-        sqlite3.connect(tmp_path / "trackio" / "gradsight.db")
-        .execute("SELECT step, run_name, metrics FROM metrics")
-        .fetchall()
-    )
-    seen: dict[int, dict[str, Any]] = {}
-    for step, name, metrics in rows:
-        assert name == "run"
-        seen.setdefault(step, {}).update(json.loads(metrics))
-    assert sorted(seen) == list(range(STEPS))
-    for step, row in seen.items():
-        assert {name: row[f"gradients/{name}/norm"] for name in norms[step]} == pytest.approx(
-            norms[step], rel=1e-5
-        )
-    assert seen[3]["gradients/histogram"]["_type"] == "trackio.histogram"
+def points(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows of a run directory."""
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+@pytest.mark.parametrize("start_step", [None, 3, 0])
+def test_tensorboard_over_a_resumed_run_shows_each_step_once(
+    tmp_path: Path, start_step: int | None
+) -> None:
+    """Steps that are made again replace those of before, as in the record."""
+    train(tmp_path, ["tensorboard"])
+    time.sleep(1.1)  # TensorBoard reads files in the order of their seconds
+    train(tmp_path, ["tensorboard"], start_step=start_step, quiet=True)
+    name = "gradients/total_norm"
+    recorded = [(step.step, step.total_norm) for step in gradsight.open_run(tmp_path).steps()]
+    shown = points(tmp_path, name)
+    assert [step for step, _ in shown] == [step for step, _ in recorded]
+    assert dict(shown) == pytest.approx(dict(recorded), rel=1e-6)
 
 
 def test_console(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +147,107 @@ def test_a_failing_sink_is_switched_off_and_the_others_go_on(tmp_path: Path) -> 
     assert len(list(run.steps())) == STEPS
     (problem,) = run.problems()
     assert problem.key == "sink-Own"
+
+
+def test_a_sink_gets_each_step_once_and_whole() -> None:
+    """Also what is logged after the step: loss, and what a memory monitor samples."""
+
+    class Rows:
+        def __init__(self) -> None:
+            self.rows: list[tuple[int, dict[str, float]]] = []
+
+        def log_scalar(self, name: str, value: float, step: int) -> None:
+            raise AssertionError("many are asked for at once")
+
+        def log_scalars(self, values: dict[str, float], step: int) -> None:
+            self.rows.append((step, dict(values)))
+
+    sink = Rows()
+    train(None, [sink])
+    assert [step for step, _ in sink.rows] == list(range(STEPS))
+    for _, row in sink.rows:
+        assert {"loss", "accuracy", "lr", "gradients/total_norm", "gradients/0.bias/norm"} <= set(
+            row
+        )
+
+
+def test_a_users_own_sink_is_asked_for_nothing_but_the_trackers_methods() -> None:
+    class Busy(Own):
+        def start(self) -> None:
+            raise AssertionError("not ours to call")
+
+        def log_step(self, row: object) -> None:
+            raise AssertionError("not ours to call")
+
+    sink = Busy()
+    train(None, [sink])
+    assert len({step for _, step in sink.seen}) == STEPS
+
+
+def test_what_a_sink_has_missed_is_counted(tmp_path: Path) -> None:
+    class Whole:
+        def log_scalar(self, name: str, value: float, step: int) -> None:
+            raise AssertionError("many are asked for at once")
+
+        def log_scalars(self, values: dict[str, float], step: int) -> None:
+            if step == 2:
+                raise OSError("the tracker is gone")
+
+    with pytest.warns(GradsightWarning, match="the sink Whole failed"):
+        train(tmp_path, [Whole()])
+    (problem,) = gradsight.open_run(tmp_path).problems()
+    assert problem.count == STEPS - 2
+
+
+def test_steps_that_a_slow_sink_cannot_take_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory is bounded by how many numbers wait, not by how many steps."""
+    monkeypatch.setattr("gradsight.store.sinks.queue._MOST_VALUES", 100)
+    go_on = threading.Event()
+    seen: list[int] = []
+
+    class Slow:
+        def log_scalar(self, name: str, value: float, step: int) -> None:
+            raise AssertionError("many are asked for at once")
+
+        def log_scalars(self, values: dict[str, float], step: int) -> None:
+            assert go_on.wait(50)
+            seen.append(step)
+
+    problems = Problems()
+    queue = SinkQueue([Slow()], problems)
+    values = {f"value {index}": 1.0 for index in range(10)}
+    with pytest.warns(GradsightWarning, match=r"the sinks \(Slow\) are slower than training"):
+        for step in range(50):
+            queue.write(step, values, {})
+    go_on.set()
+    queue.close()
+    (problem,) = problems.all()
+    assert problem.key == "sinks-full"
+    assert len(seen) + problem.count == 50
+    assert len(seen) <= 12
+
+
+def test_a_sink_that_hangs_does_not_keep_the_run_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gradsight.store.sinks.queue._PATIENCE", 0.3)
+    go_on = threading.Event()
+
+    class Hangs:
+        def log_scalar(self, name: str, value: float, step: int) -> None:
+            go_on.wait(50)
+
+    problems = Problems()
+    queue = SinkQueue([Hangs()], problems)
+    for step in range(5):
+        queue.write(step, {"loss": 1.0}, {})
+    with pytest.warns(GradsightWarning, match=r"the sinks \(Hangs\) did not take everything"):
+        queue.close()
+    go_on.set()
+    (problem,) = problems.all()
+    assert problem.count >= 4
 
 
 def test_many_parameters_become_blocks() -> None:

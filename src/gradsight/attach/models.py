@@ -5,7 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.source import users_frames
 
 
@@ -39,6 +41,16 @@ def models_of(
         chosen.append(model)
         wanted = {key: tensor for key, tensor in wanted.items() if key not in ids}
     return chosen, list(wanted.values())
+
+
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether a scheduler sets this optimizer's learning rate."""
+    # Every scheduler but one notes where it began. The mark on `optimizer.step` would not do: one
+    # that is made for a wrapper, as Accelerate's, leaves it there.
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        return True
+    plateaus = [each for each in gc.get_objects() if type(each) is ReduceLROnPlateau]
+    return any(innermost_optimizer(each.optimizer) is optimizer for each in plateaus)
 
 
 def together(models: Sequence[nn.Module], tensors: Sequence[Tensor]) -> nn.Module:

@@ -15,7 +15,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradsight.attach.models import distinct, models_of, roots, together, variable_name
+from gradsight.attach.models import (
+    distinct,
+    has_scheduler,
+    models_of,
+    roots,
+    together,
+    variable_name,
+)
 from gradsight.attach.step_calls import step_call
 from gradsight.core import moments, rundir
 from gradsight.core.files import write_text
@@ -167,7 +174,7 @@ class Session:
                 known["lr"] = (
                     optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
                 )
-                known["scheduler"] = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+                known["scheduler"] = has_scheduler(optimizer)
         if rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
             plain = [
                 {key: value for key, value in known.items() if key != "id"} for known in self._known

@@ -83,8 +83,7 @@ def check(
     to_mend = None if patch is None else _to_mend(script, args, patch)
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
-        if rundir.is_run(folder):
-            raise UsageError(f"{run_dir} holds a run already; give a directory of its own")
+        _make_run_dir(folder)
         code = _run(command, folder, steps, health, json)
         ours = [token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
         result = read_result(folder, command, code, ours)
@@ -124,6 +123,12 @@ def _option(token: str) -> str:
 def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
     """The command to run: a Python file with this interpreter, or a launcher as it is."""
     file = Path(script)
+    if not script:
+        raise UsageError("the script's name is empty; give a training script")
+    if file.suffix == ".ipynb":
+        raise UsageError(
+            f"{script} is a notebook; make a script of it: jupyter nbconvert --to script {script}"
+        )
     if file.is_dir():
         raise UsageError(f"{script} is a directory; give a training script")
     if file.is_file() and not _is_launcher(file):
@@ -181,6 +186,16 @@ def _check_health(health: Path | None) -> None:
         chosen(health)
 
 
+def _make_run_dir(folder: Path) -> None:
+    """Make it before the script runs: a long run must not be lost to a mistyped path."""
+    if rundir.is_run(folder):
+        raise UsageError(f"{folder} holds a run already; give a directory of its own")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--run_dir {folder} cannot be made: {error.strerror}") from error
+
+
 def _to_mend(script: str, args: Sequence[str], patch: Path) -> tuple[Path, bytes]:
     """The script that a patch is for, and its text before it runs."""
     file = Path(script)
@@ -195,6 +210,10 @@ def _to_mend(script: str, args: Sequence[str], patch: Path) -> tuple[Path, bytes
         raise UsageError(f"--patch {patch}: there is no directory {patch.parent}")
     if patch.exists() and patch.samefile(file):
         raise UsageError(f"--patch {patch} is the script itself; give another file for the diff")
+    try:
+        patch.touch()
+    except OSError as error:
+        raise UsageError(f"--patch {patch} cannot be written: {error.strerror}") from error
     return file, file.read_bytes()
 
 

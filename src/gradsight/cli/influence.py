@@ -99,6 +99,8 @@ def _refuse_wrong_options(top: int, export: Path | None, drop: float | None) -> 
 def _refuse_without_scores(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise WrongPlace(f"there is no run directory at {run_dir}")
+    if run_dir.resolve().name == rundir.SCORES:
+        raise WrongPlace(f"{run_dir} is the folder of a run's scores: give the run, its parent")
     folder = run_dir / rundir.SCORES
     if not folder.is_dir() or not any(folder.glob(rundir.SCORE_FILES)):
         raise WrongPlace(

@@ -32,6 +32,10 @@ class RecordedCall:
     """The autograd nodes (`grad_fn`) of the same tensors, while the process that made them runs."""
     backward_caller: str | None = None
     """File and line of the user's call of backward."""
+    loss_root: Tensor | None = None
+    """The tensor that backward was called on, while the process that made it runs."""
+    loss_lines: Mapping[Any, str] | None = None
+    """File and line that made the autograd nodes between the outputs and `loss_root`."""
     sample_ids: tuple[int | str, ...] | None = None
 
 

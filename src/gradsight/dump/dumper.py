@@ -96,7 +96,6 @@ class GradientDumper:
         self._broken: Fault | None = None
         self._problems = Problems()
         self._unsaid: list[str] = []
-        self._capped = False
         self._lock = threading.Lock()
         self._started = False
         self._closed = False
@@ -231,7 +230,6 @@ class GradientDumper:
         except Exception as error:
             text = f"the gradients could not be read: {type(error).__name__}: {error}"
             return replace(job, fault=Fault("fault", text))
-        self._report_capped(gradients, step)
         return self._stage(gradients, step, facts)
 
     def _stage(self, gradients: Gradients, step: int, facts: Facts) -> Job:
@@ -294,14 +292,6 @@ class GradientDumper:
         finally:
             if job.buffer is not None:
                 self._pool.give(job.buffer)
-
-    def _report_capped(self, gradients: Gradients, step: int) -> None:
-        if gradients.capped and not self._capped:
-            self._capped = True
-            number, name = len(gradients.capped), gradients.capped[0]
-            asked = f"save_first_n={self._limits.first_n}"
-            text = f"{asked} is more rows than {number} gradients have (first: {name})"
-            self._note(step, Fault("capped", f"{text}; all of theirs are dumped"))
 
     def _count(self, step: int, fault: Fault) -> None:
         """A dump that will not be there."""

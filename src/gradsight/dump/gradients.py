@@ -49,8 +49,6 @@ class Gradients:
     left_out: Mapping[str, str] = field(default_factory=dict)
     seen: int = 0
     """How many parameters have a gradient here, staged or not."""
-    capped: tuple[str, ...] = ()
-    """Parameters with fewer rows than were asked for."""
 
 
 class Collector:
@@ -79,7 +77,6 @@ class Collector:
         rows: list[Row] = []
         tensors: list[torch.Tensor] = []
         left_out: dict[str, str] = {}
-        capped: list[str] = []
         seen = 0
         for turn, (name, parameter) in enumerate(named.items()):
             gradient, source = _gradient(parameter)
@@ -93,18 +90,13 @@ class Collector:
             except UsageError as problem:
                 left_out[name] = str(problem)
                 continue
-            length = gradient.shape[0] if gradient.dim() else 1
-            if self._first_n is not None and self._first_n > length:
-                capped.append(name)
             if row is not None:
                 rows.append(row)
                 # The shard itself: torch's staging raises on a gradient of FSDP2 at a nonzero
                 # offset of its buffer.
                 part = local_part(gradient)
                 tensors.append(_cut(part, row) if self._first_n else part)
-        return Gradients(
-            tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen, tuple(capped)
-        )
+        return Gradients(tuple(rows), tuple(tensors), tuple(named), aliases, left_out, seen)
 
     def _row(self, held: "_HeldGradient", parameter: torch.Tensor) -> Row | None:
         """The row of this rank's piece, or None if it has none.

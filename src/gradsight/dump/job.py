@@ -79,7 +79,7 @@ def run(
     plan: Plan | Fault = ranks.from_first(decision)
     if isinstance(plan, Fault):
         return DumpOutcome(plan)
-    shards = _write(job, layout, ranks, plan, offers)
+    shards = _write(job, layout, limits, ranks, plan, offers)
     ending: Any = None
     if ranks.is_first:
         ending = _complete(job, layout, limits, plan, offers, shards)
@@ -136,20 +136,26 @@ def _prepare(
 
 
 def _write(
-    job: Job, layout: Layout, ranks: ProcessGroup, plan: Plan, offers: Sequence[Offer]
+    job: Job,
+    layout: Layout,
+    limits: Limits,
+    ranks: ProcessGroup,
+    plan: Plan,
+    offers: Sequence[Offer],
 ) -> list[Shard | Fault]:
     """Write this rank's share, and gather at rank 0 what all have written."""
     assert job.buffer is not None
     folder = layout.partial(job.step)
     buffer = job.buffer
     spans: list[Span] = [buffer.spans[index] for index in plan.choices[ranks.rank]]
-    if layout.kind == "full":
+    if limits.first_n is None:
         mine = _guarded(lambda: full.write_shard(folder, ranks.rank, buffer, spans))
         return ranks.gather_objects(mine) or []
     parts = sampled.bring_together(ranks, buffer, spans, plan)
     if not ranks.is_first:
         return []
-    return [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts))]
+    rows = limits.first_n
+    return [_guarded(lambda: sampled.write_samples(folder, plan, offers, parts, rows))]
 
 
 def _complete(

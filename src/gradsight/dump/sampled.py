@@ -46,9 +46,13 @@ def bring_together(
 
 
 def write_samples(
-    folder: Path, plan: Plan, offers: Sequence[Offer], parts: Sequence[torch.Tensor]
+    folder: Path, plan: Plan, offers: Sequence[Offer], parts: Sequence[torch.Tensor], first_n: int
 ) -> Shard:
-    """Put the rows of each gradient together and write them."""
+    """Put the rows of each gradient together and write them.
+
+    A file's name has the number of rows that were asked for, so that whoever wants it knows the
+    name; how many there were is in the manifest.
+    """
     whole: dict[str, torch.Tensor] = {}
     rows: dict[str, Row] = {}
     for offer, indices, part in zip(offers, plan.choices, parts, strict=True):
@@ -60,7 +64,10 @@ def write_samples(
             rows.setdefault(row.name, row)
             _insert(whole, row, piece)
     stems = file_stems(name for name in plan.parameters if name in rows)
-    written = [_write_one(folder, stem, rows[name], whole[name]) for name, stem in stems.items()]
+    written = [
+        _write_one(folder / f"{stem}_first{first_n}.safetensors", rows[name], whole[name])
+        for name, stem in stems.items()
+    ]
     # All at once at the end: with a file for each parameter, one wait each would be slow.
     files.sync_files(folder / name for _, (name, _) in written)
     return Shard(tuple(record for record, _ in written), tuple(stored for _, stored in written))
@@ -79,16 +86,15 @@ def _insert(whole: dict[str, torch.Tensor], row: Row, piece: torch.Tensor) -> No
 
 
 def _write_one(
-    folder: Path, stem: str, row: Row, tensor: torch.Tensor
+    file: Path, row: Row, tensor: torch.Tensor
 ) -> tuple[tuple[str, Record], tuple[str, Stored]]:
     shape = row.place.shape
-    name = f"{stem}_first{shape[0] if shape else 1}.safetensors"
     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     head = header(row.dtype, shape, len(raw))
-    files.write_file(folder / name, [head, raw], sync=False)
-    chunk = Chunk(name, len(head), len(raw), (0,) * len(shape), shape, zlib.crc32(raw))
+    files.write_file(file, [head, raw], sync=False)
+    chunk = Chunk(file.name, len(head), len(raw), (0,) * len(shape), shape, zlib.crc32(raw))
     total = len(head) + len(raw)
-    return (row.name, Record(chunk, 0, total)), (name, Stored(total, zlib.crc32(head)))
+    return (row.name, Record(chunk, 0, total)), (file.name, Stored(total, zlib.crc32(head)))
 
 
 def header(dtype: str, shape: tuple[int, ...], length: int) -> bytes:

@@ -1,10 +1,8 @@
 """What users hand to the engine, checked before anything is computed with it."""
 
 import inspect
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,15 +149,6 @@ def check_switch(given: object, name: str) -> None:
     """An error for anything but True and False: "no" would count as yes."""
     if not isinstance(given, bool):
         raise UsageError(f"{name} must be True or False, got {given!r}")
-
-
-def checked_path(run_dir: object) -> Path | None:
-    """The run directory as a path."""
-    if run_dir is None:
-        return None
-    if not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir):
-        raise UsageError(f"run_dir must be a path, got {run_dir!r}")
-    return Path(run_dir)
 
 
 def checked_ids(given: object, name: str = "sample_ids") -> list[int | str]:

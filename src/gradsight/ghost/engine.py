@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core.parameters import unwrapped
+from gradsight.core.rundir import directory_path
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.arguments import (
@@ -20,7 +21,6 @@ from gradsight.ghost.arguments import (
     checked_domains,
     checked_ids,
     checked_optimizer,
-    checked_path,
     named_targets,
 )
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
@@ -138,8 +138,10 @@ class GhostEngine:
         optimizer = checked_optimizer(optimizer, parameters.all)
         check_precondition(precondition, optimizer)
         _check_concat(mode, refresh_every, precondition)
-        folder = checked_path(run_dir)
-        _make_on_first_rank(folder, self._group)
+        folder = None
+        if run_dir is not None:
+            folder = directory_path(run_dir, "run_dir")
+            _make_on_first_rank(folder, self._group)
         check_targets(batches, parameters.device)
         if mode == "concat":
             refuse_concat(self.root, self._group.size)
@@ -280,10 +282,8 @@ def _check_concat(mode: str, refresh_every: int, precondition: str | None) -> No
         raise UsageError("precondition='adam' needs mode='two_pass'")
 
 
-def _make_on_first_rank(run_dir: Path | None, group: ModelGroup) -> None:
+def _make_on_first_rank(run_dir: Path, group: ModelGroup) -> None:
     """Make the run directory; where the process that writes cannot, the others say so too."""
-    if run_dir is None:
-        return
     fault: GradsightError | None = None
     if group.is_first:
         try:

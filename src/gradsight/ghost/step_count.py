@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradsight.core import rundir
+from gradsight.core.notices import notice
 from gradsight.core.sharing import ModelGroup
 from gradsight.core.watched_steps import watched_steps
 from gradsight.errors import GradsightError, UsageError
@@ -110,7 +111,10 @@ class StepCount:
             replaced_from = self._start_step
         samples = 0
         if self._run_dir is not None:
-            samples = int((scored_steps(self._run_dir) < replaced_from).sum())
+            scored = scored_steps(self._run_dir)
+            samples = int((scored < replaced_from).sum())
+            if watched_steps(self._run_dir) is None:  # else the watch has said it
+                _say_continued(self._run_dir, int(scored.max(initial=-1)), replaced_from)
         return FirstStep(step, replaced_from, samples)
 
     def _found_step(self, given: int | None) -> int:
@@ -134,6 +138,17 @@ class StepCount:
             if self._run_dir is not None:
                 start = next_step(self._run_dir)
         return start + self._unobserved
+
+
+def _say_continued(run_dir: Path, last: int, replaced_from: int) -> None:
+    """One line, where scores are added to a run's or take the place of some."""
+    if last < 0:
+        return
+    if replaced_from > last:
+        notice(f"continuing the scores of {run_dir} after step {last}")
+    else:
+        replaced = f"steps {replaced_from} to {last} are replaced"
+        notice(f"continuing the scores of {run_dir}: {replaced}")
 
 
 def next_step(run_dir: Path) -> int:

@@ -19,8 +19,10 @@ class KeptCall:
         "bytes",
         "gradient_bytes",
         "gradients",
+        "loss_since",
         "made",
         "nodes",
+        "root",
         "tensors",
         "too_large",
         "versions",
@@ -29,6 +31,10 @@ class KeptCall:
     def __init__(self, made: RecordedCall, tensors: list[Tensor]) -> None:
         self.made = made
         self.backward_caller: str | None = None
+        self.root: Tensor | None = None
+        """What backward was called on after this call."""
+        self.loss_since = 0
+        """Autograd's number of the first operation after the call."""
         self.tensors = tensors
         self.versions = [tensor._version for tensor in tensors]
         self.bytes = sum(tensor.nbytes for tensor in tensors)

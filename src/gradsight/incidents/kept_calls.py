@@ -30,6 +30,7 @@ from gradsight.incidents.kept_call import (
     around,
     is_not_training,
 )
+from gradsight.incidents.loss_lines import LossLines
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
@@ -60,6 +61,7 @@ class KeptCalls:
         self.failure: Exception | None = None
         """A fault of ours: nothing has been kept since."""
         self._limits = limits
+        self._loss_lines = LossLines()
         self._step_is_over = False
         self._held = 0
         self._ids: tuple[int | str, ...] | None = None
@@ -107,6 +109,7 @@ class KeptCalls:
     def release(self) -> None:
         """Hold on to nothing."""
         self.calls.clear()
+        self._loss_lines.forget()
         self.root = None
         self.dropped = 0
         self._held = 0
@@ -148,6 +151,7 @@ class KeptCalls:
             self.failure = error
 
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._loss_lines.model_called()
         ids = self._ids
         self._ids = None
         made = RecordedCall(
@@ -183,6 +187,7 @@ class KeptCalls:
                 # A weak reference: the hook lives as long as the graph, the call only for its step.
                 keeper = self._keeper(weakref.ref(call), place)
                 tensor.register_hook(keeper)  # type: ignore[no-untyped-call]
+        self._loss_lines.model_returned(call.made.caller)
 
     def used(self) -> list[KeptCall]:
         """The calls whose outputs a gradient came back to: those that the step is made of.
@@ -220,6 +225,8 @@ class KeptCalls:
                     output_gradients=tuple(call.gradients) if came_back else None,
                     output_nodes=nodes if came_back else None,
                     backward_caller=call.backward_caller,
+                    loss_root=call.root,
+                    loss_lines=self._loss_lines.of(call.root, call.loss_since),
                 )
             )
         return made, list(notes)
@@ -279,6 +286,9 @@ class KeptCalls:
         for call in self.calls:
             if call.backward_caller is None:
                 call.backward_caller = caller
+                call.root = self.root
+                call.loss_since = self._loss_lines.since
+        self._guarded(self._loss_lines.backward_begins, self.root, caller)
 
 
 def _spectral_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradsight.core import rundir
 from gradsight.core.files import whole_file
-from gradsight.errors import GradsightError, UsageError
+from gradsight.errors import GradsightError, RunError, UsageError
 from gradsight.store.scores import (
     ScoreFile,
     column_names,
     format_of,
     iteration_of,
+    read_score_file,
     score_files,
     score_path,
     score_schema,
@@ -124,17 +125,21 @@ def _replace(
 ) -> list[str]:
     steps = {row["step"] for row in new}
     faults = []
-    rows = []
+    rows: list[dict[str, Any]] = []
     gone = []
-    for file in dict.fromkeys([*joined, path]):
-        table, fault = _read_or_put_aside(file)
-        if fault is not None:
-            faults.append(fault)
-        if table is None or (file != path and format_of(table.schema) != format):
-            continue
-        rows += [row for row in _as_rows(table, format) if row["step"] not in steps]
-        if file != path:
-            gone.append(file)
+    for file in joined:
+        # One that cannot be read is left alone: readers say so.
+        with contextlib.suppress(RunError):
+            table = _whole_table(file)
+            if file != path and format_of(table.schema) == format:
+                rows += _as_rows(table, format)
+                gone.append(file)
+    earlier, fault = _read_or_put_aside(path)
+    if fault is not None:
+        faults.append(fault)
+    if earlier is not None:
+        rows += _as_rows(earlier, format)
+    rows = [row for row in rows if row["step"] not in steps]
     _write(path, _as_table(rows + new, format))
     for file in gone:
         file.unlink()
@@ -173,16 +178,27 @@ def _write(path: Path, table: "pyarrow.Table") -> None:
 
 def _read_or_put_aside(path: Path) -> "tuple[pyarrow.Table | None, str | None]":
     """An earlier file, if there is one; one that cannot be read is put aside."""
-    import pyarrow.parquet
-
     if not path.exists():
         return None, None
     try:
-        return pyarrow.parquet.read_table(path), None
-    except (pyarrow.ArrowException, OSError) as error:
+        return _whole_table(path), None
+    except RunError as error:
         aside = path.with_suffix(".damaged")
         path.replace(aside)
-        return None, f"{path} cannot be read ({error}); it is now {aside.name}"
+        return None, f"{error}; it is now {aside.name}"
+
+
+def _whole_table(path: Path) -> "pyarrow.Table":
+    """All columns of a file that has those of scores; an error for any other."""
+    import pyarrow
+
+    schema = score_schema(pyarrow.string(), ScoreFile())
+    table = read_score_file(path)
+    try:
+        table.select(schema.names).cast(schema)
+    except (KeyError, pyarrow.ArrowException) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    return table
 
 
 def _lock(folder: Path) -> int | None:

@@ -220,8 +220,15 @@ def step_after(last_recorded: int | None, run_dir: Path) -> int:
 
 
 def _column(file: Path, name: str) -> npt.NDArray[np.int64]:
-    column: npt.NDArray[np.int64] = read_score_file(file, [name])[name].to_numpy()
-    return column
+    """One column of a file, of the type that it has to have; without missing values."""
+    import pyarrow
+
+    kind = score_schema(pyarrow.string(), ScoreFile()).field(name).type
+    column = read_score_file(file, [name])[name]
+    try:
+        return np.asarray(column.cast(kind).drop_null().to_numpy())
+    except pyarrow.ArrowException as error:
+        raise _unreadable(file, error) from error
 
 
 def column_names(format: ScoreFile) -> list[str]:

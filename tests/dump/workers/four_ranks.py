@@ -45,7 +45,6 @@ def main(run: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "gradient dump of step 0: save_first_n=5")
     dist.init_process_group("gloo")
     main(Path(sys.argv[1]))
     dist.destroy_process_group()

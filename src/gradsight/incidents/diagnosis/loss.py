@@ -1,5 +1,6 @@
 """A fault outside the model: between its outputs and backward(), where no call can be run again."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +14,13 @@ from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import source_of
 from gradsight.values.diagnoses import GuiltyOperation, TensorSummary
+from gradsight.values.wording import short_place
 
 RISKY = frozenset(
     {
         "log", "log2", "log10", "log1p", "xlogy", "div", "reciprocal", "sqrt", "rsqrt", "pow",
         "exp", "expm1", "norm", "linalg_vector_norm", "acos", "asin", "atan2", "acosh", "atanh",
-        "tan", "lgamma", "cdist", "logsumexp", "prod", "std", "var", "erfinv",
+        "tan", "lgamma", "cdist", "logsumexp", "prod", "std", "var", "erfinv", "ctc_loss",
     }
 )  # fmt: skip
 """Operations that make something non-finite out of finite numbers, or whose derivative does."""
@@ -29,6 +31,14 @@ STEEP = frozenset(
     }
 )  # fmt: skip
 """Those of them that are finite where their derivative is not."""
+OPEN = frozenset(
+    {
+        "mul", "add", "sub", "rsub", "div", "where", "mm", "bmm", "addcmul", "addcdiv", "lerp",
+        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "soft_margin_loss", "maximum", "minimum",
+    }
+)  # fmt: skip
+"""Operations that carry on what is not finite in another operand: NaN labels, for example."""
 KNOWN: dict[str, Any] = {
     "log": torch.log, "log2": torch.log2, "log10": torch.log10, "log1p": torch.log1p,
     "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "exp": torch.exp, "expm1": torch.expm1,
@@ -47,6 +57,8 @@ class Guess:
     operation: str
     detail: str
     inputs: tuple[TensorSummary, ...] = ()
+    nodes: tuple[Any, ...] = ()
+    """The autograd nodes that it may be."""
 
 
 def fault_in_loss(
@@ -56,8 +68,8 @@ def fault_in_loss(
 
     To be asked where the outputs are finite and the gradients at them are not.
     """
-    place = call.backward_caller or call.caller
-    guess = _guess(call, outputs, loss_root)
+    guess = _guess(call, outputs, loss_root if call.loss_root is None else call.loss_root)
+    place = _place_of(guess, call)
     inputs = guess.inputs
     if not inputs:
         pairs = zip(outputs, call.output_gradients or (), strict=True)
@@ -83,16 +95,102 @@ def _guess(call: RecordedCall, outputs: Sequence[Tensor], loss_root: Tensor | No
         where += "; the loss is finite, so the fault is in a derivative"
     for node, value in _again(nodes, call.output_nodes or (), outputs):
         if _breaks(_function(node), value):
-            return Guess(forward_name(node.name()), where, (summary(value),))
-    risky = [forward_name(node.name()) for node in reversed(nodes) if _is_risky(node)]
-    likely = list(dict.fromkeys(risky))
-    if not state:  # what is infinite itself would have shown in the loss
-        likely = [name for name in likely if name in STEEP] or likely
+            return Guess(forward_name(node.name()), where, (summary(value),), (node,))
+    suspects = _suspects(nodes, call, state)
+    likely = list(dict.fromkeys(forward_name(node.name()) for node in suspects))
     if len(likely) == 1:
-        return Guess(likely[0], f"likely: no other operation of the loss can do it; {where}")
+        sure = f"likely: no other operation of the loss can do it; {where}"
+        if not any(map(_is_risky, suspects)):
+            sure += f"; what {likely[0]} takes from elsewhere is then not finite"
+        return Guess(likely[0], sure, nodes=tuple(suspects))
     if likely:
-        where += f"; likely {' or '.join(likely)}"
-    return Guess("loss", where)
+        where += f"; likely {' or '.join(_with_lines(suspects, call))}"
+    return Guess("loss", where, nodes=tuple(suspects or nodes))
+
+
+def _suspects(nodes: Sequence[Any], call: RecordedCall, state: str) -> list[Any]:
+    """The nodes that may have done it, in the order of their making."""
+    ordered = list(reversed(nodes))
+    risky = [node for node in ordered if _is_risky(node)]
+    if not state:  # what is infinite itself would have shown in the loss
+        return [node for node in risky if forward_name(node.name()) in STEEP] or risky
+    gradients = [each for each in call.output_gradients or () if each is not None]
+    some_are_finite = any(bool(each.isfinite().any()) for each in gradients)
+    return [
+        node
+        for node in ordered
+        if (_is_risky(node) or _is_open(node))
+        # What breaks a single number, breaks every gradient that flows through it.
+        and not (some_are_finite and _is_of_one_number(node))
+    ]
+
+
+def _is_open(node: Any) -> bool:
+    """Whether an operation takes something that no gradient flows to: a label, a weight."""
+    name = forward_name(node.name())
+    if name in {"nll_loss", "nll_loss2d"}:
+        return _has_class_weights(node)
+    return name in OPEN and any(source is None for source, _ in node.next_functions)
+
+
+def _has_class_weights(node: Any) -> bool:
+    """Whether a cross entropy weighs its classes: weights that are all zero make it 0 / 0."""
+    try:
+        return node._saved_weight is not None
+    except RuntimeError:  # there were some, and backward has freed them
+        return True
+
+
+def _is_of_one_number(node: Any) -> bool:
+    """Whether an operation makes one number of one."""
+    sources = [source for source, _ in node.next_functions if source is not None]
+    made = [math.prod(meta.shape) for each in (node, *sources) for meta in each._input_metadata]
+    return bool(made) and max(made) == 1
+
+
+def _with_lines(nodes: Sequence[Any], call: RecordedCall) -> list[str]:
+    """The operations of nodes, each with the lines that made it where they are known."""
+    lines: dict[str, dict[str, None]] = {}
+    for node in nodes:
+        known = lines.setdefault(forward_name(node.name()), {})
+        place = (call.loss_lines or {}).get(node)
+        if place is not None:
+            known[short_place(place)] = None
+    return [f"{name} ({', '.join(known)})" if known else name for name, known in lines.items()]
+
+
+def _place_of(guess: Guess, call: RecordedCall) -> str | None:
+    """The line that made the operation; the lines that it is among, where more cannot be said."""
+    lines = [(call.loss_lines or {}).get(node) for node in guess.nodes]
+    if lines and None not in lines:
+        among = _range([line for line in lines if line is not None])
+        if among is not None:
+            return among
+    if call.caller is None or call.backward_caller is None:
+        return call.caller or call.backward_caller
+    if _number(call.caller) <= _number(call.backward_caller):
+        return _range([call.caller, call.backward_caller]) or call.caller
+    return call.caller
+
+
+def _range(places: Sequence[str]) -> str | None:
+    """Places of one file as "file:line" or "file:first-last"; None for those of several.
+
+    >>> _range(["a.py:3", "a.py:7", "a.py:3"]), _range(["a.py:3"]), _range(["a.py:3", "b.py:3"])
+    ('a.py:3-7', 'a.py:3', None)
+    """
+    files = {place.rpartition(":")[0] for place in places}
+    if len(files) != 1:
+        return None
+    numbers = sorted(map(_number, places))
+    lines = str(numbers[0])
+    if numbers[-1] != numbers[0]:
+        lines += f"-{numbers[-1]}"
+    return f"{files.pop()}:{lines}"
+
+
+def _number(place: str) -> int:
+    return int(place.rpartition(":")[2])
 
 
 def _told_of_outputs(outputs: Sequence[Tensor]) -> str:

@@ -1,0 +1,136 @@
+"""Which line of the user's made each operation of a loss, between the model's outputs and backward.
+
+The loss is the user's code, which cannot be run again to find out; and to look at every operation
+of every step would cost. So autograd is asked to note where its nodes are made, the first time that
+a loss is made from a call of the model, the second, the fourth, the eighth, and so on. The loss of
+a bad step is compared with those: one of the same operations in the same order, connected in the
+same way, comes from the same lines.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsight.core.source import owner_of
+
+_MOST_NODES = 10_000
+_NO_NODE = -2
+_OUTSIDE = -1
+_FRAME = re.compile(r'\s*File "(.*)", line (\d+), in ')
+
+Structure = tuple[tuple[str, tuple[int, ...]], ...]
+"""The operations of a loss in the order in which they ran, and what each one is connected to."""
+
+
+class LossLines:
+    """Told of the calls of a model and of backward, it knows the lines of the losses between."""
+
+    def __init__(self) -> None:
+        self.since = 0
+        """Autograd's number of the first operation that the loss under way may consist of."""
+        self._known: dict[Structure, tuple[str | None, ...]] = {}
+        self._losses: dict[str | None, int] = {}
+        self._begun = False
+        self._noting = False
+        self._switched_on = False
+
+    def model_called(self) -> None:
+        """What follows is the model's own, which can be run again."""
+        self._switch_off()
+
+    def model_returned(self, caller: str | None) -> None:
+        """What follows is the loss's."""
+        if not self._begun:
+            self._begun = True
+            self.since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            number = self._losses.get(caller, 0) + 1
+            self._losses[caller] = number
+            self._noting = number & (number - 1) == 0
+        if self._noting:
+            self._switch_on()
+
+    def backward_begins(self, root: Tensor | None, caller: str | None) -> None:
+        """The loss is made."""
+        self._switch_off()
+        if self._noting and root is not None:
+            nodes = _nodes_since(root, self.since)
+            structure = _structure(nodes)
+            lines = tuple(_line_of(node, caller) for node in nodes)
+            known = self._known.get(structure, lines)
+            # The same operations from two places: neither can be named.
+            self._known[structure] = tuple(
+                line if line == other else None for line, other in zip(lines, known, strict=True)
+            )
+        self.forget()
+
+    def forget(self) -> None:
+        """No loss is under way any more."""
+        self._switch_off()
+        self._begun = False
+        self._noting = False
+
+    def of(self, root: Tensor | None, since: int) -> Mapping[Any, str]:
+        """The line of every autograd node of a loss, where it is known."""
+        if root is None:
+            return {}
+        nodes = _nodes_since(root, since)
+        lines = self._known.get(_structure(nodes), ())
+        return {node: line for node, line in zip(nodes, lines, strict=False) if line is not None}
+
+    def _switch_on(self) -> None:
+        if not torch.is_anomaly_enabled():
+            # Nothing is checked and nothing computed otherwise: every node keeps its stack as text.
+            torch.set_anomaly_enabled(True, False)
+            self._switched_on = True
+
+    def _switch_off(self) -> None:
+        # A user's own detect_anomaly checks for NaN, ours does not: theirs is left to them.
+        if self._switched_on and not torch.is_anomaly_check_nan_enabled():
+            torch.set_anomaly_enabled(False, True)
+            self._switched_on = False
+
+
+def _nodes_since(root: Tensor, since: int) -> list[Any]:
+    """The autograd nodes below a tensor that were made since, in the order of their making."""
+    nodes: dict[Any, int] = {}
+    waiting = [root.grad_fn]
+    while waiting and len(nodes) < _MOST_NODES:
+        node: Any = waiting.pop()
+        if node is None or node in nodes:
+            continue
+        number = node._sequence_nr()
+        if number < since or node.name().endswith("AccumulateGrad"):
+            continue
+        nodes[node] = number
+        waiting += [following for following, _ in node.next_functions]
+    return sorted(nodes, key=nodes.__getitem__)
+
+
+def _structure(nodes: Sequence[Any]) -> Structure:
+    places = {node: place for place, node in enumerate(nodes)}
+    places[None] = _NO_NODE
+    return tuple(
+        (node.name(), tuple(places.get(source, _OUTSIDE) for source, _ in node.next_functions))
+        for node in nodes
+    )
+
+
+def _line_of(node: Any, backward_caller: str | None) -> str | None:
+    """The line that made a node: the user's innermost, else a library's."""
+    library = None
+    for frame in reversed(node.metadata.get("traceback_", ())):
+        found = _FRAME.match(frame)
+        if found is None:
+            continue
+        file, number = found.groups()
+        owner = owner_of(file)
+        line = f"{file}:{number}"
+        if owner == "user":
+            # A trainer of somebody else's does it all: the user's line is only its start.
+            return library if library and line == backward_caller else line
+        if owner == "library" and library is None:
+            library = line
+    return library
