@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,16 @@ def test_startup_report(make_gpt: Callable[..., Any]) -> None:
     assert text[4].startswith(f"Recommended batch size: at most {report.recommended_batch_size} ")
     assert len(text) == 5
     assert report.fits
+
+
+def test_no_batch_is_recommended_that_the_data_cannot_fill(make_gpt: Callable[..., Any]) -> None:
+    report = startup_report(lambda size: lambda: make_gpt(batch=size), 4, memory=3_000_000)
+    fits = report.recommended_batch_size
+    assert fits is not None
+    assert fits > 2
+    capped = str(replace(report, samples=fits - 1))
+    assert f"Recommended batch size: at most {fits - 1} (there are no more samples; " in capped
+    assert str(replace(report, samples=fits)) == str(report)
 
 
 def test_startup_report_of_what_does_not_fit(make_gpt: Callable[..., Any]) -> None:

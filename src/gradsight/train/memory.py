@@ -22,13 +22,16 @@ _SHORTEST = 16
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
 
 
-def startup_lines(settings: Settings, device: torch.device) -> list[str]:
-    """The startup report: device, parameters, expected peak, recommended batch size."""
+def startup_lines(settings: Settings, device: torch.device, samples: int) -> list[str]:
+    """The startup report: device, parameters, expected peak, recommended batch size.
+
+    samples: the most that a micro-batch can have, whatever the memory would hold.
+    """
     policy = _policy(settings)
     report = startup_report(
         build_for(settings), settings.batch_size, policy=policy, device=device.type
     )
-    lines = str(report).splitlines()
+    lines = str(replace(report, samples=samples)).splitlines()
     if settings.method == "GradDotProd":
         size = format_size(report.expected.by_kind["parameters"])
         lines.insert(3, f"Scoring samples: {size} more, for the validation batch's gradient")

@@ -36,7 +36,7 @@ from gradsight.train.loop import Instruments, OnBatch, Training, train, unchange
 from gradsight.train.memory import advice, is_out_of_memory, startup_lines
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.processes import Processes
-from gradsight.train.progress import Progress
+from gradsight.train.progress import PEAKS, Progress
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring
@@ -204,7 +204,7 @@ def introduce(run: Training) -> None:
         )
         if settings.startup_report:
             with run.progress.working("Predicting memory"):
-                lines = startup_lines(settings, run.processes.device)
+                lines = startup_lines(settings, run.processes.device, most_samples(run))
             for line in lines:
                 run.progress.say(line)
         steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
@@ -212,6 +212,12 @@ def introduce(run: Training) -> None:
             f"Training: {settings.architecture}, {settings.method}, {steps}, into {run.run_dir}"
         )
     run.processes.wait()
+
+
+def most_samples(run: Training) -> int:
+    """The largest micro-batch with which a step has no sample twice."""
+    batches = run.batches
+    return max(1, batches.order.epoch_length // (batches.world * batches.accumulation))
 
 
 @contextmanager
@@ -295,7 +301,7 @@ def finish(run: Training, ended_by: int | None) -> int:
         summary = summarize(open_run(run.run_dir))
         write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
         for name, value in run.memory.items():
-            if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb")):
+            if name in PEAKS:
                 run.progress.say(f"{name}: {value:.3f}")
         run.progress.say(f"{run.step} steps in {run.seconds:.0f} s")
         lines = [summary.verdict]
