@@ -10,6 +10,7 @@ from torch import nn
 
 from gradsight import GradientDumper
 from gradsight.cli import main
+from gradsight.dump.job import Facts
 
 
 @pytest.fixture
@@ -37,14 +38,35 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "gradient_dumper/step11.partial/full_gradients").mkdir(parents=True)
     code, lines = call(capsys, "list", run)
     assert code == 0
-    assert lines[0].split() == ["step", "kind", "gradients", "size", "ranks", "written", "gradient"]
+    assert lines[0].split() == ["step", "kind", "gradients", "size", "ranks", "written", "why"]
     assert [line.split()[:3] for line in lines[1:4]] == [
         ["0", "full", "4"],
         ["0", "sampled", "4"],
         ["10", "full", "4"],
     ]
-    assert lines[1].endswith("as found in .grad")
-    assert lines[4] == "unfinished, never read: step11.partial"
+    assert lines[1].endswith("schedule")
+    assert lines[4] == "gradient: as found in .grad"
+    assert lines[5] == "unfinished, never read: step11.partial"
+
+
+def test_list_has_one_line_for_each_dump(
+    tmp_path: Path, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = "as the optimizer used it, after any clipping"
+    with GradientDumper(tmp_path) as dumper:
+        dumper.capture(model, 0, Facts(gradient="true"))
+        spike = "GS201 gradient spike; GS101 large gradient, found at step 1069"
+        dumper.capture(model, 1070, Facts(gradient="true", reason=spike))
+        dumper.capture(model, 1200, Facts(gradient=used, reason="GS202 rising"))
+    code, lines = call(capsys, "list", tmp_path)
+    assert code == 0
+    assert [line.split()[-1] for line in lines[1:4]] == ["schedule", "GS101", "GS202"]
+    assert lines[4:] == [
+        f"step 1070: {spike}",
+        "step 1200: GS202 rising",
+        "gradient (step 0, 1070): true",
+        f"gradient (step 1200): {used}",
+    ]
 
 
 def test_list_names_what_cannot_be_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +159,8 @@ def test_wrong_usage(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
             "no gradient matches 'nothing*'; there are 0.weight, 0.bias, 1.weight, 1.bias",
         ),
         (["diff", run, run, "--tolerance", "-1"], "--tolerance must be 0 or more, got -1"),
+        (["diff", run, run, "--limit", "-3"], "--limit must be 0 or more, got -3"),
+        (["show", run, "--parameter", ""], "--parameter must be a name or a pattern"),
     ]:
         assert main(["dump", *map(str, arguments)]) == 64
         assert text in capsys.readouterr().err

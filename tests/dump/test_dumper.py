@@ -60,22 +60,31 @@ def test_schedule(tmp_path: Path, model: nn.Module) -> None:
 def test_not_enabled(tmp_path: Path, model: nn.Module) -> None:
     with GradientDumper(tmp_path, enabled=False, dump_on="warning") as dumper:
         assert dumper.dump(model, 0) is None
-        assert not dumper.wants(0, "critical")
+        assert not dumper.wants(0)
+        assert not dumper.wants_finding("critical")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"save_first_n": 0}, "save_first_n must be a whole number, 1 or more, got 0"),
-        ({"save_first_n": 2.5}, "save_first_n must be a whole number, 1 or more, got 2.5"),
+        ({"save_first_n": 0}, "save_first_n must be a whole number of 1 or more, got 0"),
+        ({"save_first_n": 2.5}, "save_first_n must be a whole number of 1 or more, got 2.5"),
         ({"step_interval": 0}, "step_interval must be a whole number of 1 or more, got 0"),
         ({"start_step": 5, "end_step": 4}, "end_step 4 lies before start_step 5"),
-        ({"keep_last": 0}, "keep_last must be a whole number, 1 or more, got 0"),
-        ({"max_bytes": -1}, "max_bytes must be a whole number, 1 or more, got -1"),
-        ({"queue_size": 0}, "queue_size must be a whole number, 1 or more, got 0"),
+        ({"keep_last": 0}, "keep_last must be a whole number of 1 or more, got 0"),
+        ({"max_bytes": -1}, "max_bytes must be a whole number of 1 or more, got -1"),
+        ({"queue_size": 0}, "queue_size must be a whole number of 1 or more, got 0"),
         ({"dump_on": "fatal"}, "dump_on must be 'warning', 'critical' or None, got 'fatal'"),
         ({"when_full": "drop"}, "when_full must be 'wait' or 'skip', got 'drop'"),
+        ({"save_first_n": True}, "save_first_n must be a whole number of 1 or more, got True"),
+        ({"keep_last": "3"}, "keep_last must be a whole number of 1 or more, got '3'"),
+        ({"max_bytes": "1GB"}, "max_bytes must be a whole number of 1 or more, got '1GB'"),
+        ({"start_step": 2.5}, "start_step must be a whole number of 0 or more, got 2.5"),
+        ({"end_step": "9"}, "end_step must be a whole number of 0 or more, got '9'"),
+        ({"enabled": "no"}, "enabled must be True or False, got 'no'"),
+        ({"asynchronous": None}, "asynchronous must be True or False, got None"),
+        ({"dump_on": True}, "dump_on must be 'warning', 'critical' or None, got True"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -83,14 +92,33 @@ def test_bad_arguments(arguments: dict[str, Any], text: str, tmp_path: Path) -> 
         GradientDumper(tmp_path, **arguments)
 
 
+@pytest.mark.parametrize("run_dir", [None, 3, ""])
+def test_a_run_dir_that_is_no_path(run_dir: Any) -> None:
+    with pytest.raises(UsageError, match="run_dir must be a path, such as 'runs/first', got"):
+        GradientDumper(run_dir)
+
+
+def test_a_run_dir_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("not a directory")
+    for run_dir in (tmp_path / "taken", tmp_path / "taken" / "run"):
+        with pytest.raises(UsageError, match=r"run_dir must be a directory, but .*taken is a file"):
+            GradientDumper(run_dir)
+
+
 def test_bad_calls(tmp_path: Path, model: nn.Module) -> None:
     dumper = GradientDumper(tmp_path)
     with pytest.raises(UsageError, match=r"dump needs a torch.nn.Module, got dict"):
         dumper.dump({}, 0)
-    with pytest.raises(UsageError, match="step must be a whole number, 0 or more, got -1"):
+    with pytest.raises(UsageError, match="step must be a whole number of 0 or more, got -1"):
         dumper.dump(model, -1)
-    with pytest.raises(UsageError, match="divisor must be above 0, got 0"):
+    with pytest.raises(UsageError, match="divisor must be a number above 0, got 0"):
         dumper.dump(model, 0, divisor=0)
+    for divisor in ("2", None, torch.ones(2)):
+        with pytest.raises(UsageError, match="divisor must be a single number, got"):
+            dumper.dump(model, 0, divisor=divisor)  # type: ignore[arg-type]
+    for step in (None, "1", 1.5, True, torch.tensor([1, 2]), 2**64):
+        with pytest.raises(UsageError, match="step must be"):
+            dumper.dump(model, step)  # type: ignore[arg-type]
     dumper.close()
     with pytest.raises(UsageError, match="this GradientDumper is closed"):
         dumper.dump(model, 0)
@@ -283,6 +311,45 @@ def test_a_dump_larger_than_max_bytes(tmp_path: Path, model: nn.Module) -> None:
     assert not (tmp_path / "gradient_dumper").exists()
 
 
+def found(dumper: GradientDumper, model: nn.Module, step: int, reason: str) -> None:
+    dumper.capture(model, step, Facts(reason=reason))
+    dumper.wait()
+
+
+def test_the_first_dump_of_each_finding_stays(tmp_path: Path, model: nn.Module) -> None:
+    with GradientDumper(tmp_path, keep_last=2) as dumper:
+        found(dumper, model, 0, "schedule")
+        found(dumper, model, 1, "GS103 NaN gradient; GS107 zeros")
+        found(dumper, model, 2, "GS103 NaN gradient")
+        found(dumper, model, 3, "GS201 gradient spike, found at step 2")
+        found(dumper, model, 4, "GS103 NaN gradient")
+        found(dumper, model, 5, "schedule")
+    assert steps(tmp_path) == [1, 3, 4, 5]
+    with GradientDumper(tmp_path, keep_last=1) as dumper:
+        found(dumper, model, 6, "GS107 zeros")
+    assert steps(tmp_path) == [1, 3, 6], "a resumed run knows them too"
+
+
+def test_max_bytes_wins_and_the_first_dumps_of_findings_go_last(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    with GradientDumper(tmp_path) as dumper:
+        found(dumper, model, 0, "schedule")
+        one = size(Layout(tmp_path, "full").complete()[0])
+    with GradientDumper(tmp_path, max_bytes=int(one * 2.5)) as dumper:
+        found(dumper, model, 1, "GS201 gradient spike")
+        found(dumper, model, 2, "schedule")
+        found(dumper, model, 3, "schedule")
+        assert steps(tmp_path) == [1, 3]
+        found(dumper, model, 4, "GS103 NaN gradient")
+        assert steps(tmp_path) == [1, 4]
+        with pytest.warns(GradsightWarning, match="first dumps of findings take all of max_bytes"):
+            found(dumper, model, 5, "schedule")
+        assert steps(tmp_path) == [1, 4]
+        found(dumper, model, 6, "GS104 infinite gradient")
+        assert steps(tmp_path) == [1, 4]
+
+
 def test_a_file_carries_the_rows_asked_for_and_the_manifest_those_there_are(
     tmp_path: Path, model: nn.Module
 ) -> None:
@@ -316,14 +383,9 @@ def test_a_loss_scale_is_divided_out(dtype: torch.dtype, tmp_path: Path) -> None
 def test_the_composer_says_what_it_knows(tmp_path: Path, model: nn.Module) -> None:
     facts = Facts(gradient="true", reason="GS103", clip_coef=0.25, scale=1024.0, divisor=1024.0)
     with GradientDumper(tmp_path, start_step=1000, dump_on="critical") as dumper:
-        assert [
-            dumper.wants(3, severity) for severity in (None, "healthy", "warning", "critical")
-        ] == [
-            False,
-            False,
-            False,
-            True,
-        ]
+        assert not dumper.wants(3)
+        severities = ("healthy", "warning", "critical")
+        assert [dumper.wants_finding(each) for each in severities] == [False, False, True]
         folder = dumper.capture(model, 3, facts)
     metadata = get_checkpoint_metadata(folder)
     known = (metadata.gradient, metadata.reason, metadata.clip_coef, metadata.scale)
@@ -333,11 +395,9 @@ def test_the_composer_says_what_it_knows(tmp_path: Path, model: nn.Module) -> No
 
 def test_dump_on_warning_includes_critical(tmp_path: Path) -> None:
     dumper = GradientDumper(tmp_path, start_step=10, dump_on="warning")
-    assert [dumper.wants(0, severity) for severity in (None, "warning", "critical")] == [
-        False,
-        True,
-        True,
-    ]
+    assert dumper.wants_finding("warning")
+    assert dumper.wants_finding("critical")
+    assert not dumper.wants(0)
     assert dumper.wants(10)
 
 

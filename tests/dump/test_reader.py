@@ -3,6 +3,7 @@
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,9 @@ def test_a_slice_does_not_read_the_rest(dumped: Path, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("index", [(slice(0, 1),) * 3, slice(0, 4, 2), 3, (slice(0, 1), 2)])
 def test_an_index_that_is_no_part(index: object, dumped: Path) -> None:
-    with pytest.raises(UsageError, match="index must be at most 2 slices without a step"):
+    with pytest.raises(
+        UsageError, match="index must be at most 2 slices of whole numbers without a step"
+    ):
         next(load_keys(dumped, ["1.weight"], index=index))
 
 
@@ -167,3 +170,28 @@ def test_missing_and_cut_files(dumped: Path, tmp_path: Path) -> None:
     ):
         next(load_keys(dumped, ["0.bias"]))
     assert next(load_keys(whole, ["0.bias"])).any()
+
+
+@pytest.mark.parametrize("keys", [None, 3, [3], [None], b"0.weight", ["0.weight", 1]])
+def test_keys_that_are_no_names(dumped: Path, keys: Any) -> None:
+    with pytest.raises(UsageError, match="keys must be names of parameters, such as"):
+        load_keys(dumped, keys)
+
+
+@pytest.mark.parametrize("directory", [None, 3, ""])
+def test_a_directory_that_is_no_path(directory: Any) -> None:
+    with pytest.raises(UsageError, match="directory must be a path"):
+        get_checkpoint_metadata(directory)
+    with pytest.raises(UsageError, match="directory must be a path"):
+        load_keys(directory, ["0.weight"])
+
+
+def test_a_file_is_no_dump(dumped: Path) -> None:
+    with pytest.raises(RunError, match=r"manifest.json is a file; expected the folder of a dump"):
+        get_checkpoint_metadata(dumped / "manifest.json")
+
+
+@pytest.mark.parametrize("index", [slice(0, "a"), slice(0, 2.5), (slice(0, 2), 3)])
+def test_an_index_of_something_else(dumped: Path, index: Any) -> None:
+    with pytest.raises(UsageError, match="index must be at most 2 slices of whole numbers without"):
+        list(load_keys(dumped, ["0.weight"], index=index))

@@ -14,6 +14,7 @@ import torch
 import gradsight
 from ghost.small import SmallGPT, loss_fn, pair, small
 from gradsight import GhostEngine, GradsightError, open_run
+from gradsight.errors import GradsightWarning
 from gradsight.store import score_folder
 from gradsight.store.scores import each_step_once, readable_scores, score_files
 
@@ -344,9 +345,29 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
+def ended(script: str, run_dir: Path) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], env=environment)
+    return subprocess.run([sys.executable, "-c", script, run_dir], env=environment)
+
+
+def test_an_engine_that_nobody_closes_is_closed_at_the_end(tmp_path: Path) -> None:
+    assert ended(KILLED.replace("os.kill", "#"), tmp_path).returncode == 0
+    assert steps_in(tmp_path) == rows_of(5)
+
+
+def test_steps_of_which_none_is_observed_are_said(tmp_path: Path) -> None:
+    training = Training()
+    engine = training.engine(tmp_path)
+    training.optimizer.step()
+    training.optimizer.step()
+    with pytest.warns(GradsightWarning, match="made 2 steps and no sample was scored: put every"):
+        engine.close()
+    (problem,) = open_run(tmp_path).problems()
+    assert problem.key == "nothing observed"
+
+
+def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
+    killed = ended(KILLED, tmp_path)
     assert killed.returncode == -signal.SIGKILL
     assert steps_in(tmp_path) == rows_of(4)  # the fifth was not yet due
     training = Training()

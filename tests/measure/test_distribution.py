@@ -294,7 +294,7 @@ def test_tensorboard_shows_a_tracker_on_a_watchs_run_as_a_run_of_its_own(tmp_pat
 def test_wrong_arguments() -> None:
     with pytest.raises(UsageError, match="a tracker needs a method log_scalar"):
         log_gradient_distribution(nn.Linear(2, 2), object(), 0)
-    with pytest.raises(UsageError, match=r"a step is a whole number from 0 on, got 1.5"):
+    with pytest.raises(UsageError, match=r"step must be a whole number of 0 or more, got 1.5"):
         MetricsTracker().log_scalar("x", 1.0, 1.5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"step must be below 2\*\*63"):
         MetricsTracker().log_scalar("x", 1.0, 10**30)

@@ -227,6 +227,37 @@ def test_no_run_to_open(path: Any) -> None:
         open_run(path)
 
 
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda tracker: MetricsTracker(5), "run_dir must be a path, such as .* got 5"),
+        (lambda tracker: MetricsTracker(""), "run_dir must be a path, .* got an empty text"),
+        (lambda tracker: tracker.log_scalar("a", 1.0, "x"), "step must be a whole number .*'x'"),
+        (lambda tracker: tracker.log_scalar("a", 1.0, None), "step must be a whole number .*None"),
+        (lambda tracker: tracker.log_scalar("a", 1.0, 2.5), "step must be a whole number .*2.5"),
+        (lambda tracker: tracker.log_scalar("a", 1.0, Step(3, 0.0)), "which is its `.step`"),
+        (lambda tracker: tracker.log_scalar("a", "b", 1), "a must be a single number, got 'b'"),
+        (lambda tracker: tracker.log_scalar("a", torch.ones(2), 1), "a must be a single number"),
+        (lambda tracker: tracker.log_scalar(3, 1.0, 1), "name of a number must be text, got 3"),
+        (lambda tracker: tracker.log_scalars([1], 1), "log_scalars takes {name: value}, got list"),
+        (lambda tracker: tracker.log_histogram("a", [1], 1), "takes a histogram of .* got list"),
+        (lambda tracker: tracker.log_epoch("1", a=1.0), "step must be a whole number .*'1'"),
+    ],
+)
+def test_trackers(use: Callable[[Any], None], message: str, tmp_path: Path) -> None:
+    with MetricsTracker(tmp_path) as tracker, pytest.raises(UsageError, match=message):
+        use(tracker)
+
+
+def test_a_closed_tracker_says_that_it_is(tmp_path: Path) -> None:
+    tracker = MetricsTracker(tmp_path)
+    tracker.log_scalar("a", torch.tensor(1.0), 2.0)  # type: ignore[arg-type]
+    tracker.close()
+    with pytest.warns(GradsightWarning, match="this tracker is closed"):
+        tracker.log_scalar("a", 1.0, 3)
+    assert [(each.step, each.value) for each in open_run(tmp_path).scalars()] == [(2, 1.0)]
+
+
 # Continuing a run.
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from gradsight.show.markdown import report_text
 from gradsight.show.summary import summarize
 from gradsight.values.diagnoses import Incident
+from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
-from gradsight.values.steps import ParameterStat, Step
+from gradsight.values.steps import ParameterStat, Scalar, Step
 
 WARNING = Finding("GS201", "spike", "warning", (), 1, "seen", "a spike", "look", "")
 CRITICAL = Finding("GS103", "nan", "critical", (), 1, "seen", "NaN", "look", "")
@@ -29,6 +31,7 @@ class Recorded:
     judged: list[Finding] = field(default_factory=list)
     faults: list[Problem] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    watched: list[Scalar] = field(default_factory=list)
 
     def steps(self) -> Iterable[Step]:
         return self.made
@@ -50,6 +53,9 @@ class Recorded:
 
     def incidents(self) -> Iterable[Incident]:
         return []
+
+    def memory(self) -> Iterable[Scalar]:
+        return self.watched
 
     def score_table(self) -> tuple[Any, list[str]] | None:
         return None
@@ -104,3 +110,54 @@ def test_a_norm_whose_square_no_number_holds() -> None:
     summary = summarize(Recorded(steps(), [ParameterStat(0, "a.weight", 1e200, 1e200)]))
     assert summary.blocks["a"].norms == [math.inf]
     assert "| `a` | Inf |" in report_text(summary)
+
+
+def test_the_curve_shows_the_spike_that_is_reported() -> None:
+    made = [Step(step, 0.0, total_norm=130.0 if step == 70 else 0.5) for step in range(100)]
+    text = report_text(summarize(Recorded(made, judged=[WARNING])))
+    (row,) = [line for line in text.splitlines() if line.startswith("| Total gradient norm")]
+    curve = row.split("`")[1]
+    assert (curve.count("█"), curve.count("▁")) == (1, len(curve) - 1)
+    made[30] = Step(30, 0.0, total_norm=math.nan)
+    text = report_text(summarize(Recorded(made)))
+    (row,) = [line for line in text.splitlines() if line.startswith("| Total gradient norm")]
+    curve = row.split("`")[1]
+    assert (curve.count("!"), curve.count("█")) == (1, 1)
+
+
+def test_memory_and_dumps_are_in_the_report() -> None:
+    watched = [
+        Scalar(0, "checkpointing/baseline_gb", 0.2),
+        Scalar(0, "checkpointing/optimized_gb", 0.12),
+        Scalar(0, "checkpointing/reduction", 0.4),
+        Scalar(0, "checkpointing/gradients_identical", 1.0),
+        Scalar(0, "memory/predicted_peak_gb", 0.125),
+        Scalar(0, "memory/rss_gb", 1.0),
+        Scalar(5, "memory/rss_gb", 3.0),
+        Scalar(9, "memory/rss_gb", 2.0),
+    ]
+    dumps = [dumped(step) for step in range(0, 40, 2)]
+    dumps[3] = dumped(6, reason="GS201 gradient spike")
+    text = report_text(summarize(Recorded(steps(), watched=watched), dumps))
+    assert "| One step, predicted | 125 MB |" in text
+    assert (
+        "| One step, measured | 200 MB plain, 120 MB with activation checkpointing (40% saved, "
+        "gradients bit for bit the same) |" in text
+    )
+    assert "| Monitored: process, resident | 1.00 GB → 2.00 GB, at most 3.00 GB (step 5) |" in text
+    assert "| 6 | full | 5.00 MB | GS201 gradient spike | true |" in text
+    assert "20 in all, 100 MB; 8 of the schedule's are not listed here." in text
+    plain = report_text(summarize(Recorded(steps())))
+    assert "## Memory" not in plain
+    assert "## Dumped gradients" not in plain
+
+
+def dumped(step: int, reason: str = "schedule") -> DumpMetadata:
+    return DumpMetadata(step, "full", 1, "true", {}, (), 5_000_000, 0.0, reason)
+
+
+def test_every_table_has_a_heading_and_a_header() -> None:
+    lines = report_text(summarize(Recorded(steps()), [dumped(0)])).splitlines()
+    for above, line in pairwise(lines):
+        if line.startswith("| ---"):
+            assert all(cell.strip() for cell in above.strip("|").split("|")), above

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gradsight
-from gradsight.errors import RunError, WrongPlace
+from gradsight.errors import RunError, UsageError, WrongPlace
 from gradsight.store.score_folder import write_scores
 from gradsight.store.scores import ScoreFile, score_path
 from store.test_score_files import row
@@ -55,6 +55,9 @@ def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(WrongPlace, match=r"there is no folder at .*nowhere"):
         gradsight.read_scores(tmp_path / "nowhere")
+    for wrong in (None, 3, "", b"runs"):
+        with pytest.raises(UsageError, match="run_dir must be a path, such as 'runs/first'"):
+            gradsight.read_scores(wrong)
     with pytest.raises(WrongPlace, match=r"holds no scores: expected grad_dotprods/iter_\*"):
         gradsight.read_scores(tmp_path)
 

@@ -1,6 +1,7 @@
 """gradsight train in this process: what a run computes, and what it leaves behind."""
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from gradsight.errors import GradsightWarning
 from gradsight.train.batches import Batch
 from gradsight.train.config import from_dict
 from gradsight.train.models import model_from_settings
+from gradsight.train.progress import Progress
 from gradsight.train.run import run_training
 from gradsight.train.samples import open_samples
 from train.small import DUMP, GHOST, differing, log, run, weights

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gradsight.core import rundir
+from gradsight.dump.reader import dumps_in
 from gradsight.errors import RunError, UsageError
 from gradsight.show.markdown import report_text
 from gradsight.show.summary import Summary, summarize
@@ -174,7 +175,7 @@ def read_result(
         result.optimizers = json.loads(described.read_text())
     for name, place in _recorded_runs(folder, result.optimizers).items():
         try:
-            result.runs[name] = summarize(open_run(place))
+            result.runs[name] = summarize(open_run(place), dumps_in(place))
         except RunError:
             continue
     return result

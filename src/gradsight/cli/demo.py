@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradsight.cli.demo_summary import demo_summary
 from gradsight.core import rundir
+from gradsight.dump.reader import dumps_in
 from gradsight.show.markdown import report_text
 from gradsight.show.summary import summarize
 from gradsight.show.text import wants_colour
@@ -67,7 +68,7 @@ def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     """Write the report, print its essence, give the exit code: 0 if the planted fault was found."""
     texts = SampleTexts(run_dir)
     run = open_run(run_dir)
-    summary = summarize(run)
+    summary = summarize(run, dumps_in(run_dir))
     write_report(run_dir / rundir.REPORT, report_text(summary, texts))
     found, lines = demo_summary(
         run_dir, summary, texts, planned, poisoned, wants_colour(sys.stdout)

@@ -19,6 +19,7 @@ from gradsight.dump.statistics import QUANTILES, Statistics, measure
 from gradsight.dump.values import values
 from gradsight.dump.verify import verify as check
 from gradsight.errors import RunError, UsageError
+from gradsight.values.plain import listed
 from gradsight.values.sizes import format_size
 
 app = App(
@@ -26,13 +27,14 @@ app = App(
 )
 
 DAMAGED = 2
+_MOST_STEPS = 8
 BLOCKS = " ▁▂▃▄▅▆▇█"
 STEP = Parameter(help="Only the dump of this step.")
 
 
 @app.command(name="list")
 def list_dumps(run: Path, /) -> int:
-    """List the dumps of a run: step, kind, gradients, size, ranks, what the gradient is."""
+    """List the dumps of a run: step, kind, size, ranks, why, and what the gradient is."""
     console = Console()
     table = _table()
     table.add_column("step", justify="right")
@@ -41,8 +43,9 @@ def list_dumps(run: Path, /) -> int:
     table.add_column("size", justify="right")
     table.add_column("ranks", justify="right")
     table.add_column("written")
-    table.add_column("gradient", overflow="fold")
+    table.add_column("why", overflow="fold")
     unreadable = []
+    shown: list[Manifest] = []
     for folder in find_dumps(run):
         try:
             manifest = read(folder)
@@ -50,7 +53,10 @@ def list_dumps(run: Path, /) -> int:
             unreadable.append(str(error))
             continue
         table.add_row(*_line(manifest))
+        shown.append(manifest)
     console.print(table)
+    for text in _what_they_are(shown):
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
     for text in unreadable:
         console.print(f"[red]unreadable:[/] {escape(text)}", soft_wrap=True)
     for partial in sorted((run / rundir.DUMPS).glob("step*.partial")):
@@ -137,11 +143,13 @@ def diff_dumps(
     """
     if not tolerance >= 0:
         raise UsageError(f"--tolerance must be 0 or more, got {tolerance}")
+    if limit < 0:
+        raise UsageError(f"--limit must be 0 or more, got {limit}")
     differences = compare(run_a, run_b, step)
     # Not `>`: a difference that is not a number is beyond every tolerance.
     beyond = [one for one in differences if not one.relative <= tolerance]
     console = Console()
-    console.print(_differences(differences[: max(0, limit)], tolerance))
+    console.print(_differences(differences[:limit], tolerance))
     count = len(differences)
     if count > limit:
         console.print(f"[dim]and {count - limit} more; --limit shows them[/]")
@@ -157,9 +165,6 @@ def diff_dumps(
 def _line(manifest: Manifest) -> tuple[str, ...]:
     """One dump as a row of the list."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.created))
-    gradient = manifest.gradient
-    if manifest.reason != "schedule":
-        gradient += f" ({manifest.reason})"
     return (
         str(manifest.step),
         manifest.kind,
@@ -167,8 +172,22 @@ def _line(manifest: Manifest) -> tuple[str, ...]:
         format_size(size(manifest), places=1),
         str(manifest.world_size),
         when,
-        escape(gradient),
+        escape(" ".join(manifest.codes) or manifest.reason),
     )
+
+
+def _what_they_are(manifests: list[Manifest]) -> list[str]:
+    """Below the list, where lines may be long: the findings' names, and what the gradients are."""
+    lines = [f"step {manifest.step}: {manifest.reason}" for manifest in manifests if manifest.codes]
+    steps_by_gradient: dict[str, list[str]] = {}
+    for manifest in manifests:
+        steps_by_gradient.setdefault(manifest.gradient, []).append(str(manifest.step))
+    for gradient, steps in steps_by_gradient.items():
+        where = f" (step {listed(steps, _MOST_STEPS)})"
+        if len(steps_by_gradient) == 1:
+            where = ""
+        lines.append(f"gradient{where}: {gradient}")
+    return lines
 
 
 def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
@@ -263,6 +282,8 @@ def _matching(manifest: Manifest, pattern: str | None) -> list[str]:
     names = list(manifest.tensors)
     if pattern is None:
         return names
+    if not pattern:
+        raise UsageError("--parameter must be a name or a pattern, such as '*.bias', got nothing")
     matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         matching = [name for name in names if pattern in name]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from gradsight.cli.check_result import read_result, script_section
 from gradsight.core import rundir
+from gradsight.dump.reader import dumps_in
 from gradsight.show.markdown import report_text
+from gradsight.show.memory_and_dumps import dumps_line, memory_line
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
@@ -25,7 +27,7 @@ def report(run_dir: Path, /) -> int:
     run_dir
         A directory that `gradsight.watch(..., run_dir=...)` has written.
     """
-    first = summarize(open_run(run_dir))
+    first = summarize(open_run(run_dir), dumps_in(run_dir))
     notes = ""
     checked = read_result(run_dir)
     if checked.command:  # left by `gradsight check`
@@ -33,7 +35,7 @@ def report(run_dir: Path, /) -> int:
     code = _report_one(run_dir, first, notes)
     for place in sorted(run_dir.iterdir()):
         if rundir.is_run(place):
-            code = max(code, _report_one(place, summarize(open_run(place)), ""))
+            code = max(code, _report_one(place, summarize(open_run(place), dumps_in(place)), ""))
     return code
 
 
@@ -45,5 +47,8 @@ def _report_one(run_dir: Path, summary: Summary, notes: str) -> int:
         print("\n".join(health_lines(summary.health, wants_colour(sys.stdout))))
     else:
         print(summary.verdict)
+    for line in (memory_line(summary.memory), dumps_line(summary.dumps)):
+        if line is not None:
+            print(line)
     print(f"report: {file}")
     return summary.exit_code

@@ -1,17 +1,19 @@
 """GradientDumper: gradients to the disk while training goes on."""
 
 import atexit
+import math
 import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, SupportsIndex
+from typing import Literal
 
 import torch
 
 from gradsight.core.group import ProcessGroup
 from gradsight.core.problems import Problems, say
+from gradsight.core.rundir import directory_path
 from gradsight.dump.folders import Layout
 from gradsight.dump.gradients import Collector, Gradients
 from gradsight.dump.job import Facts, Job, Limits, run, without_tensors
@@ -21,6 +23,7 @@ from gradsight.dump.writer import Writer
 from gradsight.errors import UsageError
 from gradsight.values.findings import Problem
 from gradsight.values.steps import Schedule
+from gradsight.values.whole_numbers import single_number, whole_number
 
 SEVERITIES = ("warning", "critical")
 JOINING = timedelta(minutes=2)
@@ -42,10 +45,14 @@ class GradientDumper:
     start_step, end_step, step_interval: which steps are due, as in `Schedule`.
     save_first_n: None writes everything as a torch distributed checkpoint, each rank its own part;
       a number writes that many first rows of each gradient as safetensors.
-    keep_last: how many dumps are kept; older ones go once a new one is complete.
-    max_bytes: how much all dumps may take; the oldest go once a new one is complete.
+    keep_last: how many dumps are kept; older ones go once a new one is complete. The first dump of
+      each finding (by its code) is kept beside them.
+    max_bytes: how much all dumps may take; the oldest go once a new one is complete, the first ones
+      of findings last of all.
     asynchronous: whether training waits only for a copy in memory, not for the disk.
-    dump_on: under watch, also dump steps that are judged "warning" or worse, or "critical".
+    dump_on: under watch, also dump a step when something "warning" or worse, or "critical", is
+      found of it, as it was before clipping; once when it begins. On an accelerator this waits for
+      the gradients of every step; several ranks agree on it, in one small message a step.
     queue_size: how many copies may wait to be written.
     when_full: whether to "wait" or to "skip" the dump when all of them are still being written.
     """
@@ -73,8 +80,12 @@ class GradientDumper:
             "queue_size": queue_size,
         }
         for name, value in counts.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} must be a whole number, 1 or more, got {value!r}")
+            if value is not None:
+                counts[name] = whole_number(value, name, least=1)
+        for name, switch in {"enabled": enabled, "asynchronous": asynchronous}.items():
+            # A text such as "no" would count as true.
+            if not isinstance(switch, bool):
+                raise UsageError(f"{name} must be True or False, got {switch!r}")
         if dump_on not in (None, *SEVERITIES):
             raise UsageError(f"dump_on must be 'warning', 'critical' or None, got {dump_on!r}")
         if when_full not in ("wait", "skip"):
@@ -85,11 +96,11 @@ class GradientDumper:
         self.written = 0
         self.skipped = 0
         self.failed = 0
-        self._limits = Limits(keep_last, max_bytes, save_first_n)
+        self._limits = Limits(counts["keep_last"], counts["max_bytes"], counts["save_first_n"])
         kind = "full" if save_first_n is None else "sampled"
-        self._layout = Layout(Path(run_dir).absolute(), kind)
+        self._layout = Layout(_usable(run_dir), kind)
         self._wait = when_full == "wait"
-        self._pool = Pool(queue_size)
+        self._pool = Pool(counts["queue_size"] or 1)
         self._writer = Writer(self._work, asynchronous)
         self._ranks: ProcessGroup | None = None
         self._collector: Collector | None = None
@@ -103,18 +114,24 @@ class GradientDumper:
         atexit.register(self.close)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be dumped any more."""
+        return self._closed
+
+    @property
     def problems(self) -> list[Problem]:
         """Faults so far that training survived, each kind once, with its count."""
         return self._problems.all()
 
-    def wants(self, step: int, severity: str | None = None) -> bool:
-        """Whether a step is to be dumped: by schedule, or judged at least as bad as `dump_on`."""
-        if not self.enabled:
+    def wants(self, step: int) -> bool:
+        """Whether a step is to be dumped by schedule."""
+        return self.enabled and self.schedule.due(step)
+
+    def wants_finding(self, severity: str) -> bool:
+        """Whether a step of which this is found is to be dumped: as bad as `dump_on`, or worse."""
+        if not self.enabled or self.dump_on is None:
             return False
-        severe: tuple[str, ...] = ()
-        if self.dump_on is not None:
-            severe = SEVERITIES[SEVERITIES.index(self.dump_on) :]
-        return self.schedule.due(step) or severity in severe
+        return severity in SEVERITIES[SEVERITIES.index(self.dump_on) :]
 
     def dump(self, model: torch.nn.Module, step: int, *, divisor: float = 1.0) -> Path | None:
         """Dump what is in `.grad` now, if the step is due, and return where it will lie.
@@ -124,10 +141,10 @@ class GradientDumper:
         """
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"dump needs a torch.nn.Module, got {type(model).__name__}")
-        if not isinstance(step, SupportsIndex) or (step := int(step)) < 0:
-            raise UsageError(f"step must be a whole number, 0 or more, got {step!r}")
-        if not divisor > 0:
-            raise UsageError(f"divisor must be above 0, got {divisor}")
+        step = whole_number(step, "step")
+        divisor = single_number(divisor, "divisor")
+        if not 0 < divisor < math.inf:
+            raise UsageError(f"divisor must be a number above 0, got {divisor}")
         if not self.wants(step):
             return None
         facts = Facts(divisor=divisor)
@@ -317,3 +334,12 @@ class GradientDumper:
             self._unsaid = []
         for text in unsaid:
             say(text, stacklevel=5)
+
+
+def _usable(run_dir: object) -> Path:
+    """Where dumps can lie: a directory, or one that can be made."""
+    path = directory_path(run_dir, "run_dir").absolute()
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"run_dir must be a directory, but {place} is a file")
+    return path

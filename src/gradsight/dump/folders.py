@@ -9,7 +9,7 @@ gradient_dumper/step{N}.partial/*.removed                   no longer wanted; ha
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -131,20 +131,40 @@ class Layout:
                 manifests.append(manifest)
         return sorted(manifests, key=lambda manifest: (manifest.created, manifest.step))
 
-    def trim(self, keep_last: int | None, max_bytes: int | None) -> None:
-        """Remove the oldest dumps until the limits hold; the newest always stays."""
+    def trim(self, keep_last: int | None, max_bytes: int | None) -> list[int]:
+        """Remove dumps until the limits hold, and tell whose steps; one always stays.
+
+        The first dump of each finding is not counted by `keep_last`, and goes last of all where
+        `max_bytes` is exceeded: it is the one that shows how the fault began.
+        """
         if not keep_last and not max_bytes:
-            return
+            return []
         dumps = self.complete()
-        total = sum(size(manifest) for manifest in dumps)
-        while len(dumps) > 1:
-            too_many = keep_last is not None and len(dumps) > keep_last
-            too_large = max_bytes is not None and total > max_bytes
-            if not too_many and not too_large:
-                return
-            oldest = dumps.pop(0)
-            total -= size(oldest)
-            self.retire(oldest.step)
+        firsts = _first_of_findings(dumps)
+        others = [manifest for manifest in dumps if manifest.step not in firsts]
+        going: list[Manifest] = []
+        if keep_last is not None and len(others) > keep_last:
+            going = others[:-keep_last]
+            others = others[-keep_last:]
+        if max_bytes is not None:
+            kept = [manifest for manifest in dumps if manifest.step in firsts]
+            total = sum(size(manifest) for manifest in [*kept, *others])
+            for manifest in [*others, *reversed(kept)][: len(kept) + len(others) - 1]:
+                if total > max_bytes:
+                    total -= size(manifest)
+                    going.append(manifest)
+        for manifest in going:
+            self.retire(manifest.step)
+        return [manifest.step for manifest in going]
+
+
+def _first_of_findings(dumps: Sequence[Manifest]) -> set[int]:
+    """The steps of the first dump of each code, of dumps in the order in which they were made."""
+    first: dict[str, int] = {}
+    for manifest in dumps:
+        for code in manifest.codes:
+            first.setdefault(code, manifest.step)
+    return set(first.values())
 
 
 def size(manifest: Manifest) -> int:

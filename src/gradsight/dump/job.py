@@ -15,7 +15,7 @@ from gradsight.dump import full, sampled
 from gradsight.dump.folders import Layout
 from gradsight.dump.full import Shard
 from gradsight.dump.gradients import Gradients, Row
-from gradsight.dump.manifest import NAME, Chunk, Entry, Manifest, Stored, encode
+from gradsight.dump.manifest import NAME, SCHEDULE, Chunk, Entry, Manifest, Stored, encode
 from gradsight.dump.plan import Fault, Offer, Plan, decide
 from gradsight.dump.staging import Buffer, Span
 
@@ -30,7 +30,7 @@ class Facts:
 
     gradient: str = "as found in .grad"
     """Its form: "true" is accumulated, reduced, unscaled, before clipping."""
-    reason: str = "schedule"
+    reason: str = SCHEDULE
     clip_coef: float | None = None
     """What clipping multiplies this gradient with; None where that is not known."""
     scale: float | None = None
@@ -181,6 +181,9 @@ def _complete(
         return DumpOutcome(ending)
     trouble = _guarded(lambda: layout.trim(limits.keep_last, limits.max_bytes))
     notes = _notes(ending)
+    if not isinstance(trouble, Fault) and job.step in trouble:
+        text = "the first dumps of findings take all of max_bytes; newer dumps do not stay"
+        notes.append(Fault("full", f"{text} (max_bytes={limits.max_bytes:,})"))
     if isinstance(trouble, Fault):
         notes.append(Fault("old dumps", f"an old dump could not be removed: {trouble.message}"))
     return DumpOutcome(bytes=ending.bytes, notes=tuple(notes))

@@ -7,7 +7,7 @@ and is refused when malformed: it may come from a stranger.
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from gradsight.values.plain import plain
 NAME = "manifest.json"
 FORMAT = "gradsight-dump"
 VERSION = 1
+_BETWEEN = "; "
+SCHEDULE = "schedule"
+"""The reason of a dump that was due, and of which nothing was found."""
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16,
@@ -86,15 +89,41 @@ class Manifest:
     """Further names of tied parameters, and the name under which the gradient stands."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Gradients that exist but could not be had whole, and why."""
-    reason: str = "schedule"
+    reason: str = SCHEDULE
     clip_coef: float | None = None
     scale: float | None = None
     save_first_n: int | None = None
 
     @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the findings that this dump was made for."""
+        if self.reason == SCHEDULE:
+            return ()
+        return tuple(_code(reason) for reason in self.reason.split(_BETWEEN))
+
+    @property
     def bytes(self) -> int:
         """What the gradients take."""
         return sum(entry.bytes for entry in self.tensors.values())
+
+
+def joined_reasons(reasons: Sequence[str]) -> str:
+    """Why a dump was made, in one line: its findings, each code once, or else the schedule.
+
+    >>> joined_reasons(["schedule", "GS201 gradient spike", "GS201 gradient spike"])
+    'GS201 gradient spike'
+    >>> joined_reasons([])
+    'schedule'
+    """
+    found: dict[str, str] = {}
+    for reason in reasons:
+        if reason != SCHEDULE:
+            found.setdefault(_code(reason), reason)
+    return _BETWEEN.join(found.values()) or SCHEDULE
+
+
+def _code(reason: str) -> str:
+    return reason.split(" ", 1)[0]
 
 
 def encode(manifest: Manifest) -> bytes:

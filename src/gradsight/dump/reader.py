@@ -4,12 +4,13 @@ import difflib
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.dump.folders import FOLDERS
+from gradsight.core.rundir import directory_path
+from gradsight.dump.folders import FOLDERS, Layout
 from gradsight.dump.manifest import ITEM_BYTES, NAME, Chunk, Entry, Manifest, read
 from gradsight.errors import RunError, UsageError
 from gradsight.values.dumps import DumpMetadata
@@ -26,7 +27,18 @@ def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
 
     directory: the dump's folder.
     """
-    manifest = read(dump_folder(directory))
+    return _metadata(read(dump_folder(directory)))
+
+
+def dumps_in(run_dir: Path) -> list[DumpMetadata]:
+    """All complete dumps of a run, in the order of steps; what cannot be read is left out."""
+    found = []
+    for layout in (Layout(run_dir, kind) for kind in FOLDERS):
+        found += [_metadata(manifest) for manifest in layout.complete()]
+    return sorted(found, key=lambda dump: (dump.step, dump.kind))
+
+
+def _metadata(manifest: Manifest) -> DumpMetadata:
     return DumpMetadata(
         step=manifest.step,
         kind=manifest.kind,
@@ -57,7 +69,7 @@ def load_keys(
     """
     folder = dump_folder(directory)
     manifest = read(folder)
-    wanted = [keys] if isinstance(keys, str) else list(keys)
+    wanted = _names(keys)
     # All names are looked up before the first tensor is read: a wrong one is an error at once.
     names = [lookup(manifest, folder, key) for key in wanted]
     return (_tensor(folder, name, manifest, index) for name in names)
@@ -65,13 +77,30 @@ def load_keys(
 
 def dump_folder(directory: str | Path) -> Path:
     """The folder itself, or of a step's folder the only dump in it."""
-    folder = Path(directory)
+    folder = directory_path(directory, "directory")
+    if folder.is_file():
+        raise RunError(f"{folder} is a file; expected the folder of a dump")
     inside = [folder / name for name in FOLDERS.values() if (folder / name / NAME).exists()]
     if (folder / NAME).exists() or not inside:
         return folder
     if len(inside) > 1:
         raise UsageError(f"{folder} holds two dumps; name one of them: {inside[0]} or {inside[1]}")
     return inside[0]
+
+
+def _names(keys: object) -> list[str]:
+    """The names that a user asks for: one, or several."""
+    if isinstance(keys, str):
+        return [keys]
+    asked: list[object] = [keys]
+    if isinstance(keys, Iterable):
+        asked = list(keys)
+    names = [key for key in asked if isinstance(key, str)]
+    if len(names) < len(asked):
+        wrong = next(key for key in asked if not isinstance(key, str))
+        shown = f"{type(wrong).__name__} {wrong!r}"[:60]
+        raise UsageError(f"keys must be names of parameters, such as ['weight'], got {shown}")
+    return names
 
 
 def lookup(manifest: Manifest, folder: Path, key: str) -> str:
@@ -95,14 +124,21 @@ def bounds(shape: tuple[int, ...], index: slice | Slices | None) -> list[tuple[i
     slices: Slices = ()
     if index is not None:
         slices = index if isinstance(index, tuple) else (index,)
-    if len(slices) > len(shape) or not all(
-        isinstance(part, slice) and part.step in (None, 1) for part in slices
-    ):
-        raise UsageError(f"index must be at most {len(shape)} slices without a step, got {index!r}")
+    if len(slices) > len(shape) or not all(_is_span(part) for part in slices):
+        raise UsageError(
+            f"index must be at most {len(shape)} slices of whole numbers without a step, "
+            f"got {index!r}"
+        )
     spans = [part.indices(length)[:2] for part, length in zip(slices, shape, strict=False)]
     return [(start, max(start, stop)) for start, stop in spans] + [
         (0, length) for length in shape[len(slices) :]
     ]
+
+
+def _is_span(part: object) -> bool:
+    if not isinstance(part, slice) or part.step not in (None, 1):
+        return False
+    return all(end is None or isinstance(end, SupportsIndex) for end in (part.start, part.stop))
 
 
 def gather(folder: Path, name: str, entry: Entry, index: slice | Slices | None = None) -> Bytes:

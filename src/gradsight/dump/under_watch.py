@@ -1,7 +1,7 @@
 """Dumps under a watch: copied when a gradient is true, written when its step is made."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,16 +11,28 @@ from gradsight.core.group import world_size
 from gradsight.core.problems import Problems
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job
-from gradsight.values.findings import Finding
-from gradsight.values.measured import Norms
+from gradsight.dump.manifest import SCHEDULE, joined_reasons
+from gradsight.values.findings import Finding, Suspicion
 from gradsight.values.steps import TRUE_GRADIENT
 
 _USED = "as the optimizer used it, after any clipping"
 _MIXED = "of several optimizers, as found after the last backward pass"
 
 
+@dataclass(frozen=True, slots=True)
+class MadeStep:
+    """What is known of a step once it is made."""
+
+    step: int
+    gradient: str
+    """What its gradients were when they were looked at."""
+    clip_coef: float | None = None
+    remaining: float | None = None
+    """What is left of each gradient after the step, as a share; None if that is not one number."""
+
+
 class WatchedDumps:
-    """Hands the gradients of due and of critical steps to a dumper."""
+    """Hands the gradients of due and of bad steps to a dumper."""
 
     def __init__(
         self, dumper: GradientDumper, model: nn.Module, optimizers: int, problems: Problems
@@ -29,35 +41,47 @@ class WatchedDumps:
         self._model = model
         self._problems = problems
         self._several = optimizers > 1
-        self._gradient_when_judged = _USED if optimizers else TRUE_GRADIENT
-        self._step = -1
-        self._dumped = -1
         self._judged: set[tuple[str, int]] = set()
+        self._found: list[tuple[str, int]] = []
+        """What the judge has found, and at which step, that no dump shows yet."""
+        self._bad_dumped = -1
+        """The last step that was dumped for what was found of it."""
         self._staged: tuple[Job, Facts] | None = None
-        if dumper.dump_on is not None and world_size() > 1:
-            problems.report(
-                "dump-on", "dump_on needs a run of one process; dumps by schedule go on"
-            )
 
     @property
     def is_staged(self) -> bool:
         """Whether gradients of the step under way were copied."""
         return self._staged is not None
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether something was found that asks for a dump, and there is none yet."""
+        return bool(self._found)
+
     def gradients_ready(
-        self, step: int, scaler: torch.amp.GradScaler | None, norms: Norms | None
+        self,
+        step: int,
+        scaler: torch.amp.GradScaler | None,
+        suspicion: Suspicion | None,
+        wanted: bool,
     ) -> None:
-        """The gradients are true now; a later look of the same step replaces this one."""
-        broken = norms is not None and norms.counts is not None
-        severity = "critical" if broken and world_size() == 1 else None
-        if not self._dumper.wants(step, severity) or moments.inside_backward():
-            return
+        """The gradients are true now; a later look of the same step replaces this one.
+
+        suspicion: what will be found of this step.
+        wanted: an earlier finding asks for a dump, on rank 0.
+        """
         self._forget()
+        bad = suspicion is not None and self._dumper.wants_finding(suspicion.severity)
+        due = bad or wanted or self._dumper.wants(step)
+        if not due or moments.inside_backward():
+            return
+        reasons = self._reasons(step)
+        if bad and suspicion is not None:
+            reasons.insert(0, f"{suspicion.code} {suspicion.name}")
         scale = None if scaler is None else float(scaler.get_scale())
-        reason = "schedule" if self._dumper.wants(step) else f"{severity} finding"
         facts = Facts(
             gradient=_MIXED if self._several else TRUE_GRADIENT,
-            reason=reason,
+            reason=joined_reasons(reasons),
             scale=scale,
             divisor=scale or 1.0,
         )
@@ -65,41 +89,63 @@ class WatchedDumps:
         if job is not None:
             self._staged = (job, facts)
 
-    def step_made(self, step: int, gradient: str, clip_coef: float | None) -> None:
-        """The step is made, and `gradient` says what its gradients were: write the copy."""
-        self._step = step
-        if self._staged is None:
-            if self._dumper.wants(step):
-                self._problems.report(
-                    "dump-missing",
-                    f"step {step} was due for a dump, but at no moment were all its gradients "
-                    "there at once",
-                )
-            return
-        job, facts = self._staged
-        self._staged = None
-        if facts.gradient == TRUE_GRADIENT:
-            facts = replace(facts, gradient=gradient)
-        self._dumper.commit(job, replace(facts, clip_coef=clip_coef))
-        self._dumped = step
-
-    def judged(self, findings: Sequence[Finding]) -> None:
-        """Dump the step once per new finding that is bad enough.
-
-        What is dumped is what the optimizer has left in place.
-        """
+    def judged(self, step: int, findings: Sequence[Finding]) -> None:
+        """What was found at this step; each new finding asks for one dump."""
         for finding in findings:
             key = (finding.code, finding.first_step)
-            if key in self._judged or world_size() > 1:
+            if key in self._judged or not self._dumper.wants_finding(finding.severity):
                 continue
             self._judged.add(key)
-            if self._step == self._dumped or not self._dumper.wants(self._step, finding.severity):
-                continue
-            if any(parameter.grad is not None for parameter in self._model.parameters()):
-                self._dumped = self._step
-                reason = f"{finding.code} {finding.name}"
-                facts = Facts(gradient=self._gradient_when_judged, reason=reason)
-                self._dumper.capture(self._model, self._step, facts)
+            # Sharded gradients are judged a step later, when this one may have been dumped already.
+            if step != self._bad_dumped:
+                self._found.append((f"{finding.code} {finding.name}", step))
+
+    def _reasons(self, dumped: int) -> list[str]:
+        """What was found, as the reasons of the dump of this step."""
+        reasons = []
+        for text, step in self._found:
+            place = "" if step == dumped else f", found at step {step}"
+            reasons.append(f"{text}{place}")
+        return reasons
+
+    def step_made(self, made: MadeStep) -> None:
+        """The step is made and judged, as far as it can be by now: write the copy."""
+        if self._staged is not None:
+            job, facts = self._staged
+            self._staged = None
+            if facts.gradient == TRUE_GRADIENT:
+                facts = replace(facts, gradient=made.gradient)
+            reason = joined_reasons([facts.reason, *self._reasons(made.step)])
+            self._found = []
+            if reason != SCHEDULE:
+                self._bad_dumped = made.step
+            self._dumper.commit(job, replace(facts, reason=reason, clip_coef=made.clip_coef))
+            return
+        if self._dumper.wants(made.step):
+            self._problems.report(
+                "dump-missing",
+                f"step {made.step} was due for a dump, but at no moment were all its gradients "
+                "there at once",
+            )
+        # Several ranks agree on it at the next look; the true gradient of that step is dumped.
+        if self._found and world_size() == 1:
+            self._dump_what_is_left(made)
+
+    def _dump_what_is_left(self, made: MadeStep) -> None:
+        """What nobody knew early: dump the gradient that the optimizer has left in place."""
+        if all(parameter.grad is None for parameter in self._model.parameters()):
+            return
+        facts = Facts(gradient=_USED, reason=joined_reasons(self._reasons(made.step)))
+        self._found = []
+        self._bad_dumped = made.step
+        if made.remaining == 1.0:
+            facts = replace(facts, gradient=made.gradient, clip_coef=1.0)
+        elif made.remaining is not None:
+            restored = f"{made.gradient}, restored: the clipped one divided by {made.remaining:.6g}"
+            facts = replace(
+                facts, gradient=restored, divisor=made.remaining, clip_coef=made.clip_coef
+            )
+        self._dumper.capture(self._model, made.step, facts)
 
     def close(self) -> None:
         """Wait for the writer, and pass on what went wrong."""

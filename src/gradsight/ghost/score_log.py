@@ -1,5 +1,8 @@
 """The scores of a run: which step they belong to, what the optimizer did, when they go to disk."""
 
+import atexit
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradsight.core import moments
 from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.problems import say
 from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
@@ -135,12 +139,17 @@ class ScoreLog:
         self._listening = False
         self._called_by_scaler = False
         self._problems = RunProblems(saving.run_dir if group.rank == 0 else None)
+        self._at_exit: _SavesAtExit | None = None
         self._hooks: list[Any] = []
         if optimizer is not None:
             self._hooks = [
                 optimizer.register_step_pre_hook(self._before_optimizer),
                 optimizer.register_step_post_hook(self._after_optimizer),
             ]
+        # With several processes the others may be gone when one ends: nothing is gathered then.
+        if saving.run_dir is not None and group.size == 1:
+            self._at_exit = _SavesAtExit(self)
+            atexit.register(self._at_exit)
 
     def step(self, given: int | None) -> int:
         """A block's step: as given, or as it is counted."""
@@ -242,6 +251,16 @@ class ScoreLog:
             hook.remove()
         self._hooks = []
         moments.leave(self)
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        if self._count.unobserved and self._count.first is None:
+            steps = self._count.unobserved
+            self._problems.report(
+                "nothing observed",
+                f"the optimizer made {steps} steps and no sample was scored: put every backward "
+                "pass into `with engine.observe():`",
+                steps - 1,
+            )
         try:
             self.save(None)
         finally:
@@ -285,3 +304,22 @@ class ScoreLog:
         # No collective of ours may run inside a hook: with several processes the next block saves.
         if self._group.size == 1 and self.pending.blocks:
             self.save_finished(self._count.last + 1)
+
+
+class _SavesAtExit:
+    """Closes the log of an engine that nobody closed, when the process ends."""
+
+    def __init__(self, log: ScoreLog) -> None:
+        # Weakly: an engine that is let go of is not kept until the end.
+        self._log = weakref.ref(log)
+        self._process = os.getpid()
+
+    def __call__(self) -> None:
+        log = self._log()
+        # A forked child has a copy of what its parent is going to save.
+        if log is None or os.getpid() != self._process:
+            return
+        try:
+            log.close()
+        except Exception as error:
+            say(f"the last scores were not saved: {type(error).__name__}: {error}")

@@ -40,7 +40,7 @@ class StepCount:
         self._group = group
         self._by_optimizer = by_optimizer
         self._next = 0
-        self._unobserved = 0
+        self.unobserved = 0
         """Steps of the optimizer before the first block."""
 
     def of_block(self, given: int | None) -> int:
@@ -78,7 +78,7 @@ class StepCount:
         """The optimizer has made a step, or a GradScaler has left it out."""
         self._next += 1
         if self.first is None:
-            self._unobserved += 1
+            self.unobserved += 1
 
     def _agreed(self, given: int | None) -> FirstStep:
         """Rank 0's first step, or its error, on every process."""
@@ -123,7 +123,7 @@ class StepCount:
         if watched is not None and start not in (
             None,
             watched.first,
-            watched.step - self._unobserved,
+            watched.step - self.unobserved,
         ):
             raise UsageError(
                 f"start_step={start}, but the watch on {self._run_dir} began with step "
@@ -137,7 +137,7 @@ class StepCount:
             start = 0
             if self._run_dir is not None:
                 start = next_step(self._run_dir)
-        return start + self._unobserved
+        return start + self.unobserved
 
 
 def _say_continued(run_dir: Path, last: int, replaced_from: int) -> None:

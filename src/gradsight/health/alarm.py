@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from gradsight.health.bad_steps import EarlyLook, TotalHistory
 from gradsight.health.registry import CheckSettings
 from gradsight.measure.clipping import ClipReading
+from gradsight.values.findings import Suspicion
 from gradsight.values.measured import Norms
 
 _SCALER_PATIENCE = 8
@@ -53,6 +54,26 @@ class Alarm:
         if norms.counts is not None or not math.isfinite(norms.total) or not self._whole_norms:
             return None
         return self._ask(self._look(norms, clip))
+
+    def suspects(self, norms: Norms, scaler_settles: bool) -> Suspicion | None:
+        """What the judge will find, where one look at the gradient tells; nothing is noted.
+
+        So it may be asked at every look of a step: of accumulated gradients the last one counts.
+        """
+        if norms.counts is not None:
+            settled = scaler_settles and self._bad_in_a_row < _SCALER_PATIENCE
+            if self._not_finite_raised or settled:
+                return None
+        elif not math.isfinite(norms.total) or not self._whole_norms:
+            return None
+        look = self._look(norms, None)
+        for each in self._checks:
+            alarm = each.check.incident.alarm
+            # A check with patience also wants to know what clipping leaves: not known yet.
+            at_once = each.patience == 1 and each.check.code not in self._streaks
+            if alarm is not None and at_once and alarm(look, **each.thresholds):
+                return Suspicion(each.check.code, each.check.name, each.check.severity)
+        return None
 
     def end_step(self, norms: Norms) -> None:
         """The step is made, with gradients of these norms."""

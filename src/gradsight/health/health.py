@@ -12,8 +12,10 @@ from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.core.shards import is_sharded
 from gradsight.health.alarm import Alarm
+from gradsight.health.early_findings import EarlyFindings
 from gradsight.health.judge import Judge
 from gradsight.health.one_look import verdict_of
+from gradsight.health.rank_agreement import RankAgreement
 from gradsight.health.ranks import RankComparer
 from gradsight.health.registry import CheckSettings
 from gradsight.health.subject import memberships_of, subject_of
@@ -32,6 +34,8 @@ class HealthOptions:
 
     checks: Sequence[CheckSettings]
     closer_looks: CloserLooks
+    early: bool = False
+    """Whether bad steps must be known while their gradients are still true, on all ranks."""
 
 
 class Health:
@@ -56,12 +60,22 @@ class Health:
         whole = [row for row in subject.matrices if not is_sharded(parameters[row].tensor)]
         self.unit_rows = tuple(row for row in whole if subject.trainable[row])
         """Weights whose dead units are to be counted."""
-        self.alarm = Alarm(options.checks, whole_norms=len(self._optimizers) < 2)
+        self.alarm = self._new_alarm()
+        self.early: EarlyFindings | None = None
+        """What knows of a bad step in time to dump its gradient; None where nobody asked for it."""
+        if options.early:
+            tensors = [named.tensor for named in parameters]
+            ranks = None if group is None else RankAgreement(tensors, problems)
+            self.early = EarlyFindings(self._new_alarm(), ranks)
         self._late: list[RankComparison] = []
         self._ranks: RankComparer | None = None
         if group is not None:
             tensors = [named.tensor for named in parameters]
             self._ranks = RankComparer(model, tensors, group, options.closer_looks, problems)
+
+    def _new_alarm(self) -> Alarm:
+        """An alarm that has seen no step yet."""
+        return Alarm(self._options.checks, whole_norms=len(self._optimizers) < 2)
 
     def incident_rules(self) -> dict[str, IncidentRule]:
         """By code: which findings are incidents, and whether they can be known early."""
@@ -99,6 +113,8 @@ class Health:
         """Take every hook away; wait so many seconds for what other ranks are still sending."""
         if self._ranks is not None:
             self._late += self._ranks.stop(patience)
+        if self.early is not None:
+            self.early.close()
 
     def finish(self) -> list[Finding]:
         """The run is over: the last word of every finding that has one."""

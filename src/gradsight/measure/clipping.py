@@ -18,9 +18,11 @@ from gradsight.core.shards import local_part
 from gradsight.measure.flatten import flat
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import PIECE, NormReading, measure
+from gradsight.values.measured import Norms
 
 _ALIKE = 1e-4
 _ALIKE_IN_HALF = 2e-2
+_UNTOUCHED = 1e-6
 
 Place = tuple[int, int]
 """Which of a look's arrays of pieces, and the position in it."""
@@ -124,6 +126,26 @@ class ClipReading:
         if self.scale is not None and not self.still_scaled:
             factor = float(self.scale.read()[0])
         return self.probe.coefficient(self.look, factor)
+
+
+def remaining_share(then: Norms, now: Norms) -> float | None:
+    """What is left of every gradient alike, from a look till now; None where it is not one number.
+
+    >>> look = Norms(np.array([4.0, 0.0, 2.0]), np.array([3.0, 0.0, 1.0]))
+    >>> remaining_share(look, Norms(look.l2 / 2, look.max_abs / 2))
+    0.5
+    >>> remaining_share(look, Norms(look.l2, look.max_abs / 2)) is None
+    True
+    """
+    before = np.concatenate([then.l2, then.max_abs])
+    after = np.concatenate([now.l2, now.max_abs])
+    shares = after[before > 0] / before[before > 0]
+    if not len(shares) or after[before == 0].any() or not np.isfinite(shares).all():
+        return None
+    middle = float(np.median(shares))
+    if middle <= 0 or np.abs(shares - middle).max() > _ALIKE * middle:
+        return None
+    return 1.0 if abs(middle - 1) < _UNTOUCHED else middle
 
 
 def _places(look: NormReading, allowed: Collection[int] | None) -> list[Place]:

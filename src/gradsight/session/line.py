@@ -7,7 +7,7 @@ What is handed on is a frozen value. Findings are returned, not told.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from gradsight.core import moments
 from gradsight.core.problems import Problems
-from gradsight.dump.under_watch import WatchedDumps
+from gradsight.dump.under_watch import MadeStep, WatchedDumps
+from gradsight.health.early_findings import DumpDecision, Look
 from gradsight.health.health import Health
 from gradsight.incidents.recorder import FlightRecorder
+from gradsight.session.readings import GradientReading
 from gradsight.session.signals import TrainingSignals
 from gradsight.session.step_builder import StepBuilder
 from gradsight.values.findings import Finding
@@ -71,6 +73,8 @@ class StepLine:
         self._signals = instruments.signals
         self._incidents = instruments.incidents
         self._dumps = instruments.dumps
+        self._early = None if instruments.health is None else instruments.health.early
+        self._decision = DumpDecision()
         self._outputs = outputs
         self._problems = problems
         self._manual = manual
@@ -86,16 +90,21 @@ class StepLine:
 
     # The moments of a step.
 
-    def gradients_ready(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
+    def gradients_ready(
+        self, rows: Sequence[int], scaler: torch.amp.GradScaler | None, together: bool
+    ) -> None:
         """The gradients of these parameters are true now.
 
-        A scaler's factor is in them if one is given.
+        A scaler's factor is in them if one is given. `together`: every rank has come to this look.
         """
         reading = self.builder.gradients_ready(rows, scaler)
         norms = None if reading is None else reading.known
         # Copied now: clipping and the optimizer will have changed it by the time it is judged.
         if self._dumps is not None:
-            self._dumps.gradients_ready(self.builder.step, scaler, norms)
+            if reading is not None and together:
+                self._decide(reading, scaler is not None, self._dumps.is_wanted)
+            suspicion = self._decision.suspicion
+            self._dumps.gradients_ready(self.builder.step, scaler, suspicion, self._decision.wanted)
         if self._incidents is None or reading is None or norms is None:
             return
         self._factor = reading.factor()
@@ -106,6 +115,15 @@ class StepLine:
             code = self._not_finite(self._last, self._incidents.loss, scaler is not None)
             if code is not None:
                 self._incidents.not_finite(self.builder.step, code, self._factor)
+
+    def _decide(self, reading: GradientReading, scaled: bool, wanted: bool) -> None:
+        """Whether this look is dumped for what will be found of it, or was found before."""
+        if self._early is None or reading.known is None:
+            return
+        norms = reading.known.divided_by(reading.factor())
+        loss = None if self._signals is None else self._signals.loss
+        look = Look(reading.rows, norms, scaled, loss)
+        self._decision = self._early.decide(look, wanted)
 
     def _not_finite(self, norms: Norms, loss: Tensor | None, scaled: bool) -> str | None:
         """The code under which the judge will find this gradient."""
@@ -154,12 +172,29 @@ class StepLine:
             signals, loss = self._signals.take()
         if self._health is not None:
             comparisons = self._health.compare_ranks(step)
-        if self._dumps is not None:
-            coefficient = self.builder.clip_coefficient() if self._dumps.is_staged else None
-            self._dumps.step_made(step, gradient, coefficient)
         self._end_incidents(step)
-        for measured in self.builder.end_step(gradient, signals, loss, comparisons):
+        made = MadeStep(step, gradient)
+        if self._dumps is not None and self._dumps.is_staged:
+            made = replace(made, clip_coef=self.builder.clip_coefficient())
+        finished = self.builder.end_step(gradient, signals, loss, comparisons)
+        for measured in finished:
             self._finish(measured)
+        self._end_dumps(made, finished)
+
+    def _end_dumps(self, made: MadeStep, finished: Sequence[MeasuredStep]) -> None:
+        """Write what was copied; what was found only now is dumped as it was left, if at all."""
+        self._decision = DumpDecision()
+        if self._early is not None:
+            self._early.end_step()
+        if self._dumps is None:
+            return
+        if self._dumps.is_wanted and not self._dumps.is_staged:
+            for measured in finished:
+                if measured.step.step == made.step:
+                    remaining = self.builder.remaining_share(measured)
+                    clip = measured.step.clip_coef
+                    made = replace(made, remaining=remaining, clip_coef=clip)
+        self._dumps.step_made(made)
 
     def _end_incidents(self, step: int) -> None:
         norms = self._last
@@ -208,7 +243,7 @@ class StepLine:
         if self._incidents is not None:
             findings = self._incidents.explain(measured, findings)
         if self._dumps is not None:
-            self._dumps.judged(findings)
+            self._dumps.judged(measured.step.step, findings)
         for output in self._outputs:
             output.write(measured, findings)
 

@@ -51,7 +51,7 @@ class ManualSteps:
         rows = [row for row, tensor in enumerate(self._parameters) if tensor.grad is not None]
         gradient = LOCAL_GRADIENT if self._local else TRUE_GRADIENT
         if rows:
-            self._line.gradients_ready(rows, self._scaler)
+            self._line.gradients_ready(rows, self._scaler, together=not self._local)
             self._line.after_update(rows, None, self._scaler is not None, skipped=False)
         else:
             gradient = NO_GRADIENT

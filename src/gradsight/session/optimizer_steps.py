@@ -147,16 +147,18 @@ class OptimizerSteps:
         # LBFGS evaluates its closure many times a step; the step starts from the first gradient.
         elif not self._closure_evaluated:
             self._local = not reduces_gradients(self._model)
-            self._look(self._with_gradient(range(len(self._parameters))))
+            rows = self._with_gradient(range(len(self._parameters)))
+            self._look(rows, together=not self._local)
 
     def _with_gradient(self, rows: Iterable[int]) -> list[int]:
         return [row for row in rows if self._parameters[row].grad is not None]
 
-    def _look(self, rows: list[int]) -> None:
+    def _look(self, rows: list[int], together: bool) -> None:
+        """`together`: a backward pass has reduced the gradients, so that all ranks are here now."""
         if rows:
             self._seen.update(rows)
             self._scaler = self._scaled_loss_by
-            self._line.gradients_ready(rows, self._scaler)
+            self._line.gradients_ready(rows, self._scaler, together)
 
     def _ready_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """The same closure, which also tells when its first evaluation is done."""
@@ -179,11 +181,11 @@ class OptimizerSteps:
         rows = self._rows_of(optimizer)
         # Optimizers that step inside backward free each gradient at once: this is the only chance.
         if moments.inside_backward():
-            self._look(self._with_gradient(rows))
+            self._look(self._with_gradient(rows), together=False)
         else:
             late = self._with_gradient(row for row in rows if row not in self._seen)
             self._any_late |= bool(late)
-            self._look(late)
+            self._look(late, together=False)
         key = id(optimizer)
         still_scaled = key in self._by_scaler and key not in self._unscaled
         self._line.before_update(rows, self._scaler if still_scaled else None)

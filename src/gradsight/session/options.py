@@ -42,6 +42,10 @@ class WatchOptions:
                 "dump must be a GradientDumper, such as gradsight.GradientDumper(run_dir), "
                 f"got {self.dump!r}"
             )
+        if self.dump is not None and self.dump.is_closed:
+            raise UsageError(
+                "dump is a GradientDumper that was closed: make a new one for this run"
+            )
         if not isinstance(self.quiet, bool):
             raise UsageError(f"quiet must be True or False, got {self.quiet!r}")
         if self.sink_detail not in (None, "parameters", "blocks"):

@@ -66,6 +66,11 @@ class TrainingSignals:
             self._handles.pop().remove()
         self._leave_model()
 
+    @property
+    def loss(self) -> Tensor | None:
+        """What the last backward pass of the step under way was called on; on the device still."""
+        return self._loss
+
     def take(self) -> tuple[StepSignals, Tensor | None]:
         """What was noticed in the step that has just ended; its loss is still on the device."""
         loss = self._loss

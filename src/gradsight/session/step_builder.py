@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradsight.core.group import PendingArrays, ProcessGroup, rank
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
-from gradsight.measure.clipping import ClipProbe, ClipReading
+from gradsight.measure.clipping import ClipProbe, ClipReading, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
@@ -56,6 +56,8 @@ class MeasuringPlan:
     """Weights whose dead units are counted."""
     on_every_rank: bool = False
     """Whether ranks look at their gradients also where rank 0's are the same."""
+    at_once: bool = False
+    """Whether norms are read as soon as backward has returned, though that waits for the device."""
 
     def wants_details(self, step: int) -> bool:
         """Whether this step is looked at closely."""
@@ -107,7 +109,7 @@ class StepBuilder:
         gradients = [self._gradient(row) for row in rows]
         reading = GradientReading(list(rows), NormReading(gradients), scale_of(scaler))
         # A recount reads the gradients themselves, so it must happen while they are what they were.
-        if reading.ready():
+        if self._plan.at_once or reading.ready():
             reading.known = recount(gradients, reading.read())
         if wants_details:
             reading.histograms = HistogramReading(gradients, offset=self.step)
@@ -206,6 +208,18 @@ class StepBuilder:
     def clip_coefficient(self) -> float | None:
         """Of the step under way, once its optimizers have stepped. Waits for the device."""
         return clip_coefficient(self._current.used)
+
+    def remaining_share(self, measured: MeasuredStep) -> float | None:
+        """What is left now of every gradient of a finished step alike; None if not one number."""
+        if measured.norms is None or self._group is not None:
+            return None
+        rows: Sequence[int] = range(len(self._parameters))
+        if measured.rows is not None:
+            rows = measured.rows
+        gradients = [self._gradient(row) for row in rows]
+        if any(gradient.numel() == 0 for gradient in gradients):
+            return None
+        return remaining_share(measured.norms, recount(gradients, NormReading(gradients).read()))
 
     def flush(self) -> list[MeasuredStep]:
         """Wait for everything that is on its way."""

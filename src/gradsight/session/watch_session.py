@@ -177,7 +177,8 @@ class Watch:
         incidents: FlightRecorder | None = None
         dumps: WatchedDumps | None = None
         if checks is not None:
-            judged = HealthOptions(checks, CloserLooks(self._opened.first_step))
+            closer_looks = CloserLooks(self._opened.first_step)
+            judged = HealthOptions(checks, closer_looks, early=_dumps_bad_steps(options.dump))
             health = Health(
                 model, parameters, self._optimizers, judged, self._group, self._problems
             )
@@ -193,6 +194,10 @@ class Watch:
             incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
         if options.dump is not None:
             dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
+            if health is None and options.dump.dump_on is not None:
+                self._problems.report(
+                    "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
+                )
         return WatchedInstruments(health, signals, incidents, dumps)
 
     # For the user.
@@ -416,6 +421,10 @@ def _watched_parameters(model: nn.Module) -> list[Named]:
     return parameters
 
 
+def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:
+    return dumper is not None and dumper.enabled and dumper.dump_on is not None
+
+
 def _watched_optimizers(
     optimizer: object, model: nn.Module, parameters: Sequence[Named]
 ) -> list[Optimizer]:
@@ -443,13 +452,15 @@ def _measuring_plan(
     options: WatchOptions, opened: OpenedRun, instruments: WatchedInstruments
 ) -> MeasuringPlan:
     health = instruments.health
+    known_early = health is not None and health.early is not None
     return MeasuringPlan(
         first_step=opened.first_step,
         norms=options.stats,
         histograms=options.histograms,
         closer_looks=None if health is None else CloserLooks(opened.first_step),
         unit_rows=() if health is None else health.unit_rows,
-        on_every_rank=instruments.incidents is not None,
+        on_every_rank=instruments.incidents is not None or known_early,
+        at_once=known_early,
     )
 
 

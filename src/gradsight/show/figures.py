@@ -29,8 +29,12 @@ def figure(value: float | None) -> str:
 def sparkline(values: Sequence[float], width: int = 24) -> str:
     """A curve on a logarithmic scale, one sign per stretch of steps; '!' where one is not finite.
 
+    A stretch is as high as its largest value: a single step's spike must be seen.
+
     >>> sparkline([1, 10, 100, 1000])
     '▁▃▆█'
+    >>> sparkline([1, 1, 1, 1000, 1, 1], width=3)
+    '▁█▁'
     >>> sparkline([1, float("nan"), 1])
     '▄!▄'
     """
@@ -46,11 +50,11 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def _height(stretch: Sequence[float]) -> float | None:
-    """The logarithm of a stretch's middle value; None where something in it is not finite."""
+    """The logarithm of a stretch's largest value; None where something in it is not finite."""
     if not all(math.isfinite(value) for value in stretch):
         return None
     # Zero has no logarithm; this is the smallest number that a float32 holds.
-    return math.log10(max(sorted(stretch)[len(stretch) // 2], 1e-45))
+    return math.log10(max(*stretch, 1e-45))
 
 
 def _level(height: float, low: float, high: float) -> int:

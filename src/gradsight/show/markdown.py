@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from gradsight.show.figures import bar, figure, sparkline
+from gradsight.show.memory_and_dumps import dumps_section, memory_section
 from gradsight.show.samples import TextOf, markdown_section
 from gradsight.show.summary import BlockNorms, Summary
 from gradsight.values.findings import Problem
@@ -18,6 +19,8 @@ from gradsight.values.wording import diagnosis_lines
 _MOST_ROWS = 40
 _MOST_STEPS = 8
 _MOST_NAMES = 3
+_LABEL = 16
+"""Columns of a histogram's labels."""
 _LEAST_SHARE = 0.0005
 """Bins with a smaller share of the entries are not drawn."""
 _WITHIN = "gradients/share_within_0.1"
@@ -37,6 +40,8 @@ def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     if summary.samples is not None:
         sections.append(markdown_section(summary.samples, text_of))
     sections += [
+        memory_section(summary.memory),
+        dumps_section(summary.dumps),
         _histogram(summary.histogram),
         _broken(summary),
         _incidents(summary),
@@ -48,7 +53,7 @@ def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
 def _overview(summary: Summary) -> list[str]:
     if not summary.steps:
         return []
-    lines = ["| | |", "| --- | --- |"]
+    lines = ["| What | In this run |", "| --- | --- |"]
     return lines + [f"| {name} | {value} |" for name, value in _overview_rows(summary)]
 
 
@@ -151,12 +156,13 @@ def _histogram(histogram: Histogram | None) -> list[str]:
     shares = [sum(magnitudes[start : start + 2]) / total for start in pairs]
     zero = (histogram.zero + histogram.underflow) / total
     top = max(shares)
-    lines += ["", "```", f"{'magnitude':>12}  share"]
+    lines += ["", "```", f"{'magnitude':>{_LABEL}}  share"]
     for start, share in zip(pairs, shares, strict=True):
         if share >= _LEAST_SHARE:
-            least = f"≥ {figure(2.0 ** (histogram.low + start))}"
-            lines.append(f"{least:>12}  {share:6.1%} {bar(share / top)}")
-    lines.append(f"{'zero':>12}  {zero:6.1%} {bar(min(1.0, zero / top))}")
+            least = 2.0 ** (histogram.low + start)
+            label = f"{least:.1g} to {4 * least:.1g}"
+            lines.append(f"{label:>{_LABEL}}  {share:6.1%} {bar(share / top)}")
+    lines.append(f"{'zero':>{_LABEL}}  {zero:6.1%} {bar(min(1.0, zero / top))}")
     return [*lines, "```"]
 
 
@@ -194,7 +200,7 @@ def _incidents(summary: Summary) -> list[str]:
         lines.append(f"- step {incident.step}, {incident.code}: {what} (`{place}`{again})")
         if incident.diagnosis is not None and place not in said:
             # Markdown is wrapped by whoever shows it.
-            lines += [f"  - {line}" for line in diagnosis_lines(incident.diagnosis, width=10_000)]
+            lines += [f"    - {line}" for line in diagnosis_lines(incident.diagnosis, width=10_000)]
     return lines
 
 

@@ -57,7 +57,8 @@ def markdown_section(influence: Influence, text_of: TextOf, top: int = 3) -> lis
         "",
     ]
     if influence.domains:
-        lines += [*_markdown_domains(influence), ""]
+        lines += ["### Domains", "", *_markdown_domains(influence), ""]
+    lines += ["### Best and worst samples", ""]
     lines += ["| sample | domain | score | seen | text |", "| --- | --- | ---: | ---: | --- |"]
     for place in (*_best(influence, top), *reversed(_worst(influence, top))):
         row = _sample(influence, place, text_of)

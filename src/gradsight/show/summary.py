@@ -1,13 +1,14 @@
 """A run in numbers, read in one pass: everything that report.md and the commands say. No torch."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
 from gradsight.show.influence import Influence, influence_of
 from gradsight.values.diagnoses import Incident
+from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import (
     SEVERITIES,
@@ -20,7 +21,7 @@ from gradsight.values.health_report import (
 )
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import counted
-from gradsight.values.steps import ParameterStat, Step, block_of
+from gradsight.values.steps import ParameterStat, Scalar, Step, block_of
 
 
 class ReadableRun(Protocol):
@@ -35,6 +36,7 @@ class ReadableRun(Protocol):
     def findings(self) -> Iterable[Finding]: ...
     def abstentions(self) -> Iterable[Abstention]: ...
     def incidents(self) -> Iterable[Incident]: ...
+    def memory(self) -> Iterable[Scalar]: ...
     def score_table(self) -> tuple[Any, list[str]] | None: ...
 
 
@@ -76,6 +78,8 @@ class Summary:
     incidents: list[Incident] = field(default_factory=list)
     samples: Influence | None = None
     """What the samples did to the target with most scores; None where none were scored."""
+    memory: list[Scalar] = field(default_factory=list)
+    dumps: list[DumpMetadata] = field(default_factory=list)
 
     @property
     def severity(self) -> str:
@@ -121,8 +125,8 @@ class Summary:
         return settings.get("health", True) is not False
 
 
-def summarize(run: ReadableRun) -> Summary:
-    """Read a run once."""
+def summarize(run: ReadableRun, dumps: Sequence[DumpMetadata] = ()) -> Summary:
+    """Read a run once; `dumps` are those that lie beside its record."""
     # In one pass: a long run has millions of rows, and only what is added up of them is kept.
     blocks: dict[str, BlockNorms] = {}
     broken: dict[int, list[str]] = {}
@@ -151,6 +155,8 @@ def summarize(run: ReadableRun) -> Summary:
         health=_health(run, steps, last),
         incidents=list(run.incidents()),
         samples=samples,
+        memory=list(run.memory()),
+        dumps=list(dumps),
     )
 
 

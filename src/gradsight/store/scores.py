@@ -76,7 +76,7 @@ def read_scores(run_dir: str | os.PathLike[str]) -> "pyarrow.Table":
 
     run_dir: a run directory, or the folder of score files itself (its grad_dotprods).
     """
-    place = Path(run_dir)
+    place = rundir.directory_path(run_dir, "run_dir")
     if not place.is_dir():
         raise WrongPlace(f"there is no folder at {place}: expected a run directory with scores")
     files = score_files(place) or _files_in(place)

@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from gradsight.core.problems import Problems
+from gradsight.core.rundir import directory_path
 from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks import open_sinks
 from gradsight.store.sinks.guard import GuardedSinks
 from gradsight.store.sinks.step_sink import SinkPlace
 from gradsight.store.store import Store, open_store
 from gradsight.values.histograms import Histogram
-from gradsight.values.whole_numbers import whole_number
+from gradsight.values.whole_numbers import single_number, whole_number
 
 _APART = "tracker"
 """The folder of its events where those of a watch are in the run's own."""
@@ -39,11 +39,13 @@ class MetricsTracker:
         use_wandb: bool = False,
         use_tensorboard: bool = False,
     ) -> None:
-        self._place = SinkPlace(Path(run_dir) if run_dir is not None else None)
+        path = None if run_dir is None else directory_path(run_dir, "run_dir")
+        self._place = SinkPlace(path)
         self._store: Store | None = None
         self._problems = Problems()
         self._sinks = GuardedSinks([], self._problems)
         self._started = False
+        self._closed = False
         self._tensorboard: Any = None
         self._wandb: Any = None
         if self._place.run_dir is not None:
@@ -71,7 +73,7 @@ class MetricsTracker:
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Many numbers of one step."""
-        plain = {name: float(value) for name, value in values.items()}
+        plain = _plain(values)
         step = _whole(step)
         self._start()
         if self._store is not None:
@@ -81,6 +83,12 @@ class MetricsTracker:
     def log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         """One histogram."""
         step = _whole(step)
+        _check_name(name)
+        if not isinstance(histogram, Histogram):
+            raise UsageError(
+                "log_histogram takes a histogram of Gradsight's, as log_gradient_distribution "
+                f"makes it, got {type(histogram).__name__}"
+            )
         self._start()
         if self._store is not None:
             self._store.add_histograms(step, [histogram], source=name)
@@ -92,6 +100,7 @@ class MetricsTracker:
 
     def close(self) -> None:
         """Write what is left. Closing again does nothing."""
+        self._closed = True
         self._sinks.close()
         if self._store is not None:
             self._store.close()
@@ -113,7 +122,9 @@ class MetricsTracker:
         return opened
 
     def _start(self) -> None:
-        """The first numbers have come."""
+        """The first numbers have come, or some that are too late."""
+        if self._closed:
+            self._problems.report("tracker", "this tracker is closed: nothing more is recorded")
         if self._started:
             return
         self._started = True
@@ -124,7 +135,21 @@ class MetricsTracker:
             self._tensorboard.folder /= _APART
 
 
-def _whole(step: int) -> int:
-    if int(step) != step or step < 0:
-        raise UsageError(f"a step is a whole number from 0 on, got {step!r}")
-    return whole_number(int(step), "step")
+def _plain(values: Mapping[str, float]) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise UsageError(f"log_scalars takes {{name: value}}, got {type(values).__name__}")
+    for name in values:
+        _check_name(name)
+    return {name: single_number(value, name) for name, value in values.items()}
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"the name of a number must be text, got {name!r}")
+
+
+def _whole(step: float) -> int:
+    # Epochs and tokens are counted in floats at times.
+    if isinstance(step, float) and step.is_integer():
+        step = int(step)
+    return whole_number(step, "step")

@@ -74,6 +74,8 @@ class Training:
     """Time spent so far, in all."""
     memory: dict[str, float] = field(default_factory=dict)
     """The last look at it."""
+    predicted_bytes: int | None = None
+    """The peak that was expected before training; None where nobody asked."""
     problems: RunProblems = field(init=False)
     """Faults that training survives, for the record."""
 
@@ -113,6 +115,9 @@ def train(run: Training, tools: Instruments) -> int | None:
     ):
         if run.processes.first:
             add_to_config(run)
+        if run.predicted_bytes is not None:
+            gigabytes = run.predicted_bytes / 1e9
+            watched.log_scalar("memory/predicted_peak_gb", gigabytes, run.step)
         if run.step % settings.eval_interval == 0:
             log_losses(run, watched, log)
         while run.step < settings.max_steps:

@@ -3,7 +3,7 @@
 import resource
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,17 @@ _SHORTEST = 16
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
 
 
-def startup_lines(settings: Settings, device: torch.device, samples: int) -> list[str]:
-    """The startup report: device, parameters, expected peak, recommended batch size.
+@dataclass(frozen=True, slots=True)
+class ExpectedMemory:
+    """What a run is expected to take, before it starts."""
 
-    samples: the most that a micro-batch can have, whatever the memory would hold.
-    """
+    lines: list[str]
+    """Device, parameters, expected peak, recommended batch size, as text."""
+    peak_bytes: int
+
+
+def expected_memory(settings: Settings, device: torch.device, samples: int) -> ExpectedMemory:
+    """The startup report; `samples` is the most that the data has for one micro-batch."""
     policy = _policy(settings)
     report = startup_report(
         build_for(settings), settings.batch_size, policy=policy, device=device.type
@@ -35,7 +41,7 @@ def startup_lines(settings: Settings, device: torch.device, samples: int) -> lis
     if settings.method == "GradDotProd":
         size = format_size(report.expected.by_kind["parameters"])
         lines.insert(3, f"Scoring samples: {size} more, for the validation batch's gradient")
-    return lines
+    return ExpectedMemory(lines, report.expected.peak_bytes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

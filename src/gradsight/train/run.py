@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from gradsight.core import rundir
 from gradsight.core.sharing import share_model
 from gradsight.dump.dumper import GradientDumper
+from gradsight.dump.reader import dumps_in
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
@@ -33,7 +34,7 @@ from gradsight.train.config import Settings, to_dict
 from gradsight.train.data import open_corpus
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.loop import Instruments, OnBatch, Training, train, unchanged
-from gradsight.train.memory import advice, is_out_of_memory, startup_lines
+from gradsight.train.memory import advice, expected_memory, is_out_of_memory
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.processes import Processes
 from gradsight.train.progress import PEAKS, Progress
@@ -204,8 +205,9 @@ def introduce(run: Training) -> None:
         )
         if settings.startup_report:
             with run.progress.working("Predicting memory"):
-                lines = startup_lines(settings, run.processes.device, most_samples(run))
-            for line in lines:
+                expected = expected_memory(settings, run.processes.device, most_samples(run))
+            run.predicted_bytes = expected.peak_bytes
+            for line in expected.lines:
                 run.progress.say(line)
         steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
         run.progress.say(
@@ -298,7 +300,7 @@ def evaluate_only(run: Training) -> int:
 def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
-        summary = summarize(open_run(run.run_dir))
+        summary = summarize(open_run(run.run_dir), dumps_in(run.run_dir))
         write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
         for name, value in run.memory.items():
             if name in PEAKS:

@@ -59,6 +59,15 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What the judge will find of a step whose gradient the optimizer has not used yet."""
+
+    code: str
+    name: str
+    severity: str
+
+
+@dataclass(frozen=True, slots=True)
 class IncidentRule:
     """What the flight recorder does about the findings of a check."""
 

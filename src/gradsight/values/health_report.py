@@ -200,13 +200,14 @@ def _issues(report: HealthReport) -> list[str]:
     if not report.findings:
         return ["### Issues Detected", "", "None."]
     lines = ["### Issues Detected", ""]
+    # Four spaces: some readers of Markdown take fewer for no list inside a list.
     for number, finding in enumerate(report.findings, 1):
         title = f"{SIGNS[finding.severity]} **{finding.code} {finding.name}**"
         since = f"({finding.severity}, since step {finding.first_step})"
         lines.append(f"{number}. {title} {since}: {finding.message}")
-        lines.append(f"   - Evidence: {finding.evidence}")
+        lines.append(f"    - Evidence: {finding.evidence}")
         if finding.parameters:
-            lines.append(f"   - Affected layers: {listed(quoted(finding.parameters), _NAMED)}")
+            lines.append(f"    - Affected layers: {listed(quoted(finding.parameters), _NAMED)}")
         lines += _cause(finding)
     return lines
 
@@ -217,10 +218,10 @@ def _cause(finding: Finding) -> list[str]:
     if finding.diagnosis is not None:
         # Markdown is wrapped by whoever shows it, so that no line is broken here.
         first, *rest = diagnosis_lines(finding.diagnosis, width=10_000)
-        lines.append(f"   - Cause: {first}")
-        lines += [f"     - {line}" for line in rest]
+        lines.append(f"    - Cause: {first}")
+        lines += [f"        - {line}" for line in rest]
     if finding.incident is not None:
-        lines.append(f"   - Kept in `{finding.incident}`")
+        lines.append(f"    - Kept in `{finding.incident}`")
     return lines
 
 
