@@ -164,6 +164,35 @@ trainer = lightning.Trainer(
 trainer.fit(Module(), data)
 """,
     ),
+    "transformers": (
+        "log",
+        """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def forward(self, x=None, labels=None):
+        return {"p": self.net(x)}
+class Mine(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **more):
+        p = model(**inputs)["p"]
+        return -(p.log() * F.one_hot(inputs["labels"], 3)).mean()  # guilty
+    def _get_train_sampler(self, *given):
+        return torch.utils.data.SequentialSampler(rows)
+class Watching(TrainerCallback):
+    def on_train_begin(self, *told, model=None, optimizer=None, **more):
+        self.watch = gradsight.watch(model, optimizer, run_dir=sys.argv[1])
+    def on_train_end(self, *told, **more):
+        self.watch.close()
+rows = [{"x": torch.randn(4) * (1e5 if i >= 80 else 1), "labels": i % 3} for i in range(96)]
+settings = TrainingArguments(
+    sys.argv[1] + "-out", per_device_train_batch_size=8, max_steps=12, report_to=[], use_cpu=True,
+    disable_tqdm=True, save_strategy="no",
+)
+Mine(Net(), settings, train_dataset=rows, callbacks=[Watching()]).train()
+""",
+    ),
 }
 
 
@@ -246,10 +275,10 @@ def test_only_a_few_losses_are_noted_and_nothing_is_left_switched_on() -> None:
         loss = loss_of(lines, model)
         if torch.is_anomaly_enabled():
             noted.append(number)
-        lines.backward_begins(loss, "backward")
+        between = lines.backward_begins(loss, "backward")
         assert not torch.is_anomaly_enabled()
         assert torch.is_anomaly_check_nan_enabled()
-        assert {node.name() for node in lines.of(loss, lines.since)} == {
+        assert {node.name() for node in lines.of(loss, between)} == {
             "ExpBackward0",
             "MeanBackward0",
         }
@@ -260,8 +289,14 @@ def test_the_same_operations_from_two_lines_name_neither() -> None:
     lines, model = LossLines(), nn.Linear(2, 2)
     for kind in (0, 1):
         loss = loss_of(lines, model, kind=kind)
-        lines.backward_begins(loss, "backward")
-    assert lines.of(loss, lines.since) == {}
+        between = lines.backward_begins(loss, "backward")
+    assert lines.of(loss, between) == {}
+    loss = loss_of(lines, model)
+    elsewhere = lines.backward_begins(loss, "another backward")
+    assert lines.of(loss, elsewhere) == {}
+    loss = loss_of(lines, model)  # the fourth is noted, and this backward knows one line only
+    elsewhere = lines.backward_begins(loss, "another backward")
+    assert len(lines.of(loss, elsewhere)) == 2
 
 
 def test_a_users_own_anomaly_detection_is_left_alone() -> None:

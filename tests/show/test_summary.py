@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gradsight.show.markdown import report_text
+from gradsight.show.memory_and_dumps import dumps_line, memory_line
 from gradsight.show.summary import summarize
 from gradsight.values.diagnoses import Incident
 from gradsight.values.dumps import DumpMetadata
@@ -147,7 +148,13 @@ def test_memory_and_dumps_are_in_the_report() -> None:
     assert "| Monitored: process, resident | 1.00 GB → 2.00 GB, at most 3.00 GB (step 5) |" in text
     assert "| 6 | full | 5.00 MB | GS201 gradient spike | true |" in text
     assert "20 in all, 100 MB; 8 of the schedule's are not listed here." in text
+    line = memory_line(watched)
+    assert line == (
+        "memory of one step: predicted 125 MB; measured 200 MB plain, 120 MB checkpointed"
+    )
+    assert dumps_line(dumps[2:4]) == "dumped: step 4, step 6 (GS201 gradient spike)"
     plain = report_text(summarize(Recorded(steps())))
+    assert (memory_line([]), dumps_line([])) == (None, None)
     assert "## Memory" not in plain
     assert "## Dumped gradients" not in plain
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.calls import RecordedCall, is_suspended
+from gradsight.incidents.loss_lines import Between
 
 
 class KeptCall:
@@ -19,7 +20,7 @@ class KeptCall:
         "bytes",
         "gradient_bytes",
         "gradients",
-        "loss_since",
+        "loss",
         "made",
         "nodes",
         "root",
@@ -33,8 +34,8 @@ class KeptCall:
         self.backward_caller: str | None = None
         self.root: Tensor | None = None
         """What backward was called on after this call."""
-        self.loss_since = 0
-        """Autograd's number of the first operation after the call."""
+        self.loss = Between()
+        """Where the loss lies that was made of this call."""
         self.tensors = tensors
         self.versions = [tensor._version for tensor in tensors]
         self.bytes = sum(tensor.nbytes for tensor in tensors)

@@ -226,7 +226,7 @@ class KeptCalls:
                     output_nodes=nodes if came_back else None,
                     backward_caller=call.backward_caller,
                     loss_root=call.root,
-                    loss_lines=self._loss_lines.of(call.root, call.loss_since),
+                    loss_lines=self._loss_lines.of(call.root, call.loss),
                 )
             )
         return made, list(notes)
@@ -282,13 +282,17 @@ class KeptCalls:
         """A backward pass begins, from these tensors."""
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
-        caller = users_line() if self.calls else None
+        if self.calls:
+            self._guarded(self._end_losses, users_line())
+
+    def _end_losses(self, backward_caller: str | None) -> None:
+        """The losses of the calls that no backward has begun for end here."""
+        loss = self._loss_lines.backward_begins(self.root, backward_caller)
         for call in self.calls:
             if call.backward_caller is None:
-                call.backward_caller = caller
+                call.backward_caller = backward_caller
                 call.root = self.root
-                call.loss_since = self._loss_lines.since
-        self._guarded(self._loss_lines.backward_begins, self.root, caller)
+                call.loss = loss
 
 
 def _spectral_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

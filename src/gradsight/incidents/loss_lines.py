@@ -9,6 +9,7 @@ same way, comes from the same lines.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +24,28 @@ _FRAME = re.compile(r'\s*File "(.*)", line (\d+), in ')
 
 Structure = tuple[tuple[str, tuple[int, ...]], ...]
 """The operations of a loss in the order in which they ran, and what each one is connected to."""
+_Loss = tuple[str | None, str | None, Structure]
+"""A loss by the calls that it lies between, and its operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Where a loss lies: after which call of the model, before which call of backward."""
+
+    since: int = 0
+    """Autograd's number of the first operation that the loss may consist of."""
+    caller: str | None = None
+    backward_caller: str | None = None
 
 
 class LossLines:
     """Told of the calls of a model and of backward, it knows the lines of the losses between."""
 
     def __init__(self) -> None:
-        self.since = 0
-        """Autograd's number of the first operation that the loss under way may consist of."""
-        self._known: dict[Structure, tuple[str | None, ...]] = {}
+        self._known: dict[_Loss, tuple[str | None, ...]] = {}
         self._losses: dict[str | None, int] = {}
+        self._since = 0
+        self._caller: str | None = None
         self._begun = False
         self._noting = False
         self._switched_on = False
@@ -45,26 +58,29 @@ class LossLines:
         """What follows is the loss's."""
         if not self._begun:
             self._begun = True
-            self.since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            self._since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            self._caller = caller
             number = self._losses.get(caller, 0) + 1
             self._losses[caller] = number
             self._noting = number & (number - 1) == 0
         if self._noting:
             self._switch_on()
 
-    def backward_begins(self, root: Tensor | None, caller: str | None) -> None:
-        """The loss is made."""
+    def backward_begins(self, root: Tensor | None, caller: str | None) -> Between:
+        """The loss is made; where it lies is given."""
         self._switch_off()
+        between = Between(self._since, self._caller, caller)
         if self._noting and root is not None:
-            nodes = _nodes_since(root, self.since)
-            structure = _structure(nodes)
+            nodes = _nodes_since(root, self._since)
+            loss = _loss(nodes, between)
             lines = tuple(_line_of(node, caller) for node in nodes)
-            known = self._known.get(structure, lines)
+            known = self._known.get(loss, lines)
             # The same operations from two places: neither can be named.
-            self._known[structure] = tuple(
+            self._known[loss] = tuple(
                 line if line == other else None for line, other in zip(lines, known, strict=True)
             )
         self.forget()
+        return between
 
     def forget(self) -> None:
         """No loss is under way any more."""
@@ -72,12 +88,12 @@ class LossLines:
         self._begun = False
         self._noting = False
 
-    def of(self, root: Tensor | None, since: int) -> Mapping[Any, str]:
+    def of(self, root: Tensor | None, between: Between) -> Mapping[Any, str]:
         """The line of every autograd node of a loss, where it is known."""
         if root is None:
             return {}
-        nodes = _nodes_since(root, since)
-        lines = self._known.get(_structure(nodes), ())
+        nodes = _nodes_since(root, between.since)
+        lines = self._known.get(_loss(nodes, between), ())
         return {node: line for node, line in zip(nodes, lines, strict=False) if line is not None}
 
     def _switch_on(self) -> None:
@@ -116,6 +132,10 @@ def _structure(nodes: Sequence[Any]) -> Structure:
         (node.name(), tuple(places.get(source, _OUTSIDE) for source, _ in node.next_functions))
         for node in nodes
     )
+
+
+def _loss(nodes: Sequence[Any], between: Between) -> _Loss:
+    return between.caller, between.backward_caller, _structure(nodes)
 
 
 def _line_of(node: Any, backward_caller: str | None) -> str | None:

@@ -24,9 +24,8 @@ class StartupReport:
     policy: str | None
     memory_bytes: int | None
     recommended_batch_size: int | None
-    """The largest that fits; None where the memory is unknown."""
     samples: int | None = None
-    """How many a batch can have at most, where the data is known."""
+    """Samples that there are in all, where that is known: no batch need be larger."""
 
     @property
     def fits(self) -> bool:
@@ -57,11 +56,11 @@ class StartupReport:
         return ", ".join(f"{kind} {format_size(size)}" for kind, size in kinds[:3] if size)
 
     def _recommendation(self) -> str:
-        if self.samples is not None and (self.recommended_batch_size or 0) > self.samples:
-            return f"at most {self.samples:,} (there are no more samples; memory would do for more)"
         if self.recommended_batch_size:
+            if self.samples is not None and self.samples <= self.recommended_batch_size:
+                return f"any: all {self.samples:,} samples fit in one batch"
             share = f"uses {HEADROOM:.0%} of the available memory"
-            return f"at most {self.recommended_batch_size:,} ({share})"
+            return f"at most {self.recommended_batch_size} ({share})"
         return (
             "none: not even one sample fits; checkpoint more, or take a smaller model or a "
             "shorter sequence"

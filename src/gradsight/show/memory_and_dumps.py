@@ -36,11 +36,18 @@ def memory_section(memory: Sequence[Scalar]) -> list[str]:
 
 
 def memory_line(memory: Sequence[Scalar]) -> str | None:
-    """The same in one line: what one step takes; None where nobody looked."""
-    rows = _one_step(memory)
-    if not rows:
+    """What one step takes, in one line; None where nobody looked."""
+    last = {scalar.name: scalar for scalar in memory}
+    parts = []
+    if "memory/predicted_peak_gb" in last:
+        parts.append(f"predicted {_size(last['memory/predicted_peak_gb'])}")
+    if "checkpointing/baseline_gb" in last:
+        plain = _size(last["checkpointing/baseline_gb"])
+        optimized = _size(last["checkpointing/optimized_gb"])
+        parts.append(f"measured {plain} plain, {optimized} checkpointed")
+    if not parts:
         return None
-    return "memory of " + "; ".join(f"{name[0].lower()}{name[1:]}: {text}" for name, text in rows)
+    return f"memory of one step: {'; '.join(parts)}"
 
 
 def _one_step(memory: Sequence[Scalar]) -> list[tuple[str, str]]:

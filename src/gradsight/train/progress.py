@@ -1,5 +1,6 @@
 """What a run says of itself: a bar on a terminal, plain lines elsewhere."""
 
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+_WIDTH = 80
 PEAKS = ("memory/peak_rss_gb", "memory/gpu_max_allocated_gb")
 """What a run took at most, as a process and on a GPU."""
 
@@ -67,15 +69,20 @@ class Progress:
             self.say(f"{place}{_memory_in_use(memory)}")
             return
         left = _duration(seconds * (self._total - self._done))
-        self.say(
+        # Never broken: logs are searched by the line.
+        self.show(
             f"{place}  loss {loss:.3f}  norm {norm:.2f}  {rate:,.0f} tokens/s  {left} left"
             f"{_memory_in_use(memory)}"
         )
 
     def say(self, text: str) -> None:
-        """One line; on a terminal it is broken between words."""
-        wrap = self.console.is_terminal
-        self.console.print(text, markup=False, highlight=False, soft_wrap=not wrap)
+        """A sentence, broken between words to lines that fit; all but the first are indented."""
+        width = min(self.console.width, _WIDTH)
+        lines = textwrap.wrap(
+            text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in lines or [""]:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, line: str) -> None:
         """A line that is to be copied, or brings its own colours: printed as it is."""
