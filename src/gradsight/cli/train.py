@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks import refuse_unavailable
 from gradsight.train.config import MACHINE, Settings, from_dict, options_of
 from gradsight.train.models import architecture, refuse_without_transformers
+from gradsight.train.python_config import read_python_config
 
 RUN = Group("Run", sort_key=0)
 DEFAULT = Settings()
@@ -23,7 +24,7 @@ _SWITCHES = {name for name, value in _DEFAULTS.items() if isinstance(value, bool
     "eval_only",
 }
 
-CONFIG_FILES = (".yaml", ".yml", ".json")
+CONFIG_FILES = (".yaml", ".yml", ".json", ".py")
 
 
 def add_config_file(app: App, commands: Sequence[str], arguments: ArgumentCollection) -> None:
@@ -65,7 +66,8 @@ def train_command(
     Parameters
     ----------
     config
-        Settings from a YAML file, or from the config.json of a run; options on the command line
+        Settings from a YAML file, from the config.json of a run, or from a Python file of
+        assignments such as nanoGPT's, which is read and never run; options on the command line
         win over it.
     resume
         Go on from the newest checkpoint, bit for bit, with the settings of the run.
@@ -84,6 +86,7 @@ def train_command(
         print("Loading torch and transformers ...", flush=True)
     count = processes_to_start(num_processes, settings.device)
     if count > 1:
+        refuse_several_processes(settings)
         flags = {"--resume": resume, "--overwrite": overwrite, "--eval_only": eval_only}
         return start_processes(settings, [flag for flag, wanted in flags.items() if wanted], count)
     from gradsight.train.run import run_training
@@ -102,6 +105,15 @@ def refuse_early(settings: Settings) -> None:
     if settings.tokenizer is not None:
         MissingPackage.refuse("tokenizers", "hf", "--tokenizer")
     refuse_unavailable(settings.trainer.callbacks.watch.sinks)
+
+
+def refuse_several_processes(settings: Settings) -> None:
+    """Refuse what only one process can do, before several are started."""
+    if settings.method == "GradDotProd" and settings.ghost_mode == "concat":
+        raise UsageError(
+            "--ghost_mode concat works in one process: give --num_processes 1, or "
+            "--ghost_mode two_pass"
+        )
 
 
 def with_joined_switches(tokens: Sequence[str]) -> list[str]:
@@ -150,15 +162,17 @@ def _given(arguments: ArgumentCollection, name: str) -> str | None:
     return tokens[0].value if tokens else None
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """The settings in a YAML file, or in the config.json of a run."""
+def read_config(file: Path) -> Mapping[str, Any]:
+    """The settings in a YAML or Python file, or in the config.json of a run."""
     import yaml
 
+    if file.suffix == ".py":
+        return _settings_in_python(file)
     if file.suffix not in CONFIG_FILES:
         known = ", ".join(CONFIG_FILES)
         raise UsageError(
-            f"--config takes a YAML file or the config.json of a run ({known}), got {file}. "
-            f"A file of Python is not run: write its settings as YAML, one `name: value` per line"
+            f"--config takes a YAML file, the config.json of a run or a Python file of assignments "
+            f"({known}), got {file}"
         )
     kind = "JSON" if file.suffix == ".json" else "YAML"
     try:
@@ -182,6 +196,16 @@ def read_config(file: Path) -> dict[str, Any]:
             f"--config {file} should hold settings by name, but holds {type(values).__name__}"
         )
     return values
+
+
+def _settings_in_python(file: Path) -> Mapping[str, Any]:
+    """The settings that a Python file assigns; what has no equal here is named in one line."""
+    config = read_python_config(file)
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun all ranks read the same file
+    if config.left_out and first:
+        names = ", ".join(config.left_out)
+        print(f"gradsight: --config {file}: not used, for nothing here is equal: {names}")
+    return config.settings
 
 
 def _text(value: Any) -> str:

@@ -22,11 +22,12 @@ from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.show.markdown import report_text
+from gradsight.show.norm_chart import norm_chart
 from gradsight.show.summary import summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_report
+from gradsight.store.run_files import write_run_report
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
@@ -42,7 +43,7 @@ from gradsight.train.memory import (
 )
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.processes import Processes
-from gradsight.train.progress import Progress
+from gradsight.train.progress import PEAKS, Progress
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring
@@ -253,6 +254,7 @@ def make_engine(run: Training) -> GhostEngine:
     """The engine that scores training samples against the validation batch."""
     settings = run.settings
     options = asdict(settings.trainer.callbacks.ghost)
+    save_format = options.pop("format")
     sharded = run.processes.world > 1 and settings.parallel == "fsdp"
     if sharded and settings.train_dtype == "bfloat16":
         # Right scores are refused there: the twin's rounding is not the sharded model's.
@@ -263,7 +265,9 @@ def make_engine(run: Training) -> GhostEngine:
         run.batches.validation(settings.val_batch_size),
         optimizer=run.optimizer,
         run_dir=run.run_dir,
+        mode=settings.ghost_mode,
         save_interval=settings.dot_prod_save_interval,
+        save_format=save_format,
         **options,
     )
 
@@ -302,9 +306,10 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir), dumps_in(run.run_dir))
-        write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
+        text = report_text(summary, SampleTexts(run.run_dir))
+        write_run_report(run.run_dir, text, norm_chart(summary))
         for name, value in run.memory.items():
-            if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb")):
+            if name in PEAKS:
                 run.progress.say(f"{name}: {value:.3f}")
         run.progress.say(f"{run.step} steps in {run.seconds:.0f} s")
         lines = [summary.verdict]
