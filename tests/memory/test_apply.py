@@ -131,9 +131,9 @@ def test_no_blocks() -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (["blocks.9"], "has no module 'blocks.9'; it has embed, blocks"),
+        (["blocks.9"], "has no module 'blocks.9'; nearest: blocks"),
         ([], "must be a list of module names"),
-        ("blocks.0", "must be a list of module names, got 'blocks.0'"),
+        ("blocks.0", "must be a list of module names, as in .*, got 'blocks.0'"),
         (
             ["blocks.0", "blocks.0.mlp"],
             "must not lie in one another: 'blocks.0.mlp' is a part of 'blocks.0'",
@@ -216,7 +216,7 @@ def test_a_model_that_checkpoints_itself_is_refused(
 
 
 def test_only_modules(make_gpt: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match=r"takes a torch.nn.Module, got tuple"):
+    with pytest.raises(UsageError, match=r"must be a torch.nn.Module, got tuple"):
         apply_checkpointing(make_gpt())
 
 

@@ -202,7 +202,7 @@ def test_predict(
             "--dropout are for --architecture; file.py:build makes its own batch and model",
         ),
         (("verify", "{models}:build", "--run_dir", "{models}"), 64, "is a file; give a directory"),
-        (("verify", "{models}:build", "--policy", "first:0"), 64, "'first:0' names no block"),
+        (("verify", "{models}:build", "--policy", "selective@-1"), 64, "'-1' is not a number of"),
         (("verify", "{models}:build", "--blocks", ""), 64, "has no module ''"),
         (("predict", "{models}:build", "--device", "cdua"), 64, 'Invalid value "cdua"'),
         (("plan", "{models}:build", "--budget", "6G"), 64, "'6G' is not a size of memory"),

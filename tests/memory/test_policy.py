@@ -24,7 +24,6 @@ from gradsight.values.sizes import format_size, parse_size
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (None, [NONE, NONE, NONE]),
         ("none", [NONE, NONE, NONE]),
         ("full", [FULL, FULL, FULL]),
         ("selective", [SELECTIVE, SELECTIVE, SELECTIVE]),

@@ -143,7 +143,6 @@ POLICIES: list[tuple[Any, str]] = [
     (b"full", "a policy is text or a CheckpointingPlan, got bytes"),
     (CheckpointingPlan, "a policy is text or a CheckpointingPlan, got type"),
     ("first:-1", "'first:-1' is not a policy"),
-    ("first:0", "'first:0' names no block: K is 1 or more, and 'none' keeps all"),
     ("first:9", "names block 8, but the model has 2 blocks"),
     ("first:\N{ARABIC-INDIC DIGIT ONE}", "is not a policy"),
     ("full:1-0", "a range that ends before it starts"),

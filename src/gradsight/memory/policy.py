@@ -61,8 +61,6 @@ def parse_policy(policy: str | CheckpointingPlan, count: int) -> list[Mode]:
     # first 8 took a peak of 366 MiB to 230, the last 8 to 244, and the very last one saved nothing.
     if first := re.fullmatch(r"first:([0-9]+)", policy.strip()):
         length = int(first[1])
-        if length == 0:
-            raise UsageError("'first:0' names no block: K is 1 or more, and 'none' keeps all")
         _check_range(length - 1, count, policy)
         return [FULL] * length + [NONE] * (count - length)
     modes: list[Mode | None] = [None] * count

@@ -237,7 +237,8 @@ def backward(workload: Workload) -> torch.Tensor:
     loss = workload.loss()
     with StepFailed.said("the backward pass"):
         loss.backward()
-    if all(parameter.grad is None for parameter in workload.model.parameters()):
+    trainable = [each for each in workload.model.parameters() if each.requires_grad]
+    if trainable and all(parameter.grad is None for parameter in trainable):
         raise UsageError(
             "backward() gave no parameter of the model a gradient: the loss does not come from "
             "the model that build() returns"
