@@ -11,7 +11,7 @@ from torch import nn
 
 from ghost.models import build
 from ghost.small import Pair, direction_of, loss_fn, pair, relative_error, small, truth
-from gradsight import GhostEngine, GradsightError
+from gradsight import GhostEngine, GradsightError, read_scores
 
 
 def protocol_step(
@@ -92,6 +92,26 @@ def test_concat_where_the_model_computes_its_loss(name: str) -> None:
     )  # Hugging Face computes the loss in fp32
     for n, p in case.model.named_parameters():
         assert float((p.grad - plain[n]).norm() / (plain[n].norm() + 1e-30)) < 1e-6, n
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "concat"])
+def test_micro_batches_of_one_iteration(mode: str, tmp_path: Path) -> None:
+    model, val = small(), pair(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = GhostEngine(model, loss_fn, val, optimizer=optimizer, mode=mode, run_dir=tmp_path)
+    for micro in range(2):
+        batch = pair(2, micro)
+        engine.attach_train_batch(*batch, 0, micro, domains=["a", "b"])
+        loss_fn(model, engine.prepare_forward_input(*batch)).backward()
+        engine.prepare_gradients()
+    with pytest.raises(GradsightError, match=r"attach_train_batch\(\) was called out of order"):
+        engine.attach_train_batch(*batch, 1, 0)
+    optimizer.step()
+    engine.close()
+    table = read_scores(tmp_path)
+    assert table["step"].to_pylist() == [0] * 4
+    assert table["sample_id"].to_pylist() == ["0:0", "0:1", "1:0", "1:1"]
+    assert table["domain"].to_pylist() == ["a", "b", "a", "b"]
 
 
 def test_concat_refuses_what_it_cannot_do() -> None:

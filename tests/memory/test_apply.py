@@ -343,3 +343,20 @@ def test_through_compiled_and_parallel_wrappers(make_gpt: Callable[..., Any]) ->
     model = make_gpt()[0]
     handle = apply_checkpointing(torch.compile(model))
     assert list(handle.modes) == [f"blocks.{k}" for k in range(4)]
+
+
+def test_the_models_own_checkpointing_after_ours_is_refused() -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config).train()
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    handle = apply_checkpointing(model)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(
+        UsageError, match="switched on after apply_checkpointing: every block would"
+    ):
+        model(input_ids=tokens, labels=tokens)
+    handle.remove()
+    model(input_ids=tokens, labels=tokens).loss.backward()

@@ -259,3 +259,67 @@ def test_the_verification_is_kept_in_a_run(tmp_path: Path) -> None:
     kept = {scalar.name: scalar.value for scalar in open_run(tmp_path).memory()}
     assert kept["checkpointing/passed"] == 1
     assert 0 < kept["checkpointing/reduction"] < 1
+
+
+PAIRS = """
+import torch
+from torch import nn
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    def forward(self, x):
+        return self.second(self.first(x))
+
+def build():
+    return Logits(), (torch.ones(2, 8), torch.ones(2))
+
+def with_loss():
+    return Logits(), (torch.ones(64, 8), torch.ones(64, 8)), lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+"""
+
+
+def test_a_batch_that_is_not_the_models_arguments(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    code, _, err = run("predict", f"{tmp_path}/pairs.py:build")
+    assert code == 64
+    assert "Logits.forward does not take the batch, 2 arguments: too many positional" in err
+    assert "return (model, batch, loss_fn) from build()" in err
+
+
+def test_blocks_are_named_as_the_error_says(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    place = f"{tmp_path}/pairs.py:with_loss"
+    code, _, err = run("plan", place, "--budget", "1GB")
+    assert code == 64
+    assert "(to a command: --blocks first,second)" in err
+    code, out, err = run("plan", place, "--budget", "1GB", "--blocks", "first,second")
+    assert code == 0, err
+    assert "blocks=['first', 'second'])" in out
+
+
+def test_a_negative_budget_is_a_size(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = run("plan", "--architecture", "char", "--budget", "-3GB")
+    assert code == 64
+    assert "a size of memory must be above zero, got '-3GB'" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch_size", "0", "--batch_size must be 1 or more, got 0"),
+        ("--block_size", "-3", "--block_size must be 1 or more, got -3"),
+        ("--dropout", "1.5", "--dropout must be at least 0 and below 1, got 1.5"),
+    ],
+)
+def test_sizes_that_cannot_be_meant(
+    option: str, value: str, message: str, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, err = run("plan", "--architecture", "char", "--budget", "1GB", option, value)
+    assert (code, message in err) == (64, True), err

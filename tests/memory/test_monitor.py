@@ -58,8 +58,11 @@ def test_only_when_due() -> None:
         True,
     ]
     assert {step for _, _, step in tracker} == {0, 3, 6}
-    with pytest.raises(UsageError, match="log_every must be 1 or more, got 0"):
-        MemoryMonitor(log_every=0)
+    for wrong in (0, 2.5, True, 10**30, "3"):
+        with pytest.raises(UsageError, match="log_every must be "):
+            MemoryMonitor(log_every=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"step must be a whole number of 0 or more, got 1\.5"):
+        monitor.sample(tracker, 1.5)  # type: ignore[arg-type]
 
 
 def test_live_tensors_and_gradients_are_counted_once() -> None:

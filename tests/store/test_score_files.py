@@ -1,12 +1,15 @@
 """Score files: what is written is what is read, a step counts once, and later steps can go."""
 
+import math
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
 
 from gradsight.errors import GradsightError
-from gradsight.store.score_folder import forget_scores, write_scores
+from gradsight.store.score_folder import ScoreFolder, forget_scores, write_scores
 from gradsight.store.scores import (
     ScoreFile,
     read_score_file,
@@ -100,3 +103,55 @@ def test_a_failed_write_leaves_the_old_file(
             write_scores(path, [row(1)], ScoreFile())
     assert read_score_file(path)["step"].to_pylist() == [0]
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def unpickled(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The pickles of a run, by their names."""
+    files = sorted((run_dir / "grad_dotprods").glob("*.pkl"))
+    return {file.name: pickle.loads(file.read_bytes()) for file in files}
+
+
+def test_a_pickle_has_the_columns_as_arrays(tmp_path: Path) -> None:
+    folder = ScoreFolder(tmp_path, 0, 2, pickles=True)
+    assert folder.write(2, [row(0, 7), row(1, 8)], ScoreFile(("a", "frozen", "b"))) == []
+    folder.close()
+    (columns,) = unpickled(tmp_path).values()
+    assert columns["sample_id"].tolist() == [7, 8]
+    assert columns["domain"].tolist() == [None, None]
+    assert columns["by_parameter"].shape == (2, 3)
+    assert columns["by_parameter"][0, [0, 2]].tolist() == [0.25, 0.75]
+    assert math.isnan(columns["by_parameter"][0, 1])
+    assert math.isnan(columns["clip_coef"][0])
+
+
+def test_pickles_hold_what_their_files_hold(tmp_path: Path) -> None:
+    first = ScoreFolder(tmp_path, 0, 2, pickles=True)
+    first.write(2, [row(0), row(1)], ScoreFile())
+    first.write(4, [row(2), row(3)], ScoreFile())
+    first.close()
+    second = ScoreFolder(tmp_path, 1, 2, pickles=True)
+    second.forget_from(1)
+    assert unpickled(tmp_path) == {}
+    second.write(3, [row(1, score=5.0), row(2)], ScoreFile())
+    second.close()
+    (name, columns), *others = unpickled(tmp_path).items()
+    assert (name, others) == ("iter_000003.pkl", [])
+    assert columns["step"].tolist() == [0, 1, 2]
+    assert columns["score"].tolist() == [1.0, 5.0, 1.0]
+
+
+def test_files_without_a_pickle_get_one(tmp_path: Path) -> None:
+    write_scores(score_path(tmp_path, 2), [row(0), row(1)], ScoreFile())
+    folder = ScoreFolder(tmp_path, 2, 2, pickles=True)
+    folder.write(4, [row(2)], ScoreFile())
+    folder.close()
+    assert list(unpickled(tmp_path)) == ["iter_000002.pkl", "iter_000004.pkl"]
+
+
+def test_a_pickle_that_cannot_be_written_is_told_and_the_scores_stay(tmp_path: Path) -> None:
+    folder = ScoreFolder(tmp_path, 0, 2, pickles=True)
+    (tmp_path / "grad_dotprods" / "iter_000002.pkl.partial").mkdir()
+    (fault,) = folder.write(2, [row(0)], ScoreFile())
+    folder.close()
+    assert "iter_000002.pkl could not be written" in fault
+    assert read_score_file(score_path(tmp_path, 2)).num_rows == 1

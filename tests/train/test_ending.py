@@ -150,7 +150,7 @@ def test_settings_are_refused_before_processes_are_started(
     assert "Did you mean GPT2-Small?" in capsys.readouterr().err
 
 
-def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
+def train_within_5_gib(tmp_path: Path, batch_size: int) -> "subprocess.CompletedProcess[str]":
     limit = 5 * 2**30
 
     def limited() -> None:
@@ -159,7 +159,7 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     large = {
         "block_size": 512,
-        "batch_size": 8000,
+        "batch_size": batch_size,
         "model.n_embd": 64,
         "eval_samples": 1,
         "method": "Regular",
@@ -169,7 +169,7 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "gradsight", "train", *tokens]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -177,8 +177,23 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
         env=environment,
         preexec_fn=limited,
     )
+
+
+def test_a_batch_that_can_never_fit_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    done = train_within_5_gib(tmp_path, 8000)
+    assert done.returncode == 64, done.stderr
+    assert "--batch_size 8000 with --block_size 512 would take 73." in done.stderr
+    assert "and there are 5.37 GB on cpu in all" in done.stderr
+    assert re.search(r"gradsight train YOUR_OPTIONS --batch_size \d+ ", done.stderr)
+    assert "--gradient_checkpointing" not in done.stderr  # it would not fit either
+    assert not (tmp_path / "Results").exists()
+
+
+def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
+    """The tensors alone would fit, and torch itself does not beside them."""
+    done = train_within_5_gib(tmp_path, 540)
     assert done.returncode == 2, done.stderr
-    assert "out of memory on cpu with --batch_size 8000 and --block_size 512" in done.stderr
+    assert "out of memory on cpu with --batch_size 540 and --block_size 512" in done.stderr
     assert "Traceback" not in done.stderr
     config = re.escape(str(tmp_path / "Results" / "b" / "config.json"))
     base = rf"  gradsight train --config {config} --overwrite"
@@ -186,7 +201,7 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
         rf"{base} --batch_size (\d+) --gradient_accumulation_steps (\d+)", done.stderr
     )
     assert batch is not None
-    assert 1 <= int(batch[1]) < 8000 <= int(batch[1]) * int(batch[2])
+    assert 1 <= int(batch[1]) < 540 <= int(batch[1]) * int(batch[2])
     assert re.search(rf"{base} --block_size \d+$", done.stderr, re.MULTILINE)
     assert re.search(rf"{base} --gradient_checkpointing true", done.stderr)
     start_from = batch[0].split()[1:5]

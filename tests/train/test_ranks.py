@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp-autocast": {"parallel": "ddp", "train_dtype": "bfloat16"},
     "fsdp-autocast": {"parallel": "fsdp", "train_dtype": "bfloat16"},
 }
-COMMON = {"max_steps": 4, "val_batch_size": 2}
+COMMON = {"max_steps": 4, "val_batch_size": 2, "log_interval": 2}
 
 
 @pytest.fixture(scope="module")

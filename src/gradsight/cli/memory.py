@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -16,11 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsight.cli.build_function import load_build
-from gradsight.errors import UsageError
+from gradsight.errors import GradsightError, UsageError
+from gradsight.memory.policy import refuse_nonsense
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train.models import architecture, training_step
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
 from gradsight.values.sizes import format_size, gigabytes, parse_size
+
+if TYPE_CHECKING:
+    from gradsight.memory.plan import OverBudget
 
 app = App(
     name="memory",
@@ -33,7 +37,11 @@ FAILED = 2
 SAME = "bit for bit the same (loss, gradients, buffers, RNG)"
 SHOWN = ("char", "GPT2-Small", "GPT2-Medium")
 
-Budget = Annotated[str, Parameter(help="What the step may take, for example 6GB or 512MiB.")]
+# A hyphen before a size is a wrong size, and not the next option.
+Budget = Annotated[
+    str,
+    Parameter(help="What the step may take, for example 6GB or 512MiB.", allow_leading_hyphen=True),
+]
 Policy = Annotated[
     str, Parameter(help="full, selective, first:K, or a plan such as full:0-5,selective:6-9.")
 ]
@@ -61,6 +69,16 @@ class StepOptions:
     """Dropout of a built-in model."""
     optimizer: Optimizer = "adamw"
     """The optimizer of the step; none: forward and backward only."""
+    blocks: str | None = None
+    """The modules that count as blocks, with commas between their names, where they are not found
+    by themselves.
+    """
+
+    @property
+    def block_names(self) -> list[str] | None:
+        if self.blocks is None:
+            return None
+        return [name.strip() for name in self.blocks.split(",")]
 
     @property
     def optimizer_name(self) -> str | None:
@@ -70,6 +88,12 @@ class StepOptions:
 
     def build(self, place: str | None, architecture: str | None = None) -> Callable[[], Any]:
         """The build function of a file, or of a built-in model."""
+        for option in ("batch_size", "block_size"):
+            size = getattr(self, option)
+            if size is not None and size < 1:
+                raise UsageError(f"--{option} must be 1 or more, got {size}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
         name = architecture or self.architecture
         if (place is None) == (name is None):
             raise UsageError(
@@ -123,7 +147,7 @@ def verify_step(
     *,
     policy: Policy = "full",
     step: StepOptions = DEFAULT,
-    run_dir: Path | None = None,
+    run_dir: Annotated[Path | None, Parameter(name="--run_dir")] = None,
 ) -> int:
     """Run a step plain and checkpointed: both peaks, and whether gradients stay bit for bit.
 
@@ -134,13 +158,16 @@ def verify_step(
     run_dir
         A run directory in whose record the result is kept.
     """
+    refuse_nonsense(policy)
     made = step.build(build)
     # torch takes 1.6 s to import: neither --help nor a wrong option may wait for it.
     from gradsight.memory.verify import verify_checkpointing
 
     console = Console()
     with working(console, f"Verifying {step.title(build)}, policy {policy}"):
-        report = verify_checkpointing(made, policy=policy, optimizer=step.optimizer_name)
+        report = verify_checkpointing(
+            made, policy=policy, optimizer=step.optimizer_name, blocks=step.block_names
+        )
     show_report(console, report)
     if run_dir is not None:
         with MetricsTracker(run_dir) as tracker:
@@ -199,7 +226,11 @@ def predict_step(
     policy: Policy = "full",
     device: Device = "cpu",
     memory: Annotated[
-        str | None, Parameter(help="Also find the largest batch that fits, for example 24GB.")
+        str | None,
+        Parameter(
+            help="Also find the largest batch that fits, for example 24GB.",
+            allow_leading_hyphen=True,
+        ),
     ] = None,
     step: StepOptions = DEFAULT,
 ) -> int:
@@ -208,6 +239,7 @@ def predict_step(
     Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that
     fits.
     """
+    refuse_nonsense(policy)
     limit = None if memory is None else parse_size(memory)
     if limit is not None and build is not None:
         raise UsageError(
@@ -264,7 +296,11 @@ def predicted_row(
     optimizer = options.step.optimizer_name
     plain = predict_peak_memory(build, optimizer=optimizer, device=options.device)
     checkpointed = predict_peak_memory(
-        build, policy=options.policy, optimizer=optimizer, device=options.device
+        build,
+        policy=options.policy,
+        optimizer=optimizer,
+        device=options.device,
+        blocks=options.step.block_names,
     )
     parameters = count_parameters(build)
     if name is None:
@@ -356,16 +392,46 @@ def plan_step(
     """
     parse_size(budget)  # a wrong size is refused before the model is built
     made = step.build(build)
-    from gradsight.memory.plan import plan_checkpointing
+    from gradsight.memory.plan import OverBudget, plan_checkpointing
 
     console = Console()
-    with working(console, f"Planning {step.title(build)} for {budget}"):
-        chosen = plan_checkpointing(made, budget, optimizer=step.optimizer_name, device=device)
-    show_plan(console, chosen)
+    try:
+        with working(console, f"Planning {step.title(build)} for {budget}"):
+            chosen = plan_checkpointing(
+                made,
+                budget,
+                optimizer=step.optimizer_name,
+                device=device,
+                blocks=step.block_names,
+            )
+    except OverBudget as error:
+        if build is not None:
+            raise  # it makes its own batch
+        raise say_what_fits(console, step, error) from error
+    show_plan(console, chosen, step.block_names)
     return 0
 
 
-def show_plan(console: Console, chosen: CheckpointingPlan) -> None:
+def say_what_fits(console: Console, step: StepOptions, error: "OverBudget") -> GradsightError:
+    """The refusal with the largest batch of a built-in model that would fit."""
+    from gradsight.memory.predict import largest_batch
+
+    smallest = error.smallest
+    assert step.architecture is not None
+    with working(console, "Looking for a batch that fits"):
+        size = largest_batch(
+            partial(step.sized, step.architecture),
+            smallest.budget_bytes,
+            policy=smallest.policy,
+            optimizer=step.optimizer_name,
+            device=smallest.device,
+        )
+    if size:
+        return GradsightError(f"{error}: --batch_size {size} would fit, recomputed as above")
+    return GradsightError(f"{error}: not even --batch_size 1 fits")
+
+
+def show_plan(console: Console, chosen: CheckpointingPlan, blocks: list[str] | None = None) -> None:
     """Print the plan, and the two lines of code that apply it."""
     console.print()
     for name, value in (
@@ -379,7 +445,8 @@ def show_plan(console: Console, chosen: CheckpointingPlan) -> None:
         console.print(f"  {name:<24} {escape(value)}", highlight=False)
     console.print("\n  Apply it with:\n", highlight=False)
     console.print("    from gradsight import apply_checkpointing", style="cyan", highlight=False)
-    line = f'    apply_checkpointing(model, "{chosen.policy}")'
+    named = f", blocks={blocks}" if blocks else ""
+    line = f'    apply_checkpointing(model, "{chosen.policy}"{named})'
     console.print(line, style="cyan", highlight=False, soft_wrap=True, markup=False)
 
 

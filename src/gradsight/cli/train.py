@@ -1,6 +1,7 @@
 """gradsight train"""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,8 @@ _SWITCHES = {name for name, value in _DEFAULTS.items() if isinstance(value, bool
     "overwrite",
     "eval_only",
 }
+
+CONFIG_FILES = (".yaml", ".yml", ".json")
 
 
 def add_config_file(app: App, commands: Sequence[str], arguments: ArgumentCollection) -> None:
@@ -77,8 +80,11 @@ def train_command(
     from gradsight.train.launch import processes_to_start, start_processes
 
     refuse_early(settings)
+    if "RANK" not in os.environ:  # whoever started several processes has said it once
+        print("Loading torch and transformers ...", flush=True)
     count = processes_to_start(num_processes, settings.device)
     if count > 1:
+        refuse_several_processes(settings)
         flags = {"--resume": resume, "--overwrite": overwrite, "--eval_only": eval_only}
         return start_processes(settings, [flag for flag, wanted in flags.items() if wanted], count)
     from gradsight.train.run import run_training
@@ -99,6 +105,15 @@ def refuse_early(settings: Settings) -> None:
     refuse_unavailable(settings.trainer.callbacks.watch.sinks)
 
 
+def refuse_several_processes(settings: Settings) -> None:
+    """Refuse what only one process can do, before several are started."""
+    if settings.method == "GradDotProd" and settings.ghost_mode == "concat":
+        raise UsageError(
+            "--ghost_mode concat works in one process: give --num_processes 1, or "
+            "--ghost_mode two_pass"
+        )
+
+
 def with_joined_switches(tokens: Sequence[str]) -> list[str]:
     """The command line with `--name true` as `--name=true`.
 
@@ -109,12 +124,19 @@ def with_joined_switches(tokens: Sequence[str]) -> list[str]:
     """
     joined: list[str] = []
     for token in tokens:
-        is_value = token.lower() in ("true", "false")
-        if is_value and joined and joined[-1].removeprefix("--") in _SWITCHES:
-            joined[-1] += f"={token.lower()}"
+        switch = joined[-1].removeprefix("--") if joined else ""
+        # There are no arguments without a name: whatever follows a switch is meant as its value.
+        if switch in _SWITCHES and not token.startswith("--"):
+            joined[-1] = f"--{switch}={_switch_value(switch, token)}"
         else:
             joined.append(token)
     return joined
+
+
+def _switch_value(switch: str, text: str) -> str:
+    if text.lower() not in ("true", "false"):
+        raise UsageError(f"--{switch} is true or false, got {text!r}")
+    return text.lower()
 
 
 def _config_file(arguments: ArgumentCollection) -> Path | None:
@@ -142,6 +164,12 @@ def read_config(file: Path) -> dict[str, Any]:
     """The settings in a YAML file, or in the config.json of a run."""
     import yaml
 
+    if file.suffix not in CONFIG_FILES:
+        known = ", ".join(CONFIG_FILES)
+        raise UsageError(
+            f"--config takes a YAML file or the config.json of a run ({known}), got {file}. "
+            f"A file of Python is not run: write its settings as YAML, one `name: value` per line"
+        )
     kind = "JSON" if file.suffix == ".json" else "YAML"
     try:
         text = file.read_text(encoding="utf-8")

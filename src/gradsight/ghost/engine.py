@@ -78,6 +78,7 @@ class GhostEngine:
         self_check: bool = True,
         run_dir: str | Path | None = None,
         save_interval: int = 10,
+        save_format: str = "parquet",
         start_step: int | None = None,
         batch_dim: int | None = None,
         _route: str | None = None,
@@ -110,6 +111,8 @@ class GhostEngine:
             A directory that holds scores or a record is continued; under a watch on it, steps are
             the watch's.
         save_interval: how many steps go into one file.
+        save_format: "pkl" writes a pickle beside each file, with the same columns as a dict of
+            numpy arrays, for tools that expect one. Nothing of ours ever opens it.
         start_step: the number of the first step. Scores that were saved for it and for later steps
             are replaced. None: after the last step that run_dir holds, or 0.
         batch_dim: the dimension of the model's inputs that holds the samples, where it cannot be
@@ -119,6 +122,7 @@ class GhostEngine:
         check_loss_fn(loss_fn)
         batches = named_targets(val_data, targets)
         check_choice(mode, "mode", "two_pass", "concat")
+        check_choice(save_format, "save_format", "parquet", "pkl")
         refresh_every = whole_number(refresh_every, "refresh_every", least=1)
         save_interval = whole_number(save_interval, "save_interval", least=1)
         if start_step is not None:
@@ -159,7 +163,7 @@ class GhostEngine:
             LossHistory(self._targets.names, Momentum.of(optimizer)),
             self._group,
             optimizer,
-            SaveOptions(folder, save_interval, start_step),
+            SaveOptions(folder, save_interval, start_step, pickles=save_format == "pkl"),
         )
         options = ScoringOptions(
             RuleOptions(exact_grad, _route), per_parameter, self_check, batch_dim
@@ -236,10 +240,19 @@ class GhostEngine:
     # --- the protocol of loops that build their own forward pass ---
 
     def attach_train_batch(
-        self, X: object, Y: object, iteration: int, batch_idx: int | Sequence[int | str] | Tensor
+        self,
+        X: object,
+        Y: object,
+        iteration: int,
+        batch_idx: int | Sequence[int | str] | Tensor,
+        domains: Sequence[str | None] | None = None,
     ) -> None:
-        """Announce the batch of an iteration; batch_idx is its number, or its sample ids."""
-        self._protocol.attach(X, iteration, batch_idx)
+        """Announce a batch of an iteration; batch_idx is its number, or its sample ids.
+
+        The micro-batches of an iteration are announced one after the other, each when the gradients
+        of the one before are prepared.
+        """
+        self._protocol.attach(X, iteration, batch_idx, domains)
 
     def prepare_forward_input(self, X: Inputs, Y: Labels) -> tuple[Inputs, Labels]:
         """What to run the model on: the batch, in mode "concat" followed by the validation rows."""

@@ -31,16 +31,26 @@ class BatchProtocol:
         self._mode = mode
         self._stage = "idle"
         self._ids: list[int | str] = []
+        self._domains: list[str | None] | None = None
         self._iteration = 0
 
-    def attach(self, x: Any, iteration: int, batch_idx: int | Sequence[int | str] | Tensor) -> None:
+    def attach(
+        self,
+        x: Any,
+        iteration: int,
+        batch_idx: int | Sequence[int | str] | Tensor,
+        domains: Sequence[str | None] | None,
+    ) -> None:
         """Announce a batch; batch_idx is the number of the batch, or the sample ids."""
-        self._expect("idle", "attach_train_batch")
+        another_micro_batch = self._stage == "scored" and iteration == self._iteration
+        if not another_micro_batch:
+            self._expect("idle", "attach_train_batch")
         if not isinstance(x, Tensor) or x.dim() == 0:
             raise UsageError(
                 "attach_train_batch(X, Y, ...): expected X to be a tensor with one row per sample"
             )
         self._ids = _identities(batch_idx, x.shape[0])
+        self._domains = None if domains is None else list(domains)
         self._iteration = whole_number(iteration, "iteration")
         self._stage = "attached"
 
@@ -66,7 +76,7 @@ class BatchProtocol:
         """After backward: .grad is the training gradient, and the scores are taken."""
         self._expect("forward", "prepare_gradients")
         self._stage = "idle"
-        self._blocks.end(self._ids, None)
+        self._blocks.end(self._ids, self._domains)
         self._stage = "scored"
 
     def aggregate(self) -> None:
@@ -74,6 +84,7 @@ class BatchProtocol:
         self._expect("scored", "aggregate_and_log")
         self._stage = "idle"
         self._ids = []
+        self._domains = None
         self._blocks.finish_step(self._iteration)
 
     def _expect(self, stage: str, call: str) -> None:

@@ -113,6 +113,8 @@ class SaveOptions:
     """In steps."""
     start_step: int | None = None
     """The first step, where the user says it."""
+    pickles: bool = False
+    """Whether each file has a pickle of the same columns beside it."""
 
 
 class ScoreLog:
@@ -166,7 +168,8 @@ class ScoreLog:
         if self._folder is None and first is not None and self._writes:
             assert self.saving.run_dir is not None
             start = first.replaced_from
-            self._folder = ScoreFolder(self.saving.run_dir, start, self.saving.interval)
+            options = (self.saving.interval, self.saving.pickles)
+            self._folder = ScoreFolder(self.saving.run_dir, start, *options)
         if self.saving.run_dir is None:
             self.pending.drop(step)
         else:

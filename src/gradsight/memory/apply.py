@@ -1,7 +1,8 @@
 """Activation checkpointing put on a model and taken off again; names, types and state stay."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def apply_checkpointing(
         blocks = policy.blocks
     named = find_blocks(inner, blocks)
     modes = parse_policy(policy, len(named))
-    return CheckpointingHandle(list(zip(named, modes, strict=True)))
+    owners = {name: _flag_owners(inner, name) for name, _ in named}
+    return CheckpointingHandle(list(zip(named, modes, strict=True)), owners)
 
 
 class CheckpointedForward:
@@ -52,9 +54,11 @@ class CheckpointedForward:
     composable `checkpoint` cannot be pickled.
     """
 
-    def __init__(self, module: nn.Module, mode: Mode) -> None:
+    def __init__(self, module: nn.Module, mode: Mode, owners: Sequence[nn.Module] = ()) -> None:
         self.module = module
         self.mode = mode
+        self.owners = owners
+        """The block and what it lies in, as far as Hugging Face's own checkpointing has a flag."""
         self.replaced = module.__dict__.get("forward")
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +70,13 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
+        if any(_checkpoints_itself(owner) for owner in self.owners):
+            raise UsageError(
+                "the model's own gradient checkpointing was switched on after "
+                "apply_checkpointing: every block would be recomputed twice. Leave out "
+                "gradient_checkpointing_enable() (of Hugging Face's Trainer: "
+                "gradient_checkpointing=True), or call remove() on the handle"
+            )
         # Every tensor becomes an argument by position, also those in keywords and tuples: torch
         # then notices, and refuses, when one is changed in place before it is needed again. By
         # keyword the gradients would be wrong without a word.
@@ -106,7 +117,11 @@ class CheckpointingHandle:
     Takes every block with its mode, and checkpoints those whose mode is not "none".
     """
 
-    def __init__(self, blocks: Sequence[tuple[NamedModule, Mode]]) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[tuple[NamedModule, Mode]],
+        owners: Mapping[str, Sequence[nn.Module]] = MappingProxyType({}),
+    ) -> None:
         self.modes: dict[str, str] = {}
         """The checkpointed blocks by name, with what each does."""
         self._modules: list[nn.Module] = []
@@ -115,7 +130,7 @@ class CheckpointingHandle:
                 continue
             self.modes[name] = str(mode)
             self._modules.append(module)
-            module.forward = CheckpointedForward(module, mode)
+            module.forward = CheckpointedForward(module, mode, owners.get(name, ()))
 
     def remove(self) -> None:
         """Give every block its own forward back; a second call does nothing."""
@@ -146,7 +161,7 @@ def _refuse_second_checkpointing(model: nn.Module) -> None:
                 f"checkpointing is applied already, at {where}: call remove() on the handle that "
                 "was returned"
             )
-        if getattr(module, "gradient_checkpointing", False) is True:
+        if _checkpoints_itself(module):
             raise UsageError(
                 f"{where} checkpoints itself: call model.gradient_checkpointing_disable() or set "
                 "the attribute to False"
@@ -156,6 +171,23 @@ def _refuse_second_checkpointing(model: nn.Module) -> None:
                 f"{where} is checkpointed by torch.distributed already: leave that out, or do not "
                 "apply a second one"
             )
+
+
+def _flag_owners(model: nn.Module, block: str) -> list[nn.Module]:
+    """The block and what it lies in, where they have the flag of Hugging Face's checkpointing.
+
+    From 4.53 on it is the blocks that have it, before that it was the model around them.
+    """
+    return [
+        module
+        for name, module in model.named_modules()
+        if f"{block}.".startswith(f"{name}." if name else "")
+        and hasattr(module, "gradient_checkpointing")
+    ]
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    return getattr(module, "gradient_checkpointing", False) is True
 
 
 def _is_composable(module: nn.Module) -> bool:

@@ -31,7 +31,7 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> list[N
         raise UsageError(
             f"no repeated blocks found in {type(model).__name__}: a block is a module with parts "
             "and parameters that stands beside another of its class. Name them, for example "
-            f"blocks={_suggestion(model)}"
+            f"blocks={_suggestion(model)} (to a command: --blocks {','.join(_suggestion(model))})"
         )
     return chosen
 

@@ -4,15 +4,16 @@ import gc
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gradsight.errors import UsageError
 from gradsight.memory.counter import storages
 from gradsight.values.steps import ScalarTracker
+from gradsight.values.whole_numbers import whole_number
 
 
 class MemoryMonitor:
@@ -27,13 +28,11 @@ class MemoryMonitor:
     """
 
     def __init__(self, log_every: int = 1) -> None:
-        if log_every < 1:
-            raise UsageError(f"log_every must be 1 or more, got {log_every}")
-        self.log_every = log_every
+        self.log_every = whole_number(log_every, "log_every", least=1)
 
     def sample(self, tracker: ScalarTracker | None, step: int) -> dict[str, float]:
         """Log and return the scalars of this step; nothing where it is not due."""
-        if step % self.log_every:
+        if whole_number(step, "step") % self.log_every:
             return {}
         scalars = gpu_memory() if torch.cuda.is_available() else process_memory()
         if tracker is not None:
@@ -67,14 +66,32 @@ def available_memory(device: str = "cpu") -> int | None:
     """Bytes that can still be had on a device; None where that cannot be told."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+    return _system_memory().get("MemAvailable")
+
+
+def total_memory(device: str = "cpu") -> int | None:
+    """Bytes that a device has in all, with the machine's swap; None where that cannot be told."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else None
+    system = _system_memory()
+    if "MemTotal" not in system:
+        return None
+    limits = [system["MemTotal"] + system.get("SwapTotal", 0)]
+    # What the process alone may have, and what its container may.
+    limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+    with suppress(OSError, ValueError):  # no container, or one that says "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+
+
+def _system_memory() -> dict[str, int]:
+    """Linux's figures on the machine's memory, in bytes; empty elsewhere."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return None
+        return {}
+    named = [line.split(":") for line in lines]
+    return {name: int(value.split()[0]) * 1024 for name, value in named}
 
 
 def _resident() -> int | None:

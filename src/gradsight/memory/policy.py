@@ -20,6 +20,8 @@ from gradsight.errors import UsageError
 from gradsight.values.memory import CheckpointingPlan
 
 KINDS = ("none", "full", "selective", "alternate")
+MOST_BLOCKS = 10_000
+"""More than any model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,11 @@ def parse_policy(policy: str | CheckpointingPlan | None, count: int) -> list[Mod
                 raise UsageError(f"the policy {policy!r} names block {number} twice")
             modes[number] = mode
     return [mode or NONE for mode in modes]
+
+
+def refuse_nonsense(policy: str) -> None:
+    """Refuse what is no policy for any model; torch is not needed to tell."""
+    parse_policy(policy, MOST_BLOCKS)
 
 
 def _parse_item(item: str, policy: str, count: int) -> tuple[Mode, int, int]:

@@ -24,6 +24,8 @@ class StartupReport:
     policy: str | None
     memory_bytes: int | None
     recommended_batch_size: int | None
+    samples: int | None = None
+    """Samples that there are in all, where that is known: no batch need be larger."""
 
     @property
     def fits(self) -> bool:
@@ -55,6 +57,8 @@ class StartupReport:
 
     def _recommendation(self) -> str:
         if self.recommended_batch_size:
+            if self.samples is not None and self.samples <= self.recommended_batch_size:
+                return f"any: all {self.samples:,} samples fit in one batch"
             share = f"uses {HEADROOM:.0%} of the available memory"
             return f"at most {self.recommended_batch_size} ({share})"
         return (

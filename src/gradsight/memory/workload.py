@@ -1,6 +1,7 @@
 # mypy: allow-untyped-calls
 """A training step as a value: what the user's build function returns, checked, and its loss."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,12 +88,7 @@ def as_workload(built: object) -> Workload:
 
 def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss a model gives by itself: its output's .loss, its first element, or the output."""
-    if isinstance(batch, torch.Tensor):
-        out = model(batch)
-    elif isinstance(batch, Mapping):
-        out = model(**batch)
-    else:
-        out = model(*batch)
+    out = _called(model, batch)
     loss = getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -103,6 +99,30 @@ def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             "return (model, batch, loss_fn) from build()"
         )
     return first
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch that is its arguments."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, torch.Tensor):
+        args = (batch,)
+    elif isinstance(batch, Mapping):
+        kwargs = {str(name): value for name, value in batch.items()}
+    else:
+        args = tuple(batch)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except ValueError:  # a forward that is not Python's tells nothing of itself
+        pass
+    except TypeError as error:
+        names = f"the keywords {', '.join(kwargs)}" if kwargs else f"{len(args)} arguments"
+        raise UsageError(
+            f"{type(model).__name__}.forward does not take the batch, {names}: {error}. Without "
+            "loss_fn the batch is the arguments of the model, which gives its own loss: return "
+            "(model, batch, loss_fn) from build(), with loss_fn(model, batch) -> loss"
+        ) from error
+    return model(*args, **kwargs)
 
 
 def make_optimizer(

@@ -1,7 +1,8 @@
 """The folder of a run's score files, open for writing: by one engine at a time, in one process.
 
 A file is replaced by a whole one, and others whose steps it holds are removed afterwards: whoever
-is killed in between leaves a step in two files, of which readers take the later.
+is killed in between leaves a step in two files, of which readers take the later. A pickle that
+stands beside a file goes with it: it holds the same rows or is not there.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gradsight.core import rundir
 from gradsight.core.files import whole_file
 from gradsight.errors import GradsightError, RunError, UsageError
+from gradsight.store.score_pickle import pickle_beside, write_pickle
 from gradsight.store.scores import (
     ScoreFile,
     column_names,
@@ -33,15 +35,19 @@ if TYPE_CHECKING:
 class ScoreFolder:
     """The score files of a run, from a first step on; `close` lets others write."""
 
-    def __init__(self, run_dir: Path, first_step: int, interval: int) -> None:
+    def __init__(
+        self, run_dir: Path, first_step: int, interval: int, pickles: bool = False
+    ) -> None:
         """Make the folder this writer's own.
 
         interval: how many steps go into a file. A file that an earlier writer ended in the middle
         of an interval is taken into the first that is written here, as if nothing had happened.
+        pickles: whether each file gets a pickle of the same columns beside it.
         """
         self.run_dir = run_dir
         self._first_step = first_step
         self._interval = interval
+        self._pickles = pickles
         self._written = False
         self._lock = _lock(run_dir / rundir.SCORES)
 
@@ -50,12 +56,16 @@ class ScoreFolder:
         return forget_scores(self.run_dir, step)
 
     def write(self, iteration: int, rows: Sequence[SavedScore], format: ScoreFile) -> list[str]:
-        """Write the file of an iteration; returns what to say of files that cannot be read."""
+        """Write the file of an iteration; returns what to say of what went wrong beside it."""
         path = score_path(self.run_dir, iteration)
         unfinished: list[Path] = []
         if not self._written:
             unfinished = self._unfinished_files()
         faults = write_scores(path, rows, format, unfinished)
+        if self._pickles:
+            # At first also those of files that an earlier writer left without one.
+            files = [path] if self._written else score_files(self.run_dir)
+            faults += [fault for file in files if (fault := write_pickle(file))]
         self._written = True
         return faults
 
@@ -116,7 +126,7 @@ def forget_scores(run_dir: Path, step: int) -> list[str]:
             # What is left of a file ends with another step, and is named after that.
             path = score_path(run_dir, step)
             faults += _replace(path, kept.to_pylist(), format_of(kept.schema), ())
-        file.unlink()
+        _remove(file)
     return faults
 
 
@@ -142,7 +152,7 @@ def _replace(
     rows = [row for row in rows if row["step"] not in steps]
     _write(path, _as_table(rows + new, format))
     for file in gone:
-        file.unlink()
+        _remove(file)
     return faults
 
 
@@ -165,11 +175,17 @@ def _as_table(rows: list[dict[str, Any]], format: ScoreFile) -> "pyarrow.Table":
     return pyarrow.Table.from_pylist(rows, schema=score_schema(sample_id, format))
 
 
+def _remove(file: Path) -> None:
+    pickle_beside(file).unlink(missing_ok=True)
+    file.unlink()
+
+
 def _write(path: Path, table: "pyarrow.Table") -> None:
     import pyarrow.parquet
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        pickle_beside(path).unlink(missing_ok=True)
         with whole_file(path, path.with_suffix(".partial")) as partial:
             pyarrow.parquet.write_table(table, partial)
     except OSError as error:

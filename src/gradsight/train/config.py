@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from cyclopts import Group, Parameter
 
 from gradsight.errors import UsageError
+from gradsight.values.whole_numbers import LARGEST
 
 # cyclopts would add a --no- twin for every switch.
 Flag = Annotated[bool, Parameter(negative="")]
@@ -93,6 +94,8 @@ class Ghost:
     """Also the scores of each parameter."""
     self_check: Flag = True
     """Compare with the slow exact twin at the first step."""
+    format: Literal["parquet", "pkl"] = "parquet"
+    """pkl: beside each file, the same columns as a pickled dict of numpy arrays."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,9 @@ class Settings:
     optimizer: Annotated[AdamW, Parameter(group=TRAINING)] = AdamW()
     val_batch_size: Annotated[int, Parameter(group=LOOKING)] = 4
     """Validation samples that training samples are scored against."""
+    ghost_mode: Annotated[Literal["two_pass", "concat"], Parameter(group=LOOKING)] = "two_pass"
+    """The validation batch in a pass of its own, or in one with the training batch: then in one
+    process, and without dropout."""
     dot_prod_save_interval: Annotated[int, Parameter(group=LOOKING)] = 10
     """Write scores every so many steps."""
     eval_interval: Annotated[int, Parameter(group=LOOKING)] = 100
@@ -228,6 +234,7 @@ _POSITIVE = (
     "trainer.callbacks.grad_dump.step_interval",
 )
 _NOT_NEGATIVE = (
+    "trainer.callbacks.grad_dump.start_step",
     "learning_rate",
     "warmup_steps",
     "grad_clip",
@@ -243,6 +250,9 @@ def _refuse_bounds(settings: Settings) -> None:
     for name in _POSITIVE:
         if values[name] is not None and values[name] < 1:
             raise UsageError(f"--{name} must be 1 or more, got {values[name]}")
+    for name, value in values.items():
+        if isinstance(value, int) and value > LARGEST:
+            raise UsageError(f"--{name} must be below 2**63, got {value}")
     for name in _NOT_NEGATIVE:
         if not (values[name] >= 0 and math.isfinite(values[name])):
             raise UsageError(f"--{name} must be 0 or more, got {values[name]}")
@@ -254,6 +264,12 @@ def _refuse_bounds(settings: Settings) -> None:
     dropout = settings.model.dropout
     if not 0 <= dropout < 1:
         raise UsageError(f"--model.dropout must be at least 0 and below 1, got {dropout}")
+    scored_together = settings.method == "GradDotProd" and settings.ghost_mode == "concat"
+    if scored_together and dropout > 0:
+        raise UsageError(
+            f"--ghost_mode concat would drop out the validation rows too: it needs "
+            f"--model.dropout 0, got {dropout}. --ghost_mode two_pass has no such limit"
+        )
     folder = settings.experiment
     if folder is not None and (not folder.strip("./ ") or "/" in folder):
         raise UsageError(

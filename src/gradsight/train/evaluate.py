@@ -1,19 +1,10 @@
-"""The losses of train, val and test, and the file they are kept in."""
-
-import json
-import math
-from pathlib import Path
-from typing import Any
+"""The losses of train, val and test."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsight.core import rundir
-from gradsight.core.files import write_text
 from gradsight.core.sharing import reshard
-from gradsight.errors import RunError
-from gradsight.store.run_problems import RunProblems
 from gradsight.train.batches import BatchStream, spread_evenly
 from gradsight.train.data import SPLITS
 from gradsight.train.processes import Processes
@@ -31,17 +22,20 @@ class NextTokenLoss:
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean over rows of inputs and targets; a third tensor says how much each counts."""
-        losses = self.by_row(model, batch)
         if len(batch) > 2:
-            losses = losses * batch[2]
-        return losses.mean()
+            return (self.by_row(model, batch) * batch[2]).mean()
+        # One call with its own mean: --ghost_mode concat splits it into training and validation.
+        return F.cross_entropy(self._logits(model, batch), batch[1])
 
     def by_row(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean loss of each row."""
-        inputs, targets = batch[:2]
+        return F.cross_entropy(self._logits(model, batch), batch[1], reduction="none").mean(1)
+
+    def _logits(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """The model's logits [rows, vocabulary, tokens]."""
         with torch.autocast(**self._autocast):  # type: ignore[arg-type]
-            logits = model(input_ids=inputs).logits
-        return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(1)
+            logits: Tensor = model(input_ids=batch[0]).logits
+        return logits.float().transpose(1, 2)
 
 
 @torch.no_grad()
@@ -73,43 +67,3 @@ def evaluate(
     # fully_shard keeps the outermost parameters whole for a backward pass, and none follows.
     reshard(model)
     return losses
-
-
-class TrainingLog:
-    """training_log.json: one object per evaluation, rewritten whole or not at all; NaN is null."""
-
-    def __init__(self, run_dir: Path, up_to: int, problems: RunProblems) -> None:
-        self._problems = problems
-        self._file = run_dir / rundir.TRAINING_LOG
-        self.entries = [entry for entry in _read(self._file) if entry["step"] <= up_to]
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """One evaluation; it replaces an earlier one of the same step."""
-        plain = {name: _finite(value) for name, value in entry.items()}
-        earlier = [known for known in self.entries if known["step"] != entry["step"]]
-        self.entries = [*earlier, plain]
-        try:
-            write_text(self._file, json.dumps(self.entries, indent=1) + "\n")
-        except OSError as error:
-            text = f"{self._file} cannot be written: {error.strerror}. Training goes on"
-            self._problems.report("training-log", text, entry["step"])
-
-
-def _finite(value: Any) -> Any:
-    """The value; None for NaN and Inf, which JSON does not know."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run that is resumed."""
-    if not file.is_file():
-        return []
-    try:
-        entries: list[dict[str, Any]] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{file} cannot be read: {error}. Move it away to go on without what it holds"
-        ) from error
-    return entries

@@ -26,11 +26,12 @@ from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batch, BatchStream
 from gradsight.train.config import Settings, to_dict
-from gradsight.train.evaluate import NextTokenLoss, TrainingLog, evaluate
+from gradsight.train.evaluate import NextTokenLoss, evaluate
 from gradsight.train.processes import Processes
 from gradsight.train.progress import Progress
 from gradsight.train.scoring import Scoring
 from gradsight.train.stop_request import StopRequest
+from gradsight.train.training_log import TrainingLog
 from gradsight.values.steps import Schedule
 
 OnBatch = Callable[[int, Batch], Batch]
@@ -128,8 +129,8 @@ def train(run: Training, tools: Instruments) -> int | None:
                 last = micro == settings.gradient_accumulation_steps - 1
                 batch = run.on_batch(step, run.batches.get(run.position, micro))
                 watched.ids(batch.sample_ids)
-                with reduced_at_last(model, last), tools.scoring.observe(batch, step):
-                    part = run.loss(model, batch.for_loss) / settings.gradient_accumulation_steps
+                with reduced_at_last(model, last), tools.scoring.observe(batch, step) as rows:
+                    part = run.loss(model, rows) / settings.gradient_accumulation_steps
                     part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
             epoch = epoch_to_log(run)
@@ -147,12 +148,13 @@ def train(run: Training, tools: Instruments) -> int | None:
             run.step = step + 1
             run.position += run.batches.per_step
             run.seconds += time.perf_counter() - started
-            show_progress(run, loss, norm)
+            show_progress(run, loss, norm, log)
             if due(run.step, settings.eval_interval, settings.max_steps):
                 log_losses(run, watched, log)
             # A signal may reach one process a step early: ending alone, it would be waited for.
             ending = run.processes.any(request.signal is not None)
             if ending or due(run.step, settings.checkpoint_interval, settings.max_steps):
+                log.write()
                 save_progress(run, tools.scoring)
             if ending and run.step < settings.max_steps:
                 return request.signal or signal.SIGTERM
@@ -208,11 +210,16 @@ def epoch_to_log(run: Training) -> int | None:
     return next_epoch if begins_here and next_epoch % every == 0 else None
 
 
-def show_progress(run: Training, loss: Tensor, norm: Tensor) -> None:
-    """Show progress; the numbers are read from the device only when they are due."""
+def show_progress(run: Training, loss: Tensor, norm: Tensor, log: TrainingLog) -> None:
+    """Show and log a step's numbers; they are read from the device only when they are due."""
     run.progress.advance()
-    if due(run.step, run.settings.log_interval, run.settings.max_steps):
-        run.progress.numbers(loss.item(), whole(norm).item(), run.memory)
+    if not due(run.step, run.settings.log_interval, run.settings.max_steps):
+        return
+    grad_norm = whole(norm).item()
+    run.progress.numbers(loss.item(), grad_norm, run.memory)
+    if run.processes.first:
+        lr = run.optimizer.param_groups[0]["lr"]
+        log.add({"step": run.step, "loss": loss.item(), "lr": lr, "grad_norm": grad_norm})
 
 
 def log_losses(run: Training, watched: Watch, log: TrainingLog) -> None:
@@ -224,6 +231,7 @@ def log_losses(run: Training, watched: Watch, log: TrainingLog) -> None:
         epoch = round(run.position / run.batches.order.epoch_length, 4)
         seconds = round(run.seconds, 3)
         log.add({"step": run.step, "epoch": epoch, **losses, "seconds": seconds})
+        log.write()
         for name, value in known.items():
             watched.log_scalar(f"eval/{name}", value, run.step)
     shown = "  ".join(f"{name.removesuffix('_loss')} {value:.3f}" for name, value in known.items())

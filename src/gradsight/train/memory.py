@@ -1,5 +1,6 @@
 """What a run says about memory: before it starts, and when there was not enough."""
 
+import os
 import resource
 import shlex
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gradsight.memory.monitor import available_memory
+from gradsight.errors import UsageError
+from gradsight.memory.monitor import available_memory, total_memory
 from gradsight.memory.predict import largest_batch, predict_peak_memory
 from gradsight.memory.startup import HEADROOM, startup_report
 from gradsight.train.config import Settings, to_dict
@@ -19,6 +21,8 @@ from gradsight.values.sizes import format_size
 
 _SHORTEST = 16
 """The shortest block that is worth proposing."""
+_MOST_MICRO_BATCHES = 1000
+"""More than anybody wants: the batch was a slip of the hand."""
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
 
 
@@ -31,17 +35,61 @@ class ExpectedMemory:
     peak_bytes: int
 
 
-def expected_memory(settings: Settings, device: torch.device) -> ExpectedMemory:
+def expected_memory(settings: Settings, device: torch.device, samples: int) -> ExpectedMemory:
     """The startup report."""
     policy = _policy(settings)
     report = startup_report(
         build_for(settings), settings.batch_size, policy=policy, device=device.type
     )
-    lines = str(report).splitlines()
+    lines = str(replace(report, samples=samples)).splitlines()
     if settings.method == "GradDotProd":
         size = format_size(report.expected.by_kind["parameters"])
         lines.insert(3, f"Scoring samples: {size} more, for the validation batch's gradient")
     return ExpectedMemory(lines, report.expected.peak_bytes)
+
+
+def refuse_what_cannot_fit(settings: Settings, device: torch.device, config: Path) -> None:
+    """Refuse a step that takes more memory than there is, before the kernel ends the process."""
+    room = total_memory(device.type)
+    size = settings.batch_size
+    if settings.method == "GradDotProd":
+        size = max(size, settings.val_batch_size)
+    together = 1
+    if device.type == "cpu":  # all processes of the machine share its memory
+        together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # The prediction takes seconds: it is left to those few settings that look dangerous.
+    if room is None or together * _at_most(settings, size) <= room:
+        return
+    use = predict_peak_memory(
+        build_for(settings)(size), policy=_policy(settings), device=device.type
+    )
+    if together * use.peak_bytes > room:
+        options = f"--batch_size {settings.batch_size}"
+        if size != settings.batch_size:
+            options = f"--val_batch_size {size}"
+        raise UsageError(
+            "\n".join(
+                [
+                    f"{options} with --block_size {settings.block_size} would take "
+                    f"{format_size(together * use.peak_bytes)}, and there are "
+                    f"{format_size(room)} on {device.type} in all.",
+                    *_what_fits(settings, device, config),
+                ]
+            )
+        )
+
+
+def _at_most(settings: Settings, size: int) -> int:
+    """Bytes of a step, roughly and rather too many: about 1.4 times those of the prediction."""
+    usual = architecture(settings.architecture)
+    layers = settings.model.n_layer or usual.layers
+    width = settings.model.n_embd or usual.width
+    vocabulary = settings.model.vocab_size or usual.vocabulary
+    tokens = size * (settings.block_size or usual.block_size)
+    parameters = 12 * layers * width**2 + vocabulary * width
+    # Weights, gradients, two of AdamW's, one for scoring; forty numbers per unit of each block, and
+    # four per logit.
+    return 4 * (5 * parameters + tokens * (40 * layers * width + 4 * vocabulary))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -54,13 +102,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def advice(settings: Settings, device: torch.device, config: Path) -> str:
     """Commands that would fit instead; they build on the run's config.json where there is one."""
+    lines = [
+        f"out of memory on {device.type} with --batch_size {settings.batch_size} "
+        f"and --block_size {settings.block_size}.",
+        *_what_fits(settings, device, config),
+    ]
+    return "\n".join(lines)
+
+
+def _what_fits(settings: Settings, device: torch.device, config: Path) -> list[str]:
     room = int(HEADROOM * _room(device))
     base = "gradsight train YOUR_OPTIONS"
     if config.is_file():
         base = f"gradsight train --config {shlex.quote(str(config))} --overwrite"
     lines = [
-        f"out of memory on {device.type} with --batch_size {settings.batch_size} "
-        f"and --block_size {settings.block_size}.",
         "What should fit:",
         f"  {base} {_smaller_batch(settings, device, room)}",
     ]
@@ -68,12 +123,20 @@ def advice(settings: Settings, device: torch.device, config: Path) -> str:
         lines.append(f"  {base} --block_size {length}")
     if (name := _smaller_architecture(settings)) is not None:
         lines.append(f"  {base} --architecture {name}")
-    if not settings.gradient_checkpointing:
+    if _fits_checkpointed(settings, device, room):
         lines += [
             "Or recompute activations instead of keeping them:",
             f"  {base} --gradient_checkpointing true",
         ]
-    return "\n".join(lines)
+    return lines
+
+
+def _fits_checkpointed(settings: Settings, device: torch.device, room: int) -> bool:
+    """Whether the same step would fit if activations were recomputed that are kept now."""
+    if settings.gradient_checkpointing:
+        return False
+    build = build_for(settings)(settings.batch_size)
+    return predict_peak_memory(build, policy="full", device=device.type).peak_bytes <= room
 
 
 def build_for(settings: Settings) -> Callable[[int], Callable[[], Any]]:
@@ -116,6 +179,8 @@ def _smaller_batch(settings: Settings, device: torch.device, room: int) -> str:
     # At most half: memory has run out with the present size, whatever is predicted for it.
     size = max(1, min(fits, settings.batch_size // 2))
     micro = -(-settings.batch_size * settings.gradient_accumulation_steps // size)
+    if micro > _MOST_MICRO_BATCHES:
+        return f"--batch_size {size}"
     return f"--batch_size {size} --gradient_accumulation_steps {micro}"
 
 

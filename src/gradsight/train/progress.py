@@ -1,5 +1,6 @@
 """What a run says of itself: a bar on a terminal, plain lines elsewhere."""
 
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+_WIDTH = 80
 
 
 class Progress:
@@ -62,15 +65,20 @@ class Progress:
             self._bar.update(self._task, numbers=text)
             return
         left = _duration(seconds * (self._total - self._done))
-        self.say(
+        # Never broken: logs are searched by the line.
+        self.show(
             f"step {self._done}/{self._total}  loss {loss:.3f}  norm {norm:.2f}  "
             f"{rate:,.0f} tokens/s{_memory_in_use(memory)}  {left} left"
         )
 
     def say(self, text: str) -> None:
-        """One line; on a terminal it is broken between words."""
-        wrap = self.console.is_terminal
-        self.console.print(text, markup=False, highlight=False, soft_wrap=not wrap)
+        """A sentence, broken between words to lines that fit; all but the first are indented."""
+        width = min(self.console.width, _WIDTH)
+        lines = textwrap.wrap(
+            text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in lines or [""]:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, line: str) -> None:
         """A line that is to be copied, or brings its own colours: printed as it is."""

@@ -34,7 +34,12 @@ from gradsight.train.config import Settings, to_dict
 from gradsight.train.data import open_corpus
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.loop import Instruments, OnBatch, Training, train, unchanged
-from gradsight.train.memory import advice, expected_memory, is_out_of_memory
+from gradsight.train.memory import (
+    advice,
+    expected_memory,
+    is_out_of_memory,
+    refuse_what_cannot_fit,
+)
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.processes import Processes
 from gradsight.train.progress import Progress
@@ -58,6 +63,7 @@ def run_training(
     try:
         if not eval_only:
             refuse_to_mix_runs(run_dir, resume, overwrite)
+            refuse_what_cannot_fit(settings, processes.device, run_dir / rundir.CONFIG)
         run = prepare(settings, run_dir, processes, on_batch)
         if eval_only:
             return evaluate_only(run)
@@ -205,7 +211,8 @@ def introduce(run: Training) -> None:
         )
         if settings.startup_report:
             with run.progress.working("Predicting memory"):
-                expected = expected_memory(settings, run.processes.device)
+                samples = run.batches.order.epoch_length
+                expected = expected_memory(settings, run.processes.device, samples)
             run.predicted_bytes = expected.peak_bytes
             for line in expected.lines:
                 run.progress.say(line)
@@ -246,6 +253,7 @@ def make_engine(run: Training) -> GhostEngine:
     """The engine that scores training samples against the validation batch."""
     settings = run.settings
     options = asdict(settings.trainer.callbacks.ghost)
+    save_format = options.pop("format")
     sharded = run.processes.world > 1 and settings.parallel == "fsdp"
     if sharded and settings.train_dtype == "bfloat16":
         # Right scores are refused there: the twin's rounding is not the sharded model's.
@@ -256,7 +264,9 @@ def make_engine(run: Training) -> GhostEngine:
         run.batches.validation(settings.val_batch_size),
         optimizer=run.optimizer,
         run_dir=run.run_dir,
+        mode=settings.ghost_mode,
         save_interval=settings.dot_prod_save_interval,
+        save_format=save_format,
         **options,
     )
 

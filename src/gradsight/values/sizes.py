@@ -23,7 +23,7 @@ def parse_size(size: str | int | float) -> int:
         kind = type(size).__name__
         raise UsageError(f"a size of memory is text such as '6GB' or a number of bytes, got {kind}")
     text = str(size).strip()
-    parts = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", text, re.IGNORECASE)
+    parts = re.fullmatch(r"(-?[0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", text, re.IGNORECASE)
     if parts is None or parts[2].upper() not in UNITS:
         raise _not_a_size(size)
     try:

@@ -1,0 +1,73 @@
+"""training_log.json: what a run printed, for programs to read. No torch."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from gradsight.core import rundir
+from gradsight.core.files import write_text
+from gradsight.errors import RunError
+from gradsight.store.run_problems import RunProblems
+
+_UNWRITTEN_SHARE = 0.01
+"""Of the entries: the file is rewritten whole, so each time it must have grown by some share, or a
+long run would spend its time on it."""
+
+
+class TrainingLog:
+    """One object per step that was logged or evaluated, in one array; NaN is null.
+
+    `step` is how many steps had been made. An object has loss, lr and grad_norm of the step that
+    was made last, or the losses of an evaluation, or both. The file is rewritten whole or not at
+    all.
+    """
+
+    def __init__(self, run_dir: Path, up_to: int, problems: RunProblems) -> None:
+        """The log of a run; of one that is resumed, the entries up to a step."""
+        self._problems = problems
+        self._file = run_dir / rundir.TRAINING_LOG
+        entries = [entry for entry in _read(self._file) if entry["step"] <= up_to]
+        self._by_step: dict[int, dict[str, Any]] = {entry["step"]: entry for entry in entries}
+        self._unwritten = 0
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add what is known of a step; the file may have it a few entries later."""
+        plain = {name: _finite(value) for name, value in entry.items()}
+        self._by_step[entry["step"]] = {**self._by_step.get(entry["step"], {}), **plain}
+        self._unwritten += 1
+        if self._unwritten >= _UNWRITTEN_SHARE * len(self._by_step):
+            self.write()
+
+    def write(self) -> None:
+        """Put everything into the file; training survives a failure."""
+        if not self._unwritten:
+            return
+        self._unwritten = 0
+        entries = list(self._by_step.values())
+        lines = ",\n ".join(json.dumps(entry) for entry in entries)
+        try:
+            write_text(self._file, f"[\n {lines}\n]\n")
+        except OSError as error:
+            text = f"{self._file} cannot be written: {error.strerror}. Training goes on"
+            self._problems.report("training-log", text, entries[-1]["step"])
+
+
+def _finite(value: Any) -> Any:
+    """The value; None for NaN and Inf, which JSON does not know."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """The entries of a run that is resumed."""
+    if not file.is_file():
+        return []
+    try:
+        entries: list[dict[str, Any]] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{file} cannot be read: {error}. Move it away to go on without what it holds"
+        ) from error
+    return entries

@@ -1,0 +1,66 @@
+"""--ghost_mode and the format of score files: the same scores either way."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradsight
+from gradsight.errors import UsageError
+from gradsight.train.config import ModelShape, Settings
+from train.small import GHOST, differing, log, run, weights
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_one_pass_scores_as_two_do(accumulated: int, tmp_path: Path) -> None:
+    options = {f"{GHOST}.exact_grad": True, "gradient_accumulation_steps": accumulated}
+    two = run(tmp_path, experiment="two", **options)
+    one = run(tmp_path, experiment="one", ghost_mode="concat", **options)
+    ours, theirs = gradsight.read_scores(one), gradsight.read_scores(two)
+    assert ours.num_rows == 4 * 4 * accumulated
+    for name in ("step", "sample_id", "domain", "target", "lr"):
+        assert ours[name].equals(theirs[name])
+    assert ours["score"].to_numpy() == pytest.approx(theirs["score"].to_numpy(), abs=1e-6)
+    assert ours["clip_coef"].to_numpy() == pytest.approx(theirs["clip_coef"].to_numpy(), rel=1e-5)
+
+
+def test_one_pass_trains_as_plain_training_does(tmp_path: Path) -> None:
+    plain = run(tmp_path, experiment="plain", method="Regular")
+    one = run(tmp_path, experiment="one", ghost_mode="concat")
+    for ours, theirs in zip(log(one), log(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_dropout_is_refused_with_one_pass() -> None:
+    shape = ModelShape(dropout=0.1)
+    with pytest.raises(UsageError, match=r"--ghost_mode concat .* needs --model.dropout 0, got 0"):
+        Settings(ghost_mode="concat", model=shape)
+    Settings(ghost_mode="concat", method="Regular", model=shape)
+
+
+def test_one_pass_is_refused_in_several_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "--num_processes", "2", ghost_mode="concat", expect=64)
+    assert "--ghost_mode concat works in one process" in capsys.readouterr().err
+
+
+def test_pickles_beside_the_files_change_nothing(tmp_path: Path) -> None:
+    options = {"dot_prod_save_interval": 2, f"{GHOST}.per_parameter": True}
+    plain = run(tmp_path, experiment="plain", **options)
+    pickled = run(tmp_path, experiment="pickled", **options, **{f"{GHOST}.format": "pkl"})
+    assert differing(weights(plain), weights(pickled)) == []
+    assert sorted(file.name for file in (pickled / "grad_dotprods").iterdir()) == [
+        "iter_000002.parquet",
+        "iter_000002.pkl",
+        "iter_000004.parquet",
+        "iter_000004.pkl",
+    ]
+    table = gradsight.read_scores(pickled)
+    assert table.equals(gradsight.read_scores(plain))
+    columns = pickle.loads((pickled / "grad_dotprods" / "iter_000002.pkl").read_bytes())
+    assert list(columns) == table.column_names
+    assert all(isinstance(column, np.ndarray) and len(column) == 8 for column in columns.values())
+    assert columns["score"].tolist() == table["score"].to_pylist()[:8]
+    assert columns["by_parameter"].sum(1) == pytest.approx(columns["score"], abs=1e-6)
