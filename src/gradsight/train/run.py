@@ -240,7 +240,13 @@ def instruments(run: Training) -> Iterator[Instruments]:
     if run.settings.method == "GradDotProd":
         engine = make_engine(run)
     scoring = Scoring(engine, run.problems)
-    tracker = make_tracker(run)
+    # What is counted in epochs is shown wherever the watch shows its steps.
+    sinks = run.settings.trainer.callbacks.watch.sinks if processes.first else ()
+    tracker = MetricsTracker(
+        run.run_dir if processes.first else None,
+        use_wandb="wandb" in sinks,
+        use_tensorboard="tensorboard" in sinks,
+    )
     went_well = False
     try:
         yield Instruments(scoring, dumper, tracker)
@@ -252,16 +258,6 @@ def instruments(run: Training) -> Iterator[Instruments]:
             scoring.close()
             if dumper is not None:
                 dumper.close()
-
-
-def make_tracker(run: Training) -> MetricsTracker:
-    """The tracker of what is counted in epochs; it shows them where the watch shows its steps."""
-    if not run.processes.first:
-        return MetricsTracker()
-    sinks = run.settings.trainer.callbacks.watch.sinks
-    return MetricsTracker(
-        run.run_dir, use_wandb="wandb" in sinks, use_tensorboard="tensorboard" in sinks
-    )
 
 
 def make_engine(run: Training) -> GhostEngine:
