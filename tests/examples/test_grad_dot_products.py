@@ -75,6 +75,9 @@ def test_scores_by_default(example: Path, tmp_path: Path) -> None:
     scores = gradsight.read_scores(run_dir)
     assert scores.num_rows == 4 * 2
     assert "by_parameter" not in scores.column_names
+    (snippet,) = re.findall(r"```python\n(.*?)```", (example / "README.md").read_text(), re.DOTALL)
+    said = typed(["python3", "-c", snippet], example)
+    assert "['step', 'sample_id', 'domain', 'target', 'score', 'lr', 'clip_coef']" in said
     # Continued with its own settings, which are not those of the config file any more.
     edit(example, model_dtype="bfloat16", per_parameter=True)
     typed(["./train.sh", "--resume", "--max_steps", "6"], example)
@@ -108,7 +111,7 @@ def test_regular_training_and_evaluation(example: Path) -> None:
 def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) -> None:
     data = tmp_path / "tokens"
     data.mkdir()
-    (data / "pile.bin").write_bytes(bytes(range(200)) * 200)
+    (data / "pile.bin").write_bytes(bytes([65, 0, 66, 0, 67, 0]) * 2000)
     edit(
         example,
         RESULTS_DIR=str(tmp_path / "elsewhere"),
@@ -117,8 +120,7 @@ def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) 
         train_dtype="bfloat16",
         per_parameter=True,
     )
-    flags = ["--model_dtype=float32", "--model.vocab_size=65536"]
-    flags += ["--trainer.callbacks.ghost.format=pkl"]
+    flags = ["--model_dtype=float32", "--trainer.callbacks.ghost.format=pkl"]
     typed(["./train.sh", "--batch_size", "2", *SMALL, *flags], example)
     run_dir = tmp_path / "elsewhere" / "GradDotProd-GPT2-Small"
     settings = settings_of(run_dir)

@@ -4,6 +4,7 @@ table.
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch import nn
 import gradsight
 from gradsight.errors import UsageError
 from gradsight.values.health_report import HealthReport
+from launch import torchrun
+
+RANKS = Path(__file__).with_name("one_look_ranks.py")
 
 
 def with_gradients(*gradients: list[float] | None) -> nn.Module:
@@ -69,6 +73,45 @@ def test_counts_are_of_parameters_that_have_a_gradient() -> None:
 def test_the_line_of_a_report() -> None:
     report = gradsight.check_gradient_health(with_gradients([3.0], [4.0], [0.0]), step=5)
     assert str(report) == "Step 5: grad_norm=5.0000, nan=0, zero=1"
+
+
+def test_a_look_prints_the_parameters_with_a_nan_and_then_its_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gradients = [1.0], [math.nan, 1.0], [math.inf], None, [math.nan], [0.0]
+    report = gradsight.check_gradient_health(with_gradients(*gradients), 3)
+    assert capsys.readouterr().out.splitlines() == [
+        "  NaN gradient in: p1",
+        "  NaN gradient in: p4",
+        "Step 3: grad_norm=nan, nan=2, zero=1",
+    ]
+    assert gradsight.check_gradient_health(with_gradients(*gradients), 3, quiet=True) is not report
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_report_can_be_read_by_four_keys() -> None:
+    report = gradsight.check_gradient_health(with_gradients([3.0], [4.0], [0.0], None))
+    assert report["total_norm"] == pytest.approx(5.0)
+    assert (report["nan_count"], report["zero_count"], report["num_params"]) == (0, 1, 3)
+    assert list(report.keys()) == ["total_norm", "nan_count", "zero_count", "num_params"]
+    assert dict(report) == {key: getattr(report, key) for key in report}
+    assert report
+    with pytest.raises(
+        KeyError, match="no key 'loss'; it has total_norm, nan_count, zero_count, num_params"
+    ):
+        report["loss"]
+    assert report.get("inf_count") is None
+    assert "findings" in report.to_dict()
+
+
+def test_the_first_rank_alone_prints() -> None:
+    lines = torchrun(RANKS).splitlines()
+    norm = f"{24**0.5:.4f}"
+    assert sorted(lines) == [
+        f"Step 0: grad_norm={norm}, nan=0, zero=0",
+        f"Step 1: grad_norm={norm}, nan=0, zero=0",
+        *[f"rank {rank} {kind}: {norm}" for rank in (0, 1) for kind in ("ddp", "fsdp")],
+    ]
 
 
 def test_more_than_half_zero_is_a_warning_and_half_is_none() -> None:

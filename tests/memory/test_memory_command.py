@@ -93,6 +93,36 @@ def test_verify_passes(run: Callable[..., tuple[int, str, str]], models: str) ->
     assert "\x1b" not in out
 
 
+def test_verify_without_a_model(run: Callable[..., tuple[int, str, str]]) -> None:
+    """The built-in model saves as much as is usual, and the last lines are the result alone."""
+    code, out, _ = run("verify")
+    assert code == 0
+    assert out.startswith("Verifying char, batch 2 x 256 tokens, policy full ...\n")
+    assert out[out.index("RESULTS") :].splitlines() == [
+        "RESULTS",
+        "=" * 80,
+        "",
+        "  Baseline peak memory:    0.272 GB",
+        "  Optimized peak memory:   0.198 GB",
+        "  Memory reduction:        0.075 GB (27.4%)",
+        "",
+        "  ✓ SUCCESS: Memory reduction (27.4%) is within expected range (20-40%)",
+        "",
+        "VERIFICATION PASSED ✓",
+    ]
+
+
+@pytest.mark.parametrize(
+    "tokens", [("verify", "--policy", "selective"), ("plan", "--budget", "1GB")], ids=str
+)
+def test_operations_that_are_not_counted_are_not_called_free(
+    run: Callable[..., tuple[int, str, str]], models: str, tokens: tuple[str, ...]
+) -> None:
+    """`selective` multiplies no matrices again, and does all other work again."""
+    _, out, _ = run(tokens[0], f"{models}:build", *tokens[1:])
+    assert "Extra operations:        0.0% of matrix products (other work is not counted)\n" in out
+
+
 def test_verify_fails(run: Callable[..., tuple[int, str, str]], models: str) -> None:
     code, out, _ = run("verify", f"{models}:unsteady")
     assert code == 2
@@ -156,7 +186,7 @@ def test_predict(
     ("tokens", "code", "message"),
     [
         (
-            ("verify",),
+            ("plan", "--budget", "1GB"),
             64,
             "give either file.py:build or --architecture, for example --architecture GPT2-Small",
         ),

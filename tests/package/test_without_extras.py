@@ -31,6 +31,7 @@ def loss_fn(model, batch):
 
 if __name__ == "__main__":
     model, batch, _ = build()
+    batch = batch[:16]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dump = gradsight.GradientDumper("run", step_interval=4)
     with gradsight.watch(model, optimizer, run_dir="run", dump=dump, recorder="batch") as watched:
@@ -106,9 +107,8 @@ NEED_HF = {
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={"PATH": f"{BIN}:/usr/bin:/bin"}
-    )
+    environment = {"PATH": f"{BIN}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from gradsight.errors import GradsightWarning
 from gradsight.train.batches import Batch
 from gradsight.train.config import from_dict
 from gradsight.train.models import model_from_settings
+from gradsight.train.progress import Progress
 from gradsight.train.run import run_training
 from gradsight.train.samples import open_samples
 from train.small import DUMP, GHOST, differing, log, run, weights
@@ -358,4 +359,28 @@ def test_the_startup_report(
         else "✗ Gradient checkpointing: DISABLED"
     ) in text
     assert re.search(r"Recommended batch size: any: all \d+ samples fit in one batch", text)
-    assert "memory/peak_rss_gb: " in text
+    assert re.search(r"^step 1/1  loss .*  memory/peak_rss_gb: \d+\.\d{3}$", text, re.MULTILINE)
+
+
+def test_memory_is_printed_and_kept_when_a_line_is_due(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = run(tmp_path, max_steps=5, log_interval=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  loss " in line]
+    shown = [float(re.search(r"memory/peak_rss_gb: (\d+\.\d{3})$", line)[1]) for line in lines]
+    kept = [s for s in gradsight.open_run(place).memory() if s.name == "memory/peak_rss_gb"]
+    # Of the step that the line is about: the first steps of a run do not take the most.
+    assert [scalar.step for scalar in kept] == [1, 3, 4]
+    assert shown == [pytest.approx(scalar.value, abs=5e-4) for scalar in kept]
+
+
+def test_all_figures_of_a_gpu_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("gpu_allocated_gb", "gpu_reserved_gb", "gpu_max_allocated_gb")
+    memory = {f"memory/{name}": number + 0.25 for number, name in enumerate(names)}
+    progress = Progress(4, 16, speaks=True)
+    progress.advance()
+    progress.numbers(1.0, 2.0, memory)
+    assert capsys.readouterr().out.endswith(
+        "  memory/gpu_allocated_gb: 0.250  memory/gpu_reserved_gb: 1.250"
+        "  memory/gpu_max_allocated_gb: 2.250\n"
+    )

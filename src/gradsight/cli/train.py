@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks import refuse_unavailable
 from gradsight.train.config import MACHINE, Settings, from_dict, options_of
 from gradsight.train.models import architecture, refuse_without_transformers
+from gradsight.train.python_config import read_python_config
 
 RUN = Group("Run", sort_key=0)
 DEFAULT = Settings()
@@ -24,7 +25,7 @@ _SWITCHES = {name for name, value in _DEFAULTS.items() if isinstance(value, bool
 }
 _ONE_OF = ("max_steps", "epochs")
 """Each says when the run ends: one on the command line wins over the other in a file."""
-CONFIG_FILES = (".yaml", ".yml", ".json")
+CONFIG_FILES = (".yaml", ".yml", ".json", ".py")
 
 
 def add_config_file(app: App, commands: Sequence[str], arguments: ArgumentCollection) -> None:
@@ -70,7 +71,8 @@ def train_command(
     Parameters
     ----------
     config
-        Settings from a YAML file, or from the config.json of a run; options on the command line
+        Settings from a YAML file, from the config.json of a run, or from a Python file of
+        assignments such as nanoGPT's, which is read and never run; options on the command line
         win over it.
     resume
         Go on from the newest checkpoint, bit for bit, with the settings of the run.
@@ -165,15 +167,17 @@ def _given(arguments: ArgumentCollection, name: str) -> str | None:
     return tokens[0].value if tokens else None
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """The settings in a YAML file, or in the config.json of a run."""
+def read_config(file: Path) -> Mapping[str, Any]:
+    """The settings in a YAML or Python file, or in the config.json of a run."""
     import yaml
 
+    if file.suffix == ".py":
+        return _settings_in_python(file)
     if file.suffix not in CONFIG_FILES:
         known = ", ".join(CONFIG_FILES)
         raise UsageError(
-            f"--config takes a YAML file or the config.json of a run ({known}), got {file}. "
-            f"A file of Python is not run: write its settings as YAML, one `name: value` per line"
+            f"--config takes a YAML file, the config.json of a run or a Python file of assignments "
+            f"({known}), got {file}"
         )
     kind = "JSON" if file.suffix == ".json" else "YAML"
     try:
@@ -197,6 +201,16 @@ def read_config(file: Path) -> dict[str, Any]:
             f"--config {file} should hold settings by name, but holds {type(values).__name__}"
         )
     return values
+
+
+def _settings_in_python(file: Path) -> Mapping[str, Any]:
+    """The settings that a Python file assigns; what has no equal here is named in one line."""
+    config = read_python_config(file)
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun all ranks read the same file
+    if config.left_out and first:
+        names = ", ".join(config.left_out)
+        print(f"gradsight: --config {file}: not used, for nothing here is equal: {names}")
+    return config.settings
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ from math import nan
 
 from torch import nn
 
+from gradsight.core.group import rank
 from gradsight.core.parameters import check_module, named_parameters
 from gradsight.errors import UsageError
 from gradsight.health.judge import Judge
@@ -15,15 +16,16 @@ from gradsight.values.steps import Step
 from gradsight.values.whole_numbers import whole_number
 
 
-def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
+def check_gradient_health(model: nn.Module, step: int = 0, quiet: bool = False) -> HealthReport:
     """Judge the gradients that are in place now: after backward, before clipping and the optimizer.
 
     One look knows norms, NaN, Inf and zeros, of each parameter and in all; trends and wiring need a
     run (`gradsight.watch`). Under FSDP2 every rank must call it; norms are those of whole
-    parameters.
+    parameters. The first rank prints each parameter with a NaN, and the line of the report.
 
     model: a module whose gradients are in place.
     step: the number of the step, for the report.
+    quiet: whether to print nothing.
     """
     check_module(model)
     step = whole_number(step, "step")
@@ -35,7 +37,12 @@ def check_gradient_health(model: nn.Module, step: int = 0) -> HealthReport:
     judge = Judge(subject_of(model, parameters, ()))
     measured = MeasuredStep(Step(step, 0.0, total_norm=norms.total), tuple(rows), norms)
     judge.observe(measured, patient=False)
-    return verdict_of(judge, steps=1)
+    report = verdict_of(judge, steps=1)
+    if not quiet and rank() == 0:
+        for name in judge.window.named(_with_nan(measured)):
+            print(f"  NaN gradient in: {name}")
+        print(report)
+    return report
 
 
 def verdict_of(judge: Judge, steps: int) -> HealthReport:
@@ -51,6 +58,14 @@ def verdict_of(judge: Judge, steps: int) -> HealthReport:
         total = norms.total
     findings = judge.findings()
     return make_report(number, total, _counts(norms), findings, judge.abstentions(), steps)
+
+
+def _with_nan(measured: MeasuredStep) -> list[int]:
+    """The parameters whose gradient holds a NaN."""
+    if measured.norms is None or measured.norms.counts is None:
+        return []
+    nan_counts = measured.norms.counts[0]
+    return [row for row, count in zip(measured.rows or (), nan_counts, strict=True) if count != 0]
 
 
 def _counts(norms: Norms | None) -> ParameterCounts:

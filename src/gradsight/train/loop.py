@@ -96,7 +96,7 @@ def train(run: Training, tools: Instruments) -> int | None:
     watching = settings.trainer.callbacks.watch
     parameters = list(model.parameters())
     log = TrainingLog(run.run_dir, up_to=run.step, problems=run.problems)
-    monitor = MemoryMonitor(log_every=settings.log_interval)
+    monitor = MemoryMonitor()
     model.train()
     with (
         watch(
@@ -143,9 +143,9 @@ def train(run: Training, tools: Instruments) -> int | None:
             optimizer.zero_grad()
             loss = run.processes.mean(loss)
             watched.log(loss=loss, lr=lr)
-            if run.processes.first:
-                run.memory = monitor.sample(watched, step) or run.memory
             run.step = step + 1
+            if run.processes.first and due(run.step, settings.log_interval, settings.max_steps):
+                run.memory = monitor.sample(watched, step)
             run.position += run.batches.per_step
             run.seconds += time.perf_counter() - started
             show_progress(run, loss, norm, log)

@@ -10,6 +10,8 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 _WIDTH = 80
+PEAKS = ("memory/peak_rss_gb", "memory/gpu_max_allocated_gb")
+"""What a run took at most, as a process and on a GPU."""
 
 
 class Progress:
@@ -60,15 +62,17 @@ class Progress:
         """The numbers of the last step."""
         seconds = (time.perf_counter() - self._since) / max(1, self._done - self._resumed_at)
         rate = self._tokens_per_step / seconds if seconds else 0.0
+        place = f"step {self._done}/{self._total}"
         if not self._bar.disable:
             text = f"loss {loss:.3f} norm {norm:.2f} {rate:,.0f} tok/s"
             self._bar.update(self._task, numbers=text)
+            self.say(f"{place}{_memory_in_use(memory)}")
             return
         left = _duration(seconds * (self._total - self._done))
         # Never broken: logs are searched by the line.
         self.show(
-            f"step {self._done}/{self._total}  loss {loss:.3f}  norm {norm:.2f}  "
-            f"{rate:,.0f} tokens/s{_memory_in_use(memory)}  {left} left"
+            f"{place}  loss {loss:.3f}  norm {norm:.2f}  {rate:,.0f} tokens/s  {left} left"
+            f"{_memory_in_use(memory)}"
         )
 
     def say(self, text: str) -> None:
@@ -97,11 +101,9 @@ class Progress:
 
 
 def _memory_in_use(memory: Mapping[str, float]) -> str:
-    """The memory of the last look at it, as a part of a line; nothing where there was none yet."""
-    for name, value in memory.items():
-        if name.endswith(("rss_gb", "allocated_gb")):
-            return f"  {value:.2f} GB"
-    return ""
+    """The memory as the end of a line: the process's peak, or all that is known of a GPU's."""
+    shown = [name for name in memory if name in PEAKS or name.startswith("memory/gpu_")]
+    return "".join(f"  {name}: {memory[name]:.3f}" for name in shown)
 
 
 def _duration(seconds: float) -> str:

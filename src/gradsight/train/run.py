@@ -43,7 +43,7 @@ from gradsight.train.memory import (
 )
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.processes import Processes
-from gradsight.train.progress import Progress
+from gradsight.train.progress import PEAKS, Progress
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring
@@ -318,7 +318,7 @@ def finish(run: Training, ended_by: int | None) -> int:
         summary = summarize(open_run(run.run_dir), dumps_in(run.run_dir))
         write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
         for name, value in run.memory.items():
-            if name.endswith(("peak_rss_gb", "gpu_max_allocated_gb")):
+            if name in PEAKS:
                 run.progress.say(f"{name}: {value:.3f}")
         run.progress.say(f"{run.step} steps in {run.seconds:.0f} s")
         lines = [summary.verdict]

@@ -1,7 +1,7 @@
 """The Gradient Health Report: what one look or a whole run comes to, and how it reads. No torch."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from gradsight.values.wording import diagnosis_lines
 
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
+_KEYS = ("total_norm", "nan_count", "zero_count", "num_params")
 _NAMED = 4
 _NO_STEPS = "no steps: no optimizer step was seen"
 _WHY_NO_STEPS = (
@@ -30,10 +31,11 @@ class Abstention:
 
 
 @dataclass(frozen=True, slots=True)
-class HealthReport:
+class HealthReport(Mapping[str, float]):
     """A verdict on gradients. The counts are of parameters, at the last step that was measured.
 
-    Where no step was seen there is nothing to call healthy: the status is "warning".
+    Where no step was seen there is nothing to call healthy: the status is "warning". Its four
+    numbers can be read by key too: `report["total_norm"]`, `dict(report)`; all else by attribute.
     """
 
     step: int
@@ -50,6 +52,18 @@ class HealthReport:
     abstained: tuple[Abstention, ...] = ()
     steps: int = 1
     """How many steps were judged."""
+
+    def __getitem__(self, key: str) -> float:
+        if key not in _KEYS:
+            raise KeyError(f"a health report has no key {key!r}; it has {', '.join(_KEYS)}")
+        value: float = getattr(self, key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_KEYS)
+
+    def __len__(self) -> int:
+        return len(_KEYS)
 
     def __str__(self) -> str:
         if self.steps == 0:
