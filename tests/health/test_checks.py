@@ -178,6 +178,50 @@ def test_a_check_leaves_its_neighbour_alone(
     assert code not in left()
 
 
+def noisy(sigma: float, level: Callable[[int], float], count: int = 600) -> Steps:
+    """Norms of this level whose logarithms scatter by `sigma`."""
+    scatter = np.random.default_rng(0).normal(size=count) * sigma
+    # The total of six parameters with the same norm.
+    share = len(NAMES) ** -0.5
+    return of(lambda n: share * level(n) * np.exp(scatter[n]), count)
+
+
+def line(n: int) -> float:
+    """From 1 to 20 in 200 steps."""
+    return 1 + 19 * n / 199
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda: noisy(0.0, line, 200),
+        lambda: noisy(0.2, line, 200),
+        lambda: noisy(0.2, lambda n: line(max(0, n - 300)), 500),
+    ],
+    ids=["smooth", "noisy", "after 300 level steps"],
+)
+def test_a_straight_rise_is_found(steps: Callable[[], Steps]) -> None:
+    finding = run(steps())["GS202"]
+    assert finding.severity == "warning"
+    assert "median norm by quarter of the last" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda: noisy(0.3, lambda n: 12.0),
+        lambda: noisy(1.0, lambda n: 30.0),
+        lambda: noisy(0.2, lambda n: line(min(2 * n, 199))),
+        lambda: noisy(0.1, lambda n: 1 + 19 * (1 - np.exp(-n / 80))),
+        lambda: noisy(0.2, lambda n: 0.45 * line(n), 200),
+        lambda: noisy(0.2, lambda n: 20 * 0.99**n + 1),
+    ],
+    ids=["noisy", "wild", "warm-up", "levels off", "within the healthy range", "falls"],
+)
+def test_what_only_looks_like_a_rise(steps: Callable[[], Steps]) -> None:
+    assert "GS202" not in run(steps())
+
+
 def test_every_check_is_in_the_table() -> None:
     assert sorted(CHECKS) == [code for code, _, _ in CASES]
 

@@ -88,6 +88,7 @@ def test_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "config.json",
         "grad_dotprods",
         "gradient_dumper",
+        "norms.svg",
         "report.md",
         "run.sqlite",
         "training_log.json",

@@ -10,11 +10,12 @@ from gradsight.core import rundir
 from gradsight.dump.reader import dumps_in
 from gradsight.errors import RunError, UsageError
 from gradsight.show.markdown import report_text
+from gradsight.show.norm_chart import norm_chart
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_report
+from gradsight.store.run_files import write_report, write_run_report
 from gradsight.values.health_report import SEVERITIES
 
 FAILED = 3
@@ -115,17 +116,17 @@ class CheckResult:
             self.runs[name] = replace(summary, health=health)
 
     def write(self, folder: Path) -> None:
-        """report.md in every run's directory, and check.json beside the first."""
+        """report.md and norms.svg in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: another process may be reading it.
         write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
         notes = script_section(self.notes())
         for number, (name, summary) in enumerate(self.runs.items()):
             place = folder / name if number else folder
-            write_report(place / rundir.REPORT, report_text(summary) + notes)
+            write_run_report(place, report_text(summary) + notes, norm_chart(summary))
         if not self.runs:
             nothing = "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
-            write_report(folder / rundir.REPORT, nothing + notes)
+            write_run_report(folder, nothing + notes, None)
 
     def write_patch(self, script: Path, before: bytes, file: Path) -> None:
         """A unified diff that mends the script of these bytes, where that is known."""

@@ -15,10 +15,11 @@ from gradsight.core import rundir
 from gradsight.dump.reader import dumps_in
 from gradsight.errors import UsageError
 from gradsight.show.markdown import report_text
+from gradsight.show.norm_chart import norm_chart
 from gradsight.show.summary import summarize
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_report
+from gradsight.store.run_files import write_run_report
 from gradsight.train.models import refuse_without_transformers
 from gradsight.train.sample_texts import SampleTexts
 
@@ -95,7 +96,7 @@ def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
         texts = SampleTexts(run_dir)
         run = open_run(run_dir)
         summary = summarize(run, dumps_in(run_dir))
-        write_report(run_dir / rundir.REPORT, report_text(summary, texts))
+        write_run_report(run_dir, report_text(summary, texts), norm_chart(summary))
     print()
     found, lines = demo_summary(
         run_dir, summary, texts, planned, poisoned, wants_colour(sys.stdout)

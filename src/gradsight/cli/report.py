@@ -8,16 +8,17 @@ from gradsight.core import rundir
 from gradsight.dump.reader import dumps_in
 from gradsight.show.markdown import report_text
 from gradsight.show.memory_and_dumps import dumps_line, memory_line
+from gradsight.show.norm_chart import norm_chart
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_report
+from gradsight.store.run_files import write_run_report
 from gradsight.train.sample_texts import SampleTexts
 
 
 def report(run_dir: Path, /) -> int:
-    """Write report.md into a run directory and print the verdict.
+    """Write report.md and norms.svg into a run directory and print the verdict.
 
     Exits with 0 if all is fine, 1 with a warning, 2 if something critical was found or the record
     is damaged, 64 for wrong usage, a missing folder among it.
@@ -41,8 +42,8 @@ def report(run_dir: Path, /) -> int:
 
 def _report_one(run_dir: Path, summary: Summary, notes: str) -> int:
     """Write one run's report, print its verdict and findings, give its exit code."""
-    file = run_dir / rundir.REPORT
-    write_report(file, report_text(summary, SampleTexts(run_dir)) + notes)
+    text = report_text(summary, SampleTexts(run_dir)) + notes
+    write_run_report(run_dir, text, norm_chart(summary))
     if summary.health.findings:
         print("\n".join(health_lines(summary.health, wants_colour(sys.stdout))))
     else:
@@ -50,5 +51,5 @@ def _report_one(run_dir: Path, summary: Summary, notes: str) -> int:
     for line in (memory_line(summary.memory), dumps_line(summary.dumps)):
         if line is not None:
             print(line)
-    print(f"report: {file}")
+    print(f"report: {run_dir / rundir.REPORT}")
     return summary.exit_code

@@ -3,10 +3,10 @@
 run.sqlite                            the record: steps, statistics, scalars, findings, problems
 run.sqlite-tail                       frames on their way into the record
 config.json                           settings, versions, parameters
-report.md                             `gradsight report`, and others at the end of a run
+report.md, norms.svg                  `gradsight report`, and others at the end of a run
 incidents/step{N}-{CODE}/             the flight recorder's bundles
 gradient_dumper/step{N}/              dumps
-grad_dotprods/iter_{N}.parquet        scores of samples
+grad_dotprods/iter_{N}.parquet        scores of samples; .pkl beside it where that is asked for
 training_log.json, checkpoints/       of the reference trainer
 check.json, script.json               of `gradsight check`
 tensorboard/                          the events of that sink
@@ -21,6 +21,7 @@ RECORD = "run.sqlite"
 TAIL = "run.sqlite-tail"
 CONFIG = "config.json"
 REPORT = "report.md"
+NORMS = "norms.svg"
 INCIDENTS = "incidents"
 DUMPS = "gradient_dumper"
 SCORES = "grad_dotprods"

@@ -34,6 +34,7 @@ def no_text(sample_id: str) -> str | None:
 def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     """The whole report as markdown; text_of gives the samples' text, where it is known."""
     sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
+    sections.append(_norm_chart(summary))
     if summary.steps and summary.is_judged:
         sections += markdown_sections(summary.health)
     sections.append(_block_table(summary))
@@ -55,6 +56,13 @@ def _overview(summary: Summary) -> list[str]:
         return []
     lines = ["| What | In this run |", "| --- | --- |"]
     return lines + [f"| {name} | {value} |" for name, value in _overview_rows(summary)]
+
+
+def _norm_chart(summary: Summary) -> list[str]:
+    """The picture that lies beside the report, where there is one."""
+    if all(step.total_norm is None for step in summary.steps):
+        return []
+    return ["![The gradient's norm over training, and what was found](norms.svg)"]
 
 
 def _overview_rows(summary: Summary) -> list[tuple[str, str]]:

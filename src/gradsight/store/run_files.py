@@ -1,4 +1,4 @@
-"""The files of a run that people read: config.json and report.md. No torch."""
+"""The files of a run that people read: config.json, report.md, norms.svg. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -27,6 +27,17 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
 def write_config(run_dir: Path, config: Mapping[str, object]) -> None:
     """Write config.json, whole or not at all."""
     write_text(run_dir / rundir.CONFIG, json.dumps(config, indent=1))
+
+
+def write_run_report(run_dir: Path, text: str, picture: str | None) -> None:
+    """Write report.md and, where there is something to draw, the picture of norms beside it."""
+    write_report(run_dir / rundir.REPORT, text)
+    drawn = run_dir / rundir.NORMS
+    if picture is None:
+        # An earlier report's picture would be taken for this one's.
+        drawn.unlink(missing_ok=True)
+    else:
+        write_report(drawn, picture)
 
 
 def write_report(file: Path, text: str) -> None:

@@ -22,11 +22,12 @@ from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.show.markdown import report_text
+from gradsight.show.norm_chart import norm_chart
 from gradsight.show.summary import summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_report
+from gradsight.store.run_files import write_run_report
 from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
@@ -316,7 +317,8 @@ def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
         summary = summarize(open_run(run.run_dir), dumps_in(run.run_dir))
-        write_report(run.run_dir / rundir.REPORT, report_text(summary, SampleTexts(run.run_dir)))
+        text = report_text(summary, SampleTexts(run.run_dir))
+        write_run_report(run.run_dir, text, norm_chart(summary))
         for name, value in run.memory.items():
             if name in PEAKS:
                 run.progress.say(f"{name}: {value:.3f}")
