@@ -5,12 +5,16 @@ Every arm is a process of its own with the same model and data. They take turns,
 time; the mean of each arm's faster half counts, as a ratio to plain training. The A/A ratio (plain
 training against itself) says how far to trust the rest.
 
-    python benchmarks/overhead.py [--pairs 60] [--arms gradsight,wandb,...]
+A look of `log_gradient_distribution` is measured by itself: steps with one and without, in turns,
+by their medians; then what it comes to when it is taken every five epochs.
+
+    python benchmarks/overhead.py [--pairs 60] [--arms gradsight,wandb,...] [--only watch|looks]
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +34,16 @@ ARMS = {
     "lightning": "Lightning's grad_norm, every step",
     "loop": "a loop over parameters, every step",
 }
+LOOKS = {
+    "plain": "plain training",
+    "again": "plain training again (A/A)",
+    "look": "a look: norms, into the record",
+    "look_histogram": "a look: norms and histogram, into the record",
+    "look_wandb": "a look: norms and histogram, into the record and W&B (offline)",
+}
+LOOK_EVERY = 5
+EPOCHS = (10, 100, 1000)
+"""Steps of an epoch that a look is set against."""
 
 
 def main() -> None:
@@ -38,6 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--only", choices=["watch", "looks"])
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -45,13 +60,38 @@ def main() -> None:
         serve(options.arm, options.model)
         return
     arms = options.arms.split(",")
-    compare(
-        "GPT, 10.8M parameters, 50 tensors, 4 x 128 tokens", "gpt", arms, options.pairs, steps=1
-    )
-    compare("tiny MLP, 6 tensors, a step below 2 ms", "mlp", arms, options.pairs, steps=300)
+    gpt = "GPT, 10.8M parameters, 50 tensors, 4 x 128 tokens"
+    if options.only != "looks":
+        compare(gpt, "gpt", arms, options.pairs, steps=1)
+        compare("tiny MLP, 6 tensors, a step below 2 ms", "mlp", arms, options.pairs, steps=300)
+    if options.only != "watch":
+        compare_looks(gpt, "gpt", options.pairs)
 
 
 def compare(title: str, model: str, arms: list[str], pairs: int, steps: int) -> None:
+    times = measured(model, arms, pairs, steps)
+    plain = faster_half(times["plain"])
+    print(f"\n{title}: plain step {plain * 1e3:.2f} ms, {pairs} turns of {steps}")
+    for arm in arms[1:]:
+        print(f"  {faster_half(times[arm]) / plain:7.3f}x  {ARMS[arm]}")
+
+
+def compare_looks(title: str, model: str, pairs: int) -> None:
+    times = {
+        arm: statistics.median(each) for arm, each in measured(model, list(LOOKS), pairs, 1).items()
+    }
+    plain = times["plain"]
+    print(f"\n{title}: plain step {plain * 1e3:.1f} ms (median of {pairs})")
+    columns = "".join(f"{f'{steps} steps':>12}" for steps in EPOCHS)
+    print(f"  {'costs':>9}   every {LOOK_EVERY} epochs of{columns}")
+    for arm in list(LOOKS)[1:]:
+        cost = times[arm] - plain
+        shares = "".join(f"{cost / (LOOK_EVERY * steps * plain):>12.3%}" for steps in EPOCHS)
+        print(f"  {cost * 1e3:6.1f} ms   {'':<17}{shares}  {LOOKS[arm]}")
+
+
+def measured(model: str, arms: list[str], pairs: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step by arm, the arms taking turns."""
     processes = {arm: Arm(arm, model) for arm in arms}
     for arm in processes.values():
         arm.run(max(2, steps // 4))
@@ -62,10 +102,7 @@ def compare(title: str, model: str, arms: list[str], pairs: int, steps: int) -> 
             times[arm].append(processes[arm].run(steps) / steps)
     for arm in processes.values():
         arm.close()
-    plain = faster_half(times["plain"])
-    print(f"\n{title}: plain step {plain * 1e3:.2f} ms, {pairs} turns of {steps}")
-    for arm in arms[1:]:
-        print(f"  {faster_half(times[arm]) / plain:7.3f}x  {ARMS[arm]}")
+    return times
 
 
 def faster_half(values: list[float]) -> float:
@@ -158,6 +195,14 @@ def with_tool(
         from lightning.pytorch.utilities import grad_norm
 
         look = lambda: grad_norm(model, 2)  # noqa: E731
+    elif arm.startswith("look"):
+        import gradsight
+
+        tracker = gradsight.MetricsTracker(folder / "run", use_wandb=arm == "look_wandb")
+        epoch = iter(range(10**9))
+        look = lambda: gradsight.log_gradient_distribution(  # noqa: E731
+            model, tracker, next(epoch), log_histogram=arm != "look"
+        )
     elif arm == "loop":
 
         def look():

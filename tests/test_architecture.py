@@ -141,7 +141,7 @@ def test_the_direction_rule_can_fail() -> None:
 def test_every_part_is_on_the_map() -> None:
     parts = {part(name) for name in modules()} - {"gradsight"}
     assert parts <= set(LEVEL), parts - set(LEVEL)
-    assert {name for names in ORDER for name in names} - {"gradsight", "integrations"} <= parts
+    assert {name for names in ORDER for name in names} - {"gradsight"} <= parts
 
 
 def test_no_part_is_in_a_cycle() -> None:

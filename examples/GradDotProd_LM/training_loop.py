@@ -51,7 +51,10 @@ def read_tokens() -> np.ndarray:
     """The tokens in PILE_DATA_DIR; without it the bytes of a part of Python's standard library."""
     if config_file.PILE_DATA_DIR:
         folder = HERE / Path(config_file.PILE_DATA_DIR).expanduser()
-        return np.memmap(sorted(folder.rglob("*.bin"))[0], dtype="<u2", mode="r")
+        files = sorted(folder.rglob("*.bin"))
+        if not files:
+            raise SystemExit(f"PILE_DATA_DIR: there is no .bin file of uint16 tokens in {folder}")
+        return np.memmap(files[0], dtype="<u2", mode="r")
     sources = sorted(Path(sysconfig.get_paths()["stdlib"], "asyncio").glob("*.py"))
     return np.frombuffer(b"".join(file.read_bytes() for file in sources), dtype=np.uint8)
 

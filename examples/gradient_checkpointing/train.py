@@ -7,18 +7,21 @@ import sys
 
 from gradsight.cli import main
 
+FLAG = "--gradient_checkpointing"
+
 
 def with_defaults(options: list[str]) -> list[str]:
     """The options, and what makes two runs comparable where they do not say it themselves."""
-    named = {option.partition("=")[0] for option in options}
-    if "--method" not in named:
-        options = [*options, "--method", "Regular"]  # scores of samples would take memory too
-    if not named & {"--experiment", "--resume", "--eval_only"}:
-        text = " ".join(options).replace("=", " ")
-        checkpointing = "--gradient_checkpointing true" in text.lower()
-        name = "with-checkpointing" if checkpointing else "without-checkpointing"
-        options = [*options, "--experiment", name, "--overwrite"]
-    return options
+    words = " ".join(options).lower().replace("=", " ").split()
+    added = []
+    if "--method" not in words:
+        added = ["--method", "Regular"]  # scores of samples would take memory too
+    names_a_run = {"--experiment", "--resume", "--eval_only"} & set(words)
+    if FLAG in words and not names_a_run:
+        off = "false" in words[words.index(FLAG) + 1 :][:1]
+        experiment = "without-checkpointing" if off else "with-checkpointing"
+        added += ["--experiment", experiment, "--overwrite"]
+    return [*options, *added]
 
 
 if __name__ == "__main__":

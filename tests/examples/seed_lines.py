@@ -62,12 +62,22 @@ def page() -> str:
     for seed, title in SEEDS.items():
         parts += [f"## Seed {seed}: {title}", ""]
         parts += ["| the seed says | here | shown by |", "| --- | --- | --- |"]
-        # Decorators are applied from the last to the first.
-        rows = [line for line in reversed(LINES) if line.seed == seed]
-        rows.sort(key=lambda line: line.test.split("::")[0])
-        parts += [f"| {row.line} | {row.how} | `{row.test}` |" for row in rows]
+        rows = [line for line in _in_order() if line.seed == seed]
+        parts += [f"| {_cell(row.line)} | {_cell(row.how)} | `{row.test}` |" for row in rows]
         parts.append("")
     return "\n".join(parts)
+
+
+def _in_order() -> list[Line]:
+    """The lines as they stand in the tests: of one test, the decorator next to it came first."""
+    by_test: dict[str, list[Line]] = {}
+    for line in LINES:
+        by_test.setdefault(line.test, []).insert(0, line)
+    return [line for lines in by_test.values() for line in lines]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
 
 
 def collect() -> None:

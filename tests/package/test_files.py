@@ -22,6 +22,7 @@ MODULES_OF = {
     "tensorboard": {"tensorboard"},
     "trackio": {"trackio"},
     "hf": {"transformers", "accelerate"},
+    "lightning": {"lightning"},
 }
 """What the packages of each extra are imported as."""
 

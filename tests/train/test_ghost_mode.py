@@ -2,12 +2,16 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import gradsight
-from gradsight.errors import UsageError
+from gradsight.errors import GradsightWarning, UsageError
 from gradsight.train.config import ModelShape, Settings
 from train.small import GHOST, differing, log, run, weights
 
@@ -23,6 +27,30 @@ def test_one_pass_scores_as_two_do(accumulated: int, tmp_path: Path) -> None:
         assert ours[name].equals(theirs[name])
     assert ours["score"].to_numpy() == pytest.approx(theirs["score"].to_numpy(), abs=1e-6)
     assert ours["clip_coef"].to_numpy() == pytest.approx(theirs["clip_coef"].to_numpy(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("two_pass", [4, 2]), ("concat", [6])])
+def test_which_rows_a_pass_has(mode: str, rows: list[int], tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, nn.Embedding) and torch.is_grad_enabled():
+            seen.append(len(inputs[0]))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        run(tmp_path, ghost_mode=mode, max_steps=1)
+    finally:
+        handle.remove()
+    assert sorted(set(seen) - {1}, reverse=True) == rows  # positions are one row for all
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "concat"])
+def test_training_goes_on_where_there_is_no_direction(mode: str, tmp_path: Path) -> None:
+    with pytest.warns(GradsightWarning, match=r"scored.*NaN or Inf.*Training goes on"):
+        place = run(tmp_path, ghost_mode=mode, learning_rate=1e25, grad_clip=0.0)
+    assert log(place)[-1]["step"] == 4
+    assert set(gradsight.read_scores(place)["step"].to_pylist()) == {0}
 
 
 def test_one_pass_trains_as_plain_training_does(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ config.json                           settings, versions, parameters
 report.md, norms.svg                  `gradsight report`, and others at the end of a run
 incidents/step{N}-{CODE}/             the flight recorder's bundles
 gradient_dumper/step{N}/              dumps
-grad_dotprods/iter_{N}.parquet        scores of samples
+grad_dotprods/iter_{N}.parquet        scores of samples; .pkl beside it where that is asked for
 training_log.json, checkpoints/       of the reference trainer
 check.json, script.json               of `gradsight check`
 tensorboard/                          the events of that sink

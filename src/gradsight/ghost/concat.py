@@ -33,6 +33,7 @@ class Concatenation:
         self.losses: dict[str, Tensor] = {}
         self.rows = 0
         self.total = 0
+        self._fault: GradsightError | None = None
 
     def join(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the batch, then those of the targets."""
@@ -70,11 +71,20 @@ class Concatenation:
             for name, loss in self.losses.items()
         }
         for name, direction in directions.items():
-            self._targets.set(name, direction, self.losses[name].detach())
+            loss = self.losses[name].detach()
+            try:
+                self._targets.set(name, direction, loss)
+            except GradsightError as error:
+                # Raised when the pass is over: here it would break off the training loop's own.
+                self._fault = error
+                nothing = {each: torch.zeros_like(part) for each, part in direction.items()}
+                self._targets.set(name, nothing, loss)
         self.losses = {}
 
     def check_clean(self, table: Tensor) -> None:
         """An error if directions were not found, or validation rows took part in the gradient."""
+        if self._fault is not None:
+            raise self._fault
         if not self._targets.directions:
             raise GradsightError(
                 "the backward pass was not seen, so the validation rows' gradient was not taken: "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gradsight.core import rundir
 from gradsight.core.files import whole_file
 from gradsight.errors import GradsightError, RunError, UsageError
-from gradsight.store.score_pickle import pickle_beside, write_pickle
+from gradsight.store.score_pickle import remove_pickle, write_pickle
 from gradsight.store.scores import (
     ScoreFile,
     column_names,
@@ -176,7 +176,7 @@ def _as_table(rows: list[dict[str, Any]], format: ScoreFile) -> "pyarrow.Table":
 
 
 def _remove(file: Path) -> None:
-    pickle_beside(file).unlink(missing_ok=True)
+    remove_pickle(file)
     file.unlink()
 
 
@@ -185,7 +185,7 @@ def _write(path: Path, table: "pyarrow.Table") -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pickle_beside(path).unlink(missing_ok=True)
+        remove_pickle(path)
         with whole_file(path, path.with_suffix(".partial")) as partial:
             pyarrow.parquet.write_table(table, partial)
     except OSError as error:

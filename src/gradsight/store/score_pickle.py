@@ -39,6 +39,13 @@ def write_pickle(score_file: Path) -> str | None:
     return None
 
 
+def remove_pickle(score_file: Path) -> None:
+    """Remove a score file's pickle, if it has one: the file is about to change or to go."""
+    path = pickle_beside(score_file)
+    if path.exists():
+        path.unlink()
+
+
 def as_arrays(table: "pyarrow.Table") -> dict[str, npt.NDArray[Any]]:
     """The columns of a table of scores, by name."""
     arrays = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}

@@ -21,6 +21,8 @@ class Scoring:
         self._engine = engine
         self._problems = problems
         self._step = 0
+        self._stopped = False
+        """Whether samples can no longer be scored; what was scored before is still saved."""
         self._joined = False
         """Whether the last pass had the validation rows in it, and its step is not over."""
 
@@ -34,7 +36,7 @@ class Scoring:
         try:
             with ExitStack() as stack:
                 rows = batch.for_loss
-                if self._engine is not None:
+                if self._engine is not None and not self._stopped:
                     rows = self._enter(stack, self._engine, batch)
                 yield rows
                 passed = True
@@ -43,7 +45,7 @@ class Scoring:
             if not passed:
                 raise
             self._report("scoring", f"samples are no longer scored, from step {step} on: {error}")
-            self._engine = None
+            self._stopped = True
 
     def _enter(self, stack: ExitStack, engine: GhostEngine, batch: Batch) -> Rows:
         try:
