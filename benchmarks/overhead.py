@@ -5,13 +5,14 @@ Every arm is a process of its own with the same model and data. They take turns,
 time; the mean of each arm's faster half counts, as a ratio to plain training. The A/A ratio (plain
 training against itself) says how far to trust the rest.
 
-A look of `log_gradient_distribution` is measured by itself: steps with one and without, in turns,
-by their medians; then what it comes to when it is taken every five epochs.
+A look of `log_gradient_distribution` is measured in one process, steps with one and without taking
+turns: the median of the look itself, and what it comes to when it is taken every five epochs.
 
     python benchmarks/overhead.py [--pairs 60] [--arms gradsight,wandb,...] [--only watch|looks]
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ def main() -> None:
         serve(options.arm, options.model)
         return
     arms = options.arms.split(",")
-    gpt = "GPT, 10.8M parameters, 50 tensors, 4 x 128 tokens"
+    title = "GPT, 10.8M parameters, 50 tensors, 4 x 128 tokens"
     if options.only != "looks":
-        compare(gpt, "gpt", arms, options.pairs, steps=1)
+        compare(title, "gpt", arms, options.pairs, steps=1)
         compare("tiny MLP, 6 tensors, a step below 2 ms", "mlp", arms, options.pairs, steps=300)
     if options.only != "watch":
-        compare_looks(gpt, "gpt", options.pairs)
+        compare_looks(title, options.pairs)
 
 
 def compare(title: str, model: str, arms: list[str], pairs: int, steps: int) -> None:
@@ -76,18 +77,51 @@ def compare(title: str, model: str, arms: list[str], pairs: int, steps: int) -> 
         print(f"  {faster_half(times[arm]) / plain:7.3f}x  {ARMS[arm]}")
 
 
-def compare_looks(title: str, model: str, pairs: int) -> None:
-    times = {
-        arm: statistics.median(each) for arm, each in measured(model, list(LOOKS), pairs, 1).items()
-    }
-    plain = times["plain"]
-    print(f"\n{title}: plain step {plain * 1e3:.1f} ms (median of {pairs})")
-    columns = "".join(f"{f'{steps} steps':>12}" for steps in EPOCHS)
-    print(f"  {'costs':>9}   every {LOOK_EVERY} epochs of{columns}")
-    for arm in list(LOOKS)[1:]:
-        cost = times[arm] - plain
-        shares = "".join(f"{cost / (LOOK_EVERY * steps * plain):>12.3%}" for steps in EPOCHS)
-        print(f"  {cost * 1e3:6.1f} ms   {'':<17}{shares}  {LOOKS[arm]}")
+def compare_looks(title: str, pairs: int) -> None:
+    """Steps with a look and without take turns in this process."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    model, optimizer, loss_of = gpt()
+    steps: dict[str, list[float]] = {arm: [] for arm in LOOKS}
+    alone: dict[str, list[float]] = {arm: [] for arm in LOOKS}
+    with tempfile.TemporaryDirectory() as folder, trackers(Path(folder)) as look:
+        for turn in range(-2, pairs):  # the first two are for warming up
+            for arm in LOOKS:
+                started = time.perf_counter()
+                loss_of().backward()
+                looked = time.perf_counter()
+                look(arm, model, turn + 2)
+                done = time.perf_counter()
+                optimizer.step()
+                optimizer.zero_grad()
+                if turn >= 0:
+                    alone[arm].append(done - looked)
+                    steps[arm].append(time.perf_counter() - started)
+    plain = statistics.median(steps["plain"])
+    print(f"\n{title}: plain step {plain * 1e3:.1f} ms, medians of {pairs}")
+    columns = "".join(f"{f'{count} steps':>11}" for count in EPOCHS)
+    print(f"      look  the step  every {LOOK_EVERY} epochs of{columns}")
+    for arm, name in list(LOOKS.items())[1:]:
+        cost = statistics.median(alone[arm])
+        ratio = statistics.median(steps[arm]) / plain
+        shares = "".join(f"{cost / (LOOK_EVERY * count * plain):>11.4%}" for count in EPOCHS)
+        print(f"  {cost * 1e3:5.1f} ms   {ratio:6.3f}x{'':>19}{shares}  {name}")
+
+
+@contextlib.contextmanager
+def trackers(folder: Path) -> Iterator[Callable[[str, Any, int], None]]:
+    """Takes the look that an arm stands for."""
+    import gradsight
+
+    record = gradsight.MetricsTracker(folder / "record")
+    wandb = gradsight.MetricsTracker(folder / "wandb", use_wandb=True)
+
+    def look(arm: str, model: Any, epoch: int) -> None:
+        if arm.startswith("look"):
+            tracker = wandb if arm == "look_wandb" else record
+            gradsight.log_gradient_distribution(model, tracker, epoch, log_histogram=arm != "look")
+
+    with record, wandb:
+        yield look
 
 
 def measured(model: str, arms: list[str], pairs: int, steps: int) -> dict[str, list[float]]:
@@ -145,7 +179,8 @@ def serve(arm: str, kind: str) -> None:
         os._exit(0)
 
 
-def gpt_step(arm: str, folder: Path) -> Callable[[], None]:
+def gpt() -> tuple[Any, Any, Callable[[], Any]]:
+    """A model, its optimizer, and its loss on a batch."""
     import torch
     from small_gpt import GPT, GPTConfig, next_token_loss
 
@@ -153,9 +188,11 @@ def gpt_step(arm: str, folder: Path) -> Callable[[], None]:
     model = GPT(GPTConfig(block_size=128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, 256, (4, 129))
-    return with_tool(
-        arm, folder, model, optimizer, lambda: next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-    )
+    return model, optimizer, lambda: next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def gpt_step(arm: str, folder: Path) -> Callable[[], None]:
+    return with_tool(arm, folder, *gpt())
 
 
 def mlp_step(arm: str, folder: Path) -> Callable[[], None]:
@@ -195,14 +232,6 @@ def with_tool(
         from lightning.pytorch.utilities import grad_norm
 
         look = lambda: grad_norm(model, 2)  # noqa: E731
-    elif arm.startswith("look"):
-        import gradsight
-
-        tracker = gradsight.MetricsTracker(folder / "run", use_wandb=arm == "look_wandb")
-        epoch = iter(range(10**9))
-        look = lambda: gradsight.log_gradient_distribution(  # noqa: E731
-            model, tracker, next(epoch), log_histogram=arm != "look"
-        )
     elif arm == "loop":
 
         def look():

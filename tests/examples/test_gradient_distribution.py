@@ -224,8 +224,9 @@ def test_the_benchmark_of_looks_runs() -> None:
     command = [sys.executable, "benchmarks/overhead.py", "--only", "looks", "--pairs", "1"]
     done = subprocess.run(command, cwd=TREE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "plain training again (A/A)" in done.stdout
-    assert re.search(r"ms .* every 5 epochs of", done.stdout)
+    assert "every 5 epochs of   10 steps" in done.stdout
+    assert re.search(r"\d% .*\d% .*\d%  plain training again \(A/A\)", done.stdout)
+    assert re.search(r"\d% .*\d% .*\d%  a look: norms, into the record", done.stdout)
 
 
 def test_the_page_shows_what_is_run() -> None:
