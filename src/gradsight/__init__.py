@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from gradsight.store.tracker import MetricsTracker
     from gradsight.values.steps import Schedule
 
+    _log_gradient_distribution = log_gradient_distribution
+
 __all__ = [
     "GhostEngine",
     "GradientDumper",
@@ -69,6 +71,8 @@ _HOMES = {
     "watch": "session.watch_session",
 }
 """The module that each name is loaded from; the imports above say the same to type checkers."""
+_OTHER_NAMES = {"_log_gradient_distribution": "log_gradient_distribution"}
+"""Names that are in use for the same thing, but are not listed."""
 
 
 def __dir__() -> list[str]:
@@ -79,9 +83,10 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        known_as = _OTHER_NAMES.get(name, name)
+        if known_as not in _HOMES:
             known = ", ".join(__all__)
             raise AttributeError(f"module 'gradsight' has no attribute {name!r}; it has {known}")
-        value = getattr(import_module(f"gradsight.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"gradsight.{_HOMES[known_as]}"), known_as)
         globals()[name] = value
         return value

@@ -1,6 +1,7 @@
 """docs/seeds.md is what the tests of this folder say of each line of the seeds."""
 
 import pytest
+
 from examples import seed_lines
 
 

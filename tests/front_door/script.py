@@ -68,6 +68,7 @@ def script() -> None:
     tracker.log_scalar("loss", 0.5, 1)
     tracker.log_epoch(1, accuracy=0.5)
     reveal_type(gradsight.log_gradient_distribution(model, tracker, 1, log_histogram=True))
+    reveal_type(gradsight._log_gradient_distribution(model, tracker, 1))
     reveal_type(tracker.use_wandb)
     tracker.close()
 

@@ -90,6 +90,13 @@ def test_norms_of_every_layer_over_ten_epochs_in_wandb(
     )
 
 
+def test_the_name_with_an_underscore_is_the_same_function() -> None:
+    from gradsight import _log_gradient_distribution
+
+    assert _log_gradient_distribution is log_gradient_distribution
+    assert "_log_gradient_distribution" not in dir(gradsight)
+
+
 def test_a_vanishing_layer_stands_out() -> None:
     model = Transformer()
     for parameter in model.layer[11].parameters():

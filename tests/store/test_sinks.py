@@ -16,7 +16,7 @@ import gradsight
 from gradsight.core.problems import Problems
 from gradsight.errors import GradsightWarning, MissingPackage, UsageError
 from gradsight.store.sinks.queue import SinkQueue
-from gradsight.values.histograms import Histogram
+from store.wandb_file import runs
 
 STEPS = 6
 
@@ -267,9 +267,8 @@ def test_detail_can_be_chosen(detail: str, expected: set[str] | None) -> None:
     sink = Own()
     train(None, [sink], sink_detail=detail)
     names = {name for name, _ in sink.seen if name.endswith("/norm")}
-    assert names == (
-        expected or {f"gradients/{i}.{part}/norm" for i in (0, 1) for part in ("weight", "bias")}
-    )
+    places = ("0", "0.weight", "0.bias", "1", "1.weight", "1.bias")
+    assert names == (expected or {f"gradients/{place}/norm" for place in places})
 
 
 def test_wrong_sinks_are_refused_before_training(tmp_path: Path) -> None:
@@ -305,12 +304,29 @@ def test_a_missing_package_comes_with_its_install_line(
     assert len(list(gradsight.open_run(tmp_path).steps())) == 0
 
 
-def test_linear_bins_keep_every_entry_and_are_centred() -> None:
-    histogram = Histogram(0, None, -6, (1, 5, 20, 3, 0, 1), (2, 6, 18, 4, 1, 0), 7, 0, 0, 2, 70, 70)
-    counts, edges = histogram.linear()
-    assert sum(counts) == pytest.approx(1 + 5 + 20 + 3 + 1 + 2 + 6 + 18 + 4 + 1 + 7 + 2)
-    assert edges[0] == -edges[-1]
-    assert len(counts) % 2 == 1
-    assert len(edges) == len(counts) + 1
-    half = len(counts) // 2
-    assert sum(counts[:half]) + counts[half] / 2 == pytest.approx(sum(counts) / 2, abs=1.5)
+def test_what_lies_outside_the_drawn_range_is_a_number_beside_it(tmp_path: Path) -> None:
+    """The same in every tracker: nothing is put into the outermost bins."""
+    model = nn.Linear(40, 50, bias=False)
+    far = 5
+    gradient = 2 * torch.rand(50, 40, generator=torch.Generator().manual_seed(0)) - 1
+    gradient[0, :far] = 1000.0
+    sinks = ["wandb", "tensorboard"]
+    with gradsight.watch(model, run_dir=tmp_path, sinks=sinks) as watched:
+        model.weight.grad = gradient
+        watched.step()
+    (ours,) = runs(tmp_path)
+    (row,) = ours.rows.values()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    share = far / gradient.numel()
+    assert row["gradients/histogram_outside"] == pytest.approx(share)
+    (shown,) = events.Scalars("gradients/histogram_outside")
+    assert shown.value == pytest.approx(share)
+    drawn = row["gradients/histogram"]
+    assert sum(drawn["values"]) == pytest.approx(gradient.numel() - far)
+    assert drawn["bins"][-1] < 1000
+    assert drawn["values"][-1] == pytest.approx(drawn["values"][-2])
+    # TensorBoard takes bins of any width, so its own hold all entries where they are.
+    (exact,) = events.Histograms("gradients/histogram")
+    assert exact.histogram_value.bucket[-1] == far
+    assert exact.histogram_value.bucket_limit[-2:] == [512, 1024]

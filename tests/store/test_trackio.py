@@ -78,6 +78,7 @@ def test_without_a_run_of_the_users_and_resumed(tmp_path: Path) -> None:
     check_ours(ours[:STEPS], tmp_path / "run")
     check_ours(ours[STEPS:], tmp_path / "run", first=STEPS)
     assert ours[3][1]["gradients/histogram"]["_type"] == "trackio.histogram"
+    assert ours[3][1]["gradients/histogram_outside"] == 0
 
 
 QUIET = "embed=False, auto_log_cpu=False, auto_log_gpu=False"

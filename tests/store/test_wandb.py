@@ -147,6 +147,8 @@ def test_without_a_run_of_the_users(tmp_path: Path) -> None:
     middle = [(low + high) / 2 for low, high in pairwise(edges)]
     assert middle[len(middle) // 2] == pytest.approx(0, abs=1e-9)
     assert 0 < ours.rows[3]["gradients/share_within_0.1"] <= 1
+    assert ours.rows[3]["gradients/histogram_outside"] == 0
+    assert all("gradients/0/norm" in row for row in ours.rows.values())
     assert "gradients/0.weight/histogram" in ours.rows[0]
 
 
@@ -375,8 +377,10 @@ def test_a_tracker_has_a_run_of_its_own_beside_the_watchs(tmp_path: Path) -> Non
             if step % 3 == 2:
                 gradsight.log_gradient_distribution(model, tracker, step // 3, log_histogram=True)
                 tracker.log_epoch(step // 3, val_loss=0.5)
-    by_size = sorted(runs(tmp_path / "run"), key=lambda run: len(run.rows))
-    tracked, watched_rows = (run.by_step() for run in by_size)
+    by_name = {run.name: run for run in runs(tmp_path / "run")}
+    tracked = by_name.pop("run-tracker").by_step()
+    watched_rows = by_name.pop("run").by_step()
+    assert not by_name
     assert list(watched_rows) == list(range(6))
     assert list(tracked) == [0, 1]
     for row in tracked.values():

@@ -28,6 +28,7 @@ OPTIONS = {
     "batch_size": 4,
     "gradient_accumulation_steps": 1,
     "max_steps": 1000,
+    "epochs": None,
     "learning_rate": 6e-4,
     "warmup_steps": 20,
     "grad_clip": 1.0,

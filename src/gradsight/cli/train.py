@@ -23,18 +23,23 @@ _SWITCHES = {name for name, value in _DEFAULTS.items() if isinstance(value, bool
     "overwrite",
     "eval_only",
 }
-
+_ONE_OF = ("max_steps", "epochs")
+"""Each says when the run ends: one on the command line wins over the other in a file."""
 CONFIG_FILES = (".yaml", ".yml", ".json", ".py")
 
 
 def add_config_file(app: App, commands: Sequence[str], arguments: ArgumentCollection) -> None:
     """Give the options that are not on the command line the values of the config file."""
+    lengths = [f"--{name}" for name in _ONE_OF if arguments[f"--{name}"].tokens]
+    if len(lengths) > 1:
+        raise UsageError(f"{' and '.join(lengths)} both say when the run ends: give one of them")
     file = _config_file(arguments)
     if file is None:
         return
     for name, value in options_of(from_dict(read_config(file), str(file))):
         argument = arguments[f"--{name}"]
-        if argument.tokens or value == _DEFAULTS[name]:
+        is_replaced = bool(lengths) and name in _ONE_OF
+        if argument.tokens or is_replaced or value == _DEFAULTS[name]:
             continue
         for item in value if isinstance(value, tuple) else (value,):
             argument.append(Token(keyword=f"--{name}", value=_text(item), source=str(file)))

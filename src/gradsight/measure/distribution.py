@@ -8,6 +8,7 @@ from gradsight.core.group import shared_group
 from gradsight.core.parameters import check_module, named_parameters
 from gradsight.core.problems import say
 from gradsight.core.shards import are_spread, local_part
+from gradsight.measure.groups import by_module
 from gradsight.measure.histogram import HistogramReading, histograms, share_within_a_tenth
 from gradsight.measure.rank_table import left_out_here, norms_now
 from gradsight.values.measured import Floats
@@ -20,10 +21,12 @@ def log_gradient_distribution(
 ) -> dict[str, float]:
     """Log `gradients/<parameter>/norm` for every parameter with a gradient; return {name: norm}.
 
-    With log_histogram also `gradients/histogram`: all gradients together, signed, centred on 0, and
-    beside it the share of entries within +-0.1. What is in `.grad` is what is logged: call it after
-    backward, before clipping, and unscaled. Parameters without a gradient are skipped. Under FSDP2
-    every rank must call it; norms are those of whole parameters.
+    Also `gradients/<module>/norm` for every module with gradients below it, a shared parameter
+    counted once, and `gradients/total_norm` for the model itself. With log_histogram also
+    `gradients/histogram`: all gradients together, signed, centred on 0; beside it the share of
+    entries outside its range and of those within +-0.1. What is in `.grad` is what is logged: call
+    it after backward, before clipping, and unscaled. Parameters without a gradient are skipped.
+    Under FSDP2 every rank must call it; norms are those of whole parameters.
 
     model: a module whose gradients are in place.
     tracker: anything with log_scalar(name, value, step); the histogram goes to its
@@ -40,15 +43,20 @@ def log_gradient_distribution(
             f"step {step}: no parameter has a gradient, so nothing is logged. "
             "Call it after backward() and before zero_grad()."
         )
+        return {}
     tensors = [named.tensor for named in with_gradient]
-    norms = norms_now(tensors).l2.tolist()
-    result = {named.name: norm for named, norm in zip(with_gradient, norms, strict=True)}
-    counters = _histogram_counters(tensors, step) if log_histogram and tensors else None
-    for name, norm in result.items():
+    norms = norms_now(tensors)
+    names = [named.name for named in with_gradient]
+    result = dict(zip(names, norms.l2.tolist(), strict=True))
+    counters = _histogram_counters(tensors, step) if log_histogram else None
+    modules = by_module([named.names for named in with_gradient]).of(norms.l2)
+    for name, norm in (result | modules).items():
         tracker.log_scalar(f"gradients/{name}/norm", norm, step)
+    tracker.log_scalar("gradients/total_norm", norms.total, step)
     if counters is not None and hasattr(tracker, "log_histogram"):
-        everything = histograms(counters, list(result), step)[-1]
+        everything = histograms(counters, names, step)[-1]
         tracker.log_histogram("gradients/histogram", everything, step)
+        tracker.log_scalar("gradients/histogram_outside", everything.outside_share, step)
         tracker.log_scalar("gradients/share_within_0.1", share_within_a_tenth(counters), step)
     return result
 

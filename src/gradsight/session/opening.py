@@ -42,13 +42,14 @@ class OpenedRun:
     store: Store | None = None
     sinks: SinkQueue | None = None
 
-    def outputs(self, names: Sequence[str], sink_detail: str | None) -> list[Output]:
+    def outputs(self, parameters: Sequence[Named], sink_detail: str | None) -> list[Output]:
         """What finished steps are written to."""
         outputs: list[Output] = []
         if self.store is not None:
+            names = [parameter.name for parameter in parameters]
             outputs.append(RecordOutput(self.store, names, self.first_step))
         if self.sinks is not None:
-            outputs.append(SinkOutput(self.sinks, names, sink_detail))
+            outputs.append(SinkOutput(self.sinks, parameters, sink_detail))
         return outputs
 
 

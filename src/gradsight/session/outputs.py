@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 import numpy as np
 
-from gradsight.measure.norms import combine
+from gradsight.core.parameters import Named
+from gradsight.measure.groups import by_block, by_module
 from gradsight.session.shutdown import close_first_at_exit
 from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.store import Store
@@ -13,11 +14,11 @@ from gradsight.store.tail_format import OPTIONAL, pack_statistics
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import Abstention
 from gradsight.values.measured import Floats, MeasuredStep
-from gradsight.values.steps import block_of
 
 _MANY_PARAMETERS = 500
 """From here on sinks get blocks: hundreds of charts are of no use to anybody."""
 _WITHIN = "gradients/share_within_0.1"
+_HISTOGRAM = "gradients/histogram"
 
 
 class RecordOutput:
@@ -65,13 +66,17 @@ class RecordOutput:
 
 
 class SinkOutput:
-    """Shows steps in other trackers: of every parameter, or of blocks where there are many."""
+    """Shows steps in other trackers: parameters and modules, or blocks where there are many."""
 
-    def __init__(self, queue: SinkQueue, names: Sequence[str], detail: str | None) -> None:
+    def __init__(self, queue: SinkQueue, parameters: Sequence[Named], detail: str | None) -> None:
         self._queue = queue
-        self._names = names
-        by_blocks = detail == "blocks" or (detail is None and len(names) > _MANY_PARAMETERS)
-        self._blocks = [block_of(name) for name in names] if by_blocks else []
+        self._names = [parameter.name for parameter in parameters]
+        many = len(parameters) > _MANY_PARAMETERS
+        self._by_blocks = detail == "blocks" or (detail is None and many)
+        if self._by_blocks:
+            self._groups = by_block(self._names)
+        else:
+            self._groups = by_module([parameter.names for parameter in parameters])
 
     def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
         """One step. Sinks are told numbers, no findings."""
@@ -83,8 +88,9 @@ class SinkOutput:
                 scalars[_WITHIN] = details.share_within_a_tenth
             for histogram in details.histograms:
                 if histogram.parameter is None:
-                    histograms["gradients/histogram"] = histogram
-                elif not self._blocks:
+                    histograms[_HISTOGRAM] = histogram
+                    scalars[f"{_HISTOGRAM}_outside"] = histogram.outside_share
+                elif not self._by_blocks:
                     histograms[f"gradients/{histogram.parameter}/histogram"] = histogram
         self._start()
         self._queue.write(measured.step.step, scalars, histograms)
@@ -122,9 +128,11 @@ class SinkOutput:
         shown |= step.scalars
         if measured.norms is None:
             return shown
+        for name, value in self._groups.of(measured.norms.l2, measured.rows).items():
+            shown[f"gradients/{name}/norm"] = value
+        if self._by_blocks:
+            return shown
         rows = range(len(self._names)) if measured.rows is None else measured.rows
-        if self._blocks:
-            return shown | _block_norms(measured.norms.l2, [self._blocks[row] for row in rows])
         names = [self._names[row] for row in rows]
         columns = parameter_columns(measured)
         for name, value in zip(names, columns["l2"].tolist(), strict=True):
@@ -158,13 +166,3 @@ def parameter_columns(measured: MeasuredStep) -> dict[str, Floats]:
             if not np.isnan(values).all():
                 columns[name] = values
     return columns
-
-
-def _block_norms(l2: Floats, blocks: Sequence[str]) -> dict[str, float]:
-    members: dict[str, list[int]] = {}
-    for position, block in enumerate(blocks):
-        members.setdefault(block, []).append(position)
-    return {
-        f"gradients/{block}/norm": float(combine(l2[positions]))
-        for block, positions in members.items()
-    }

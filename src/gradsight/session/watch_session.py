@@ -120,7 +120,6 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: object, options: WatchOptions) -> None:
         parameters = _watched_parameters(model)
         self._optimizers = _watched_optimizers(optimizer, model, parameters)
-        names = [named.name for named in parameters]
         # Wrong settings are an error before anything is opened.
         checks = None if options.health is False else checks_at_work(options.health)
         self._closed = False
@@ -129,7 +128,7 @@ class Watch:
         self._group = ProcessGroup() if world_size() > 1 else None
         self._opened = open_run_outputs(options, parameters, self._group)
         self._problems = self._opened.problems
-        self._outputs = self._opened.outputs(names, options.sink_detail)
+        self._outputs = self._opened.outputs(parameters, options.sink_detail)
         if rank() == 0 and not options.quiet:
             self._outputs.append(FirstCritical(options.run_dir))
         self._instruments = self._make_instruments(model, parameters, options, checks)

@@ -15,7 +15,7 @@ from gradsight.values.histograms import Histogram
 from gradsight.values.whole_numbers import single_number, whole_number
 
 _APART = "tracker"
-"""The folder of its events where those of a watch are in the run's own."""
+"""Names its own run in W&B and TensorBoard where a watch has one of the same directory."""
 
 
 class MetricsTracker:
@@ -130,9 +130,11 @@ class MetricsTracker:
         self._started = True
         store = self._store
         is_watched = store is not None and (store.recording or store.next_step() > 0)
-        if self._tensorboard is not None and is_watched:
-            # TensorBoard shows a folder inside as a run of its own.
-            self._tensorboard.folder /= _APART
+        if not is_watched:
+            return
+        for sink in (self._tensorboard, self._wandb):
+            if sink is not None:
+                sink.set_apart(_APART)
 
 
 def _plain(values: Mapping[str, float]) -> dict[str, float]:

@@ -157,6 +157,8 @@ class Settings:
     """Micro-batches per step."""
     max_steps: Annotated[int, Parameter(name=["--max_steps", "--max_iters"], group=TRAINING)] = 1000
     """Optimizer steps of the whole run."""
+    epochs: Annotated[int | None, Parameter(group=TRAINING)] = None
+    """Passes over the data, instead of --max_steps: as many steps as they take."""
     learning_rate: Annotated[float, Parameter(group=TRAINING)] = 6e-4
     """The highest, after warm-up; a cosine leads down from it."""
     warmup_steps: Annotated[int, Parameter(group=TRAINING)] = 20
@@ -215,6 +217,7 @@ _POSITIVE = (
     "batch_size",
     "gradient_accumulation_steps",
     "max_steps",
+    "epochs",
     "val_batch_size",
     "dot_prod_save_interval",
     "eval_interval",
@@ -253,6 +256,11 @@ def _refuse_bounds(settings: Settings) -> None:
     for name in _NOT_NEGATIVE:
         if not (values[name] >= 0 and math.isfinite(values[name])):
             raise UsageError(f"--{name} must be 0 or more, got {values[name]}")
+    if settings.epochs is not None and settings.max_steps != Settings.max_steps:
+        raise UsageError(
+            f"--epochs {settings.epochs} and --max_steps {settings.max_steps} both say when the "
+            f"run ends: give one of them"
+        )
     dropout = settings.model.dropout
     if not 0 <= dropout < 1:
         raise UsageError(f"--model.dropout must be at least 0 and below 1, got {dropout}")

@@ -26,6 +26,7 @@ from gradsight.store.tracker import MetricsTracker
 from gradsight.train import checkpoint
 from gradsight.train.batches import Batch, BatchStream
 from gradsight.train.config import Settings, to_dict
+from gradsight.train.epochs import epochs_to_log, last_epoch
 from gradsight.train.evaluate import NextTokenLoss, evaluate
 from gradsight.train.processes import Processes
 from gradsight.train.progress import Progress
@@ -133,8 +134,7 @@ def train(run: Training, tools: Instruments) -> int | None:
                     part = run.loss(model, rows) / settings.gradient_accumulation_steps
                     part.backward()  # type: ignore[no-untyped-call]
                 loss += part.detach()
-            epoch = epoch_to_log(run)
-            if epoch is not None:  # as step, so that epochs are what the plots count
+            for epoch in epochs_here(run):  # as step, so that epochs are what the plots count
                 log_gradient_distribution(model, tools.tracker, epoch, log_histogram=True)
             # Whoever wants the true gradient has looked by now: where one entry is NaN, clipping
             # makes every gradient NaN; where one is infinite, it makes zeros of the others.
@@ -193,21 +193,18 @@ def due(step: int, interval: int, last: int) -> bool:
     return step == last or (interval > 0 and step % interval == 0)
 
 
-def epoch_to_log(run: Training) -> int | None:
-    """The epoch under which this step's gradients are logged, if they are.
+def epochs_here(run: Training) -> list[int]:
+    """The epochs under which this step's gradients are logged.
 
     Every so many epochs, at their first step; and at the very end.
     """
     every = run.settings.log_grad_dist_every
-    if not every:
-        return None
     length = run.batches.order.epoch_length
     end = run.position + run.batches.per_step
-    if run.step == run.settings.max_steps - 1:
-        return -(-end // length)
-    next_epoch = -(-run.position // length)
-    begins_here = next_epoch * length < end
-    return next_epoch if begins_here and next_epoch % every == 0 else None
+    epochs = epochs_to_log(run.position, end, length, every)
+    if every and run.step == run.settings.max_steps - 1:
+        epochs = sorted({*epochs, last_epoch(run.position, end, length)})
+    return epochs
 
 
 def show_progress(run: Training, loss: Tensor, norm: Tensor, log: TrainingLog) -> None:

@@ -33,6 +33,7 @@ from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.data import open_corpus
+from gradsight.train.epochs import with_steps
 from gradsight.train.evaluate import NextTokenLoss
 from gradsight.train.loop import Instruments, OnBatch, Training, train, unchanged
 from gradsight.train.memory import (
@@ -71,10 +72,11 @@ def run_training(
         make_directory(run_dir, processes, anew=not resume)
         if resume:
             resume_from_checkpoint(run)
-        if run.step >= settings.max_steps:
+        wanted = run.settings.max_steps
+        if run.step >= wanted:
             run.progress.say(
-                f"Nothing to do: {run.step} of {settings.max_steps} steps are made. "
-                f"Give a larger --max_steps"
+                f"Nothing to do: {run.step} of {wanted} steps are made. "
+                f"Give a larger --max_steps or --epochs"
             )
             return 0
         introduce(run)
@@ -159,6 +161,7 @@ def prepare(
         device=processes.device,
     )
     tokens_per_step = batches.per_step * settings.block_size
+    settings = with_steps(settings, batches.order.epoch_length, batches.per_step)
     return Training(
         settings=settings,
         run_dir=run_dir,
@@ -217,7 +220,9 @@ def introduce(run: Training) -> None:
             run.predicted_bytes = expected.peak_bytes
             for line in expected.lines:
                 run.progress.say(line)
-        steps = f"{settings.max_steps:,} steps of {run.batches.per_step} samples"
+        per_step = run.batches.per_step
+        epochs = settings.max_steps * per_step / run.batches.order.epoch_length
+        steps = f"{settings.max_steps:,} steps of {per_step} samples ({epochs:,.2f} epochs)"
         run.progress.say(
             f"Training: {settings.architecture}, {settings.method}, {steps}, into {run.run_dir}"
         )
@@ -236,7 +241,13 @@ def instruments(run: Training) -> Iterator[Instruments]:
     if run.settings.method == "GradDotProd":
         engine = make_engine(run)
     scoring = Scoring(engine, run.problems)
-    tracker = MetricsTracker(run.run_dir if processes.first else None)
+    # What is counted in epochs is shown wherever the watch shows its steps.
+    sinks = run.settings.trainer.callbacks.watch.sinks if processes.first else ()
+    tracker = MetricsTracker(
+        run.run_dir if processes.first else None,
+        use_wandb="wandb" in sinks,
+        use_tensorboard="tensorboard" in sinks,
+    )
     went_well = False
     try:
         yield Instruments(scoring, dumper, tracker)

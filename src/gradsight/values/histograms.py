@@ -52,8 +52,9 @@ class Histogram:
     def linear(self, bins: int = 101, covered: float = 0.99) -> tuple[list[float], list[float]]:
         """Counts and edges of equally wide bins centred on 0, for trackers that draw no others.
 
-        The range is the smallest power of two that covers this share of the entries; the few beyond
-        it are counted in the outer bins. Within a power of two the entries are spread evenly.
+        The range is the smallest power of two that covers this share of the entries that are not
+        zero; the few beyond it are in no bin: `outside` counts them. Within a power of two the
+        entries are spread evenly.
         """
         reach = self._reach(covered)
         width = 2 * reach / bins
@@ -62,8 +63,30 @@ class Histogram:
         counts[bins // 2] += self.zero + self.underflow
         for sign, tallies in ((-1, self.negative), (1, self.positive)):
             for index, tally in enumerate(tallies):
-                _spread(counts, width, sign, 2.0 ** (self.low + index), tally)
+                start = 2.0 ** (self.low + index)
+                # Put into the outermost bins, the tail would stand there like a pair of horns.
+                if start < reach:
+                    _spread(counts, width, sign, start, tally)
         return counts, edges
+
+    def outside(self, covered: float = 0.99) -> tuple[float, float]:
+        """How many finite entries lie below and above the range of `linear`.
+
+        >>> counts = dict(negative=(60, 0), positive=(59, 1), zero=0, nan=0, inf=0, underflow=0)
+        >>> Histogram(0, None, -1, **counts, size=120, sampled=120).outside()
+        (0, 1)
+        """
+        reach = self._reach(covered)
+        beyond = [2.0 ** (self.low + index) >= reach for index in range(len(self.positive))]
+        below = sum(tally for tally, is_out in zip(self.negative, beyond, strict=True) if is_out)
+        above = sum(tally for tally, is_out in zip(self.positive, beyond, strict=True) if is_out)
+        return below, above
+
+    @property
+    def outside_share(self) -> float:
+        """The share of finite entries that lie outside the range of `linear`."""
+        finite = sum(self.negative) + sum(self.positive) + self.zero + self.underflow
+        return sum(self.outside()) / max(1.0, finite)
 
     def _reach(self, covered: float) -> float:
         """The smallest power of two whose range around 0 holds this share of the finite entries."""
@@ -85,4 +108,5 @@ def _spread(counts: list[float], width: float, sign: int, start: float, tally: f
     high = 2 * start / width + 0.5
     for offset in range(int(low), int(high) + 1):
         share = max(0.0, min(high, offset + 1) - max(low, offset)) / (high - low)
+        # Rounding may lead a hair's breadth beyond the outermost.
         counts[min(max(middle + sign * offset, 0), outermost)] += tally * share

@@ -27,8 +27,13 @@ class TensorBoardSink:
         self._make_writer = EventFileWriter
         self._writer: Any = None
         self._replaced_from = place.replaced_from
-        self.folder = place.run_dir / rundir.TENSORBOARD
+        self._folder = place.run_dir / rundir.TENSORBOARD
         """Where its file is made when the first numbers come."""
+
+    def set_apart(self, name: str) -> None:
+        """Be a run of this name beside the watch's, before the first numbers come."""
+        # TensorBoard shows a folder inside as a run of its own.
+        self._folder /= name
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """Take one number."""
@@ -67,7 +72,7 @@ class TensorBoardSink:
         self._add(step, summary=self._summaries.Summary(value=values))
 
     def _open(self) -> None:
-        self._writer = self._make_writer(str(self.folder))
+        self._writer = self._make_writer(str(self._folder))
         if self._replaced_from is not None:
             # TensorBoard then forgets these steps of the files before this one.
             start = self._events.SessionLog(status=self._events.SessionLog.START)

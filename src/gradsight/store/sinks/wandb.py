@@ -42,11 +42,16 @@ class WandbSink(StepSink):
             raise MissingPackage("wandb", "wandb", "The sink 'wandb'") from error
         self._wandb = wandb
         self._run_dir = place.run_dir
+        self._suffix = ""
         self._run: Any = None
         self._started = False
         self._row = -1
         self._step: int | None = None
         """Of the row that is open."""
+
+    def set_apart(self, name: str) -> None:
+        """Be a run of this name beside the watch's, before the first numbers come."""
+        self._suffix = f"-{name}"
 
     def start(self) -> None:
         """Open our run, beside the user's where there is one by now."""
@@ -104,12 +109,12 @@ class WandbSink(StepSink):
         about = {}
         folder = self._run_dir
         if folder is not None:
-            options["name"] = folder.name
+            options["name"] = f"{folder.name}{self._suffix}"
             about["run_dir"] = str(folder)
         if theirs is not None:
             label = theirs.name or theirs.id
             about["beside"] = theirs.id
-            options["name"] = f"{label}-gradsight"
+            options["name"] = f"{label}-gradsight{self._suffix}"
             options["project"] = theirs.project
             options["entity"] = theirs.entity or None
             options["group"] = theirs.group or None
