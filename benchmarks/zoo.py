@@ -262,6 +262,12 @@ def summed(model: nn.Module, batch: Batch, step: int) -> Tensor:
     return (model(batch[0]).pow(2).sum(1) * 300).sum()
 
 
+def growing(model: nn.Module, batch: Batch, step: int) -> Tensor:
+    """A loss whose weight grows with the step, as a penalty without an upper end does."""
+    logits = model(batch[0])
+    return F.cross_entropy(logits, batch[1]) + (1 + step) * logits.square().mean()
+
+
 def exploding_rnn() -> nn.Module:
     model = Recurrent("relu")
     with torch.no_grad():
@@ -314,6 +320,9 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         {"GS205", "GS107", "GS106", "GS301"},
         prepare=negative_biases,
         model=lambda kind: lambda: mlp() if kind == "mlp" else cnn(norm=False),
+    )
+    yield from plans(
+        "loss grows with the step", floats, {"GS202"}, loss=growing, steps=220, lr=1e-5
     )
     yield from plans("log of zero", every, BROKEN, loss=log_of_zero)
     yield from plans("overflow", every, BROKEN, loss=overflowing)

@@ -62,7 +62,7 @@ def check(
         Print the report as JSON on standard output; the script's own output then goes to standard
         error.
     run_dir
-        Keep the record and report.md here. Without it, only the verdict is printed.
+        Keep the record, report.md and norms.svg here. Without it, only the verdict is printed.
     fail_on
         What makes the exit code other than 0: warning, critical or never. A script that fails is
         always 3.
