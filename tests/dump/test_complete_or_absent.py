@@ -85,12 +85,12 @@ def test_a_read_only_folder(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_dir_that_is_a_file(tmp_path: Path, model: nn.Module) -> None:
-    (tmp_path / "run").write_text("")
+def test_a_run_dir_that_becomes_a_file(tmp_path: Path, model: nn.Module) -> None:
     with (
         pytest.warns(GradsightWarning, match="Not a directory"),
         GradientDumper(tmp_path / "run") as dumper,
     ):
+        (tmp_path / "run").write_text("")
         dumper.dump(model, 0)
     assert dumper.failed == 1
 
