@@ -62,7 +62,7 @@ def train(use: str, run_dir: Path) -> Iterator[Any]:
         if use == "dump":
             dumper.dump(model, step)
         elif use == "look":
-            gradsight.check_gradient_health(model)
+            gradsight.check_gradient_health(model, quiet=True)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -115,8 +115,11 @@ def test_no_extra_is_without_code() -> None:
 def imported_by(file: Path) -> set[str]:
     """The packages that a module imports anywhere in it, by name or as text for importlib."""
     packages = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    source = file.read_text()
+    for node in ast.walk(ast.parse(source)):
         match node:
+            case ast.Constant(value=str(name)) if "import_module" in source:
+                packages.add(name.split(".")[0])
             case ast.Import(names=names):
                 packages |= {alias.name.split(".")[0] for alias in names}
             case ast.ImportFrom(module=str(module)):
