@@ -143,7 +143,7 @@ class Plan:
         if self.scaler:
             scaler = torch.amp.GradScaler("cpu", init_scale=self.scaler)
         source = (self.batches or Plan.draw)(self, generator)
-        with gradsight.watch(model, optimizer) as watched:
+        with gradsight.watch(model, optimizer, quiet=True) as watched:
             for step in range(self.steps):
                 for _ in range(self.micro):
                     loss = self.loss(model, self.corrupt(step, next(source)), step) / self.micro
@@ -455,7 +455,10 @@ def adversaries(kind: str, seed: int) -> list[HealthReport]:
     first, second = (
         torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.9)) for net in (maker, critic)
     )
-    with gradsight.watch(maker, first) as one, gradsight.watch(critic, second) as two:
+    with (
+        gradsight.watch(maker, first, quiet=True) as one,
+        gradsight.watch(critic, second, quiet=True) as two,
+    ):
         for _ in range(150):
             real, fake = torch.randn(64, 2) * 0.3 + 1, maker(torch.randn(64, 4))
             second.zero_grad()
