@@ -7,21 +7,9 @@ import pytest
 from rich.cells import cell_len
 
 import gradsight
+from cli.small_demo import SMALL
 from gradsight.cli import main
 from gradsight.cli.demo import perform, show_result
-from gradsight.train.demonstration import Demonstration
-
-SMALL = Demonstration(
-    steps=40,
-    batch_size=6,
-    block_size=32,
-    width=32,
-    layers=2,
-    heads=2,
-    target_rows=8,
-    poisoned_step=32,
-    poisoned_row=3,
-)
 
 
 @pytest.fixture(scope="module")

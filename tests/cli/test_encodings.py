@@ -6,27 +6,18 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cli.small_demo import SMALL
 from gradsight.cli import main
 from gradsight.cli.demo import perform
 from gradsight.show.encoding import in_ascii, never_fail_to_encode
 from gradsight.show.text import wants_colour
-from gradsight.train.demonstration import Demonstration
 
-SMALL = Demonstration(
-    steps=24,
-    batch_size=6,
-    block_size=32,
-    width=32,
-    layers=2,
-    heads=2,
-    target_rows=8,
-    poisoned_step=20,
-    poisoned_row=3,
-)
+SHORT = replace(SMALL, steps=24, poisoned_step=20)
 SCRIPT = """
 import torch
 from torch import nn
@@ -86,7 +77,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = sys.stdout
     sys.stdout = out
     try:
-        assert perform(SMALL, folder / "run") == 0
+        assert perform(SHORT, folder / "run") == 0
         out.flush()
     finally:
         sys.stdout = before

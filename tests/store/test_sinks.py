@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,8 @@ from gradsight.errors import GradsightWarning, MissingPackage, UsageError
 from gradsight.store.sinks.queue import SinkQueue
 from store.wandb_file import runs
 
+pytestmark = pytest.mark.usefixtures("offline")
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.chdir(tmp_path)
-    yield
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
-        wandb.finish()
 
 
 def train(

@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,8 @@ import gradsight
 from gradsight.errors import GradsightWarning
 from store.wandb_file import WandbRun, history, runs
 
+pytestmark = pytest.mark.usefixtures("offline")
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.chdir(tmp_path)
-    yield
-    if wandb.run is not None:
-        wandb.finish()
-    # What W&B has read of the environment stays until then.
-    wandb.teardown()
 
 
 def no_run(run: Any, step: int) -> None:

@@ -1,28 +1,27 @@
 """gradsight memory: a training step's peak, what checkpointing saves, and if gradients stay."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
-from gradsight.cli.build_function import load_build
+from gradsight.cli.memory_predictions import PredictionOptions, predicted_row, show_predictions
+from gradsight.cli.memory_step import Device, StepOptions
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.policy import refuse_nonsense
 from gradsight.store.store import make_run_dir
 from gradsight.store.tracker import MetricsTracker
-from gradsight.train.models import architecture, training_step
-from gradsight.values.memory import CheckpointingPlan, CheckpointingReport, MemoryUse
-from gradsight.values.sizes import format_size, gigabytes, parse_size
+from gradsight.values.memory import CheckpointingPlan, CheckpointingReport
+from gradsight.values.sizes import gigabytes, parse_size
 
 if TYPE_CHECKING:
     from gradsight.memory.plan import OverBudget
@@ -50,91 +49,6 @@ Budget = Annotated[
 Policy = Annotated[
     str, Parameter(help="full, selective, first:K, or a plan such as full:0-5,selective:6-9.")
 ]
-Device = Annotated[
-    Literal["cpu", "cuda"],
-    Parameter(help="cuda: what CUDA's operators keep; no GPU is needed for that."),
-]
-Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "none"]
-
-
-@Parameter(name="*", name_transform=lambda name: name)
-@dataclass(frozen=True)
-class StepOptions:
-    """The training step in question."""
-
-    architecture: str | None = None
-    """A built-in model: char, GPT2-Small, GPT2-Medium or GPT2-Large, from Hugging Face's
-    configuration.
-    """
-    batch_size: int | None = None
-    """Samples in a batch of a built-in model."""
-    block_size: int | None = None
-    """Tokens in a sample of a built-in model."""
-    dropout: float = 0.0
-    """Dropout of a built-in model."""
-    optimizer: Optimizer = "adamw"
-    """The optimizer of the step; none: forward and backward only."""
-    blocks: str | None = None
-    """The modules that count as blocks, with commas between their names, where they are not found
-    by themselves.
-    """
-
-    @property
-    def block_names(self) -> list[str] | None:
-        if self.blocks is None:
-            return None
-        return [name.strip() for name in self.blocks.split(",")]
-
-    @property
-    def optimizer_name(self) -> str | None:
-        if self.optimizer == "none":
-            return None
-        return self.optimizer
-
-    def build(self, place: str | None, architecture: str | None = None) -> Callable[[], Any]:
-        """The build function of a file, or of a built-in model."""
-        for option in ("batch_size", "block_size"):
-            size = getattr(self, option)
-            if size is not None and size < 1:
-                raise UsageError(f"--{option} must be 1 or more, got {size}")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
-        name = architecture or self.architecture
-        if (place is None) == (name is None):
-            raise UsageError(
-                "give either file.py:build or --architecture, for example --architecture GPT2-Small"
-            )
-        if place is not None:
-            if self.batch_size or self.block_size or self.dropout:
-                raise UsageError(
-                    "--batch_size, --block_size and --dropout are for --architecture; "
-                    "file.py:build makes its own batch and model"
-                )
-            return load_build(place)
-        assert name is not None
-        return training_step(
-            name, batch_size=self.batch_size, block_size=self.block_size, dropout=self.dropout
-        )
-
-    def title(self, place: str | None) -> str:
-        """The step's name in the output."""
-        if place is not None:
-            return place
-        assert self.architecture is not None
-        batch, length = self.batch_shape(self.architecture)
-        return f"{self.architecture}, batch {batch} x {length} tokens"
-
-    def batch_shape(self, name: str) -> tuple[int, int]:
-        """Samples and tokens in a batch of a built-in model."""
-        shape = architecture(name)
-        return self.batch_size or shape.batch_size, self.block_size or shape.block_size
-
-    def sized(self, name: str, batch_size: int) -> Callable[[], Any]:
-        """The build function of a built-in model with another batch size."""
-        return training_step(
-            name, batch_size=batch_size, block_size=self.block_size, dropout=self.dropout
-        )
-
 
 DEFAULT = StepOptions()
 Place = Annotated[
@@ -285,128 +199,6 @@ def predict_step(
             rows.append(predicted_row(options, made, name, title=build or str(name)))
     show_predictions(console, rows, options)
     return 0
-
-
-@dataclass(frozen=True)
-class PredictionOptions:
-    """What is predicted of every model of a table."""
-
-    policy: str
-    device: Device
-    limit: int | None
-    """Bytes for which the largest batch is looked for; None: it is not."""
-    step: StepOptions
-
-    def __str__(self) -> str:
-        return f"{self.device}, optimizer {self.step.optimizer}, policy {self.policy}"
-
-
-@dataclass(frozen=True)
-class PredictedRow:
-    """One line of the table of predictions."""
-
-    model: str
-    parameters: int
-    batch: str
-    plain: MemoryUse
-    checkpointed: MemoryUse
-    largest: tuple[int, int] | None = None
-    """The largest batch that fits, plain and checkpointed, where that was asked for."""
-
-
-def predicted_row(
-    options: PredictionOptions, build: Callable[[], Any], name: str | None, *, title: str
-) -> PredictedRow:
-    """Predict one model, plain and checkpointed; `name` is that of a built-in one."""
-    from gradsight.memory.predict import count_parameters, predict_peak_memory
-
-    optimizer = options.step.optimizer_name
-    plain = predict_peak_memory(build, optimizer=optimizer, device=options.device)
-    checkpointed = predict_peak_memory(
-        build,
-        policy=options.policy,
-        optimizer=optimizer,
-        device=options.device,
-        blocks=options.step.block_names,
-    )
-    parameters = count_parameters(build)
-    if name is None:
-        return PredictedRow(title, parameters, "", plain, checkpointed)
-    samples, tokens = options.step.batch_shape(name)
-    return PredictedRow(
-        title,
-        parameters,
-        f"{samples}x{tokens}",
-        plain,
-        checkpointed,
-        largest_batches(options, name),
-    )
-
-
-def largest_batches(options: PredictionOptions, name: str) -> tuple[int, int] | None:
-    """The largest batches of a built-in model that fit, plain and checkpointed."""
-    from gradsight.memory.predict import largest_batch
-
-    if options.limit is None:
-        return None
-    plain, checkpointed = [
-        largest_batch(
-            partial(options.step.sized, name),
-            options.limit,
-            policy=policy,
-            optimizer=options.step.optimizer_name,
-            device=options.device,
-        )
-        for policy in (None, options.policy)
-    ]
-    return plain, checkpointed
-
-
-def show_predictions(
-    console: Console, rows: list[PredictedRow], options: PredictionOptions
-) -> None:
-    """Print the table of predictions, and what it does not know."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("model", overflow="fold")
-    for name in ("params", "batch", "plain", "checkpointed", "saved", "ceiling"):
-        table.add_column(name, justify="right")
-    if options.limit is not None:
-        table.add_column("largest batch", justify="right")
-    for row in rows:
-        table.add_row(*_cells(row))
-    console.print()
-    console.print(table)
-    text = f"Predicted for {options}. Ceiling: activations' share of the plain peak."
-    if options.limit is not None:
-        fits = format_size(options.limit)
-        text += f" Largest batch: that fits {fits}, plain and checkpointed."
-    console.print(f"\n[dim]{text}[/]", highlight=False)
-    for note in dict.fromkeys(note for row in rows for note in row.plain.notes):
-        console.print(f"[dim]- {escape(note)}[/]", highlight=False)
-
-
-def _cells(row: PredictedRow) -> list[str]:
-    """The row's texts, column by column."""
-    saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
-    cells = [
-        row.model,
-        _count(row.parameters),
-        row.batch,
-        format_size(row.plain.peak_bytes),
-        format_size(row.checkpointed.peak_bytes),
-        f"{saved:.1%}",
-        f"{row.plain.activation_share:.1%}",
-    ]
-    if row.largest is not None:
-        cells.append(f"{row.largest[0]} → {row.largest[1]}")
-    return cells
-
-
-def _count(number: int) -> str:
-    """A number of parameters, in millions or billions."""
-    if number < 1e9:
-        return f"{number / 1e6:.1f}M"
-    return f"{number / 1e9:.2f}B"
 
 
 @app.command(name="plan")

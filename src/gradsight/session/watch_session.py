@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from gradsight.core import moments
 from gradsight.core.group import ProcessGroup, rank, world_size
-from gradsight.core.optimizers import innermost_optimizer, optimizer_list
-from gradsight.core.parameters import Named, check_module, named_parameters
+from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.parameters import Named
 from gradsight.core.problems import say
 from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.dump.dumper import GradientDumper
@@ -35,6 +34,7 @@ from gradsight.session.readings import arrived, take_scalars
 from gradsight.session.shutdown import ShutdownHooks
 from gradsight.session.signals import TrainingSignals
 from gradsight.session.step_builder import MeasuringPlan, StepBuilder
+from gradsight.session.subjects import watched_optimizers, watched_parameters
 from gradsight.store.incidents import with_ranks
 from gradsight.values.health_report import HealthReport
 from gradsight.values.steps import CloserLooks, Schedule
@@ -118,8 +118,8 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, optimizer: object, options: WatchOptions) -> None:
-        parameters = _watched_parameters(model)
-        self._optimizers = _watched_optimizers(optimizer, model, parameters)
+        parameters = watched_parameters(model)
+        self._optimizers = watched_optimizers(optimizer, model, parameters)
         # Wrong settings are an error before anything is opened.
         checks = None if options.health is False else checks_at_work(options.health)
         self._closed = False
@@ -423,45 +423,8 @@ class _ProcessEnd:
         self._watch._ended_by(error)
 
 
-def _watched_parameters(model: nn.Module) -> list[Named]:
-    check_module(model)
-    parameters = named_parameters(model)
-    if not any(parameter.tensor.requires_grad for parameter in parameters):
-        what = "no parameters"
-        if parameters:
-            what = f"{len(parameters)} parameters, all of them frozen"
-        raise UsageError(
-            f"{type(model).__name__} has nothing to watch: {what}. "
-            "Set requires_grad on what is to be trained."
-        )
-    return parameters
-
-
 def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:
     return dumper is not None and dumper.enabled and dumper.dump_on is not None
-
-
-def _watched_optimizers(
-    optimizer: object, model: nn.Module, parameters: Sequence[Named]
-) -> list[Optimizer]:
-    optimizers = optimizer_list(optimizer)
-    if optimizer is not None and not optimizers:
-        raise UsageError("optimizer is an empty sequence: give an optimizer, or None")
-    inner = [innermost_optimizer(each) for each in optimizers]
-    held = {id(named.tensor) for named in parameters}
-    for number, each in enumerate(inner):
-        name = type(each).__name__
-        if any(each is earlier for earlier in inner[:number]):
-            raise UsageError(f"the same {name} was given twice; give every optimizer once")
-        given = (tensor for group in each.param_groups for tensor in group["params"])
-        if not any(id(tensor) in held for tensor in given):
-            raise UsageError(
-                f"{name} holds none of the parameters of this {type(model).__name__}: it was made "
-                "for another model, or before the parameters were replaced (fully_shard does "
-                "that). Give the optimizer that trains this model; where it trains copies of the "
-                "parameters, give none and call Watch.step() after backward()."
-            )
-    return optimizers
 
 
 def _measuring_plan(
