@@ -3,11 +3,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 EMPTY  := $(VENV)/without-extras
+TRAINERS := $(VENV)/trainers
 DIST   := $(VENV)/dist
 STAGE  := scripts/stage.sh
 PIP    := $(BIN)/pip --disable-pip-version-check
+# Some virtual machines announce matrix tiles and forbid them: products in bfloat16 end the process.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint types unit package clean
+.PHONY: demo test lint types unit browser fuzz soak trainers uplot package clean
 demo: package
 	@$(BIN)/gradsight demo
 
@@ -22,10 +25,28 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 # Tests import the package as users get it: the wheel's copy, not src.
-unit: package $(EMPTY)/.ready
+unit: package $(EMPTY)/.ready browser
 	@$(STAGE) "installing the wheel into the environment without extras" \
 		$(PIP) --python $(EMPTY)/bin/python install --no-deps --force-reinstall $(DIST)/*.whl
 	$(BIN)/pytest -n 2 --dist worksteal -q --durations=15 --pyargs tests gradsight
+
+# A minute of garbage for every reader of what a stranger may have sent.
+fuzz: package
+	$(BIN)/python fuzz/run.py
+
+# The reliability campaign in short: kills, full disks, ranks, signals, flips; about 15 minutes.
+soak: package
+	$(BIN)/python benchmarks/reliability.py
+
+# Trainers that cannot share an environment with the rest; their doors are tested with stand-ins too.
+trainers: package $(TRAINERS)/.ready
+	@$(STAGE) "installing the wheel there" \
+		$(PIP) --python $(TRAINERS)/bin/python install --no-deps --force-reinstall $(DIST)/*.whl
+	tests/trainers/run.sh $(TRAINERS)/bin/python
+
+# The page is tested in the system's own browser; BROWSER=0 leaves that out.
+browser:
+	@scripts/browser.sh
 
 # Always made anew: make cannot see that a file of src has been deleted.
 package: $(VENV)/.ready
@@ -49,6 +70,18 @@ $(EMPTY)/.ready: $(VENV)/.ready
 	@$(STAGE) "installing the packages that every user gets" \
 		$(PIP) --python $(EMPTY)/bin/python install --constraint constraints.txt .
 	@touch $@
+
+$(TRAINERS)/.ready: $(VENV)/.ready tests/trainers/requirements.txt
+	@$(STAGE) "making the environment of torchtitan and OLMo-core" $(PYTHON) -m venv $(TRAINERS)
+	@$(STAGE) "installing torch there" \
+		$(PIP) --python $(TRAINERS)/bin/python install --constraint constraints.txt torch
+	@$(STAGE) "installing torchtitan, OLMo-core and Gradsight" $(PIP) --python $(TRAINERS)/bin/python \
+		install --requirement tests/trainers/requirements.txt .
+	@touch $@
+
+# The newest uPlot, or UPLOT=1.6.32: script, style, licence, checksums. Needs npm; look at the difference.
+uplot:
+	scripts/update_uplot.sh $(UPLOT)
 
 clean:
 	rm -rf $(VENV)

@@ -22,7 +22,8 @@ def torchrun(script: Path, *args: object, ranks: int = 2, timeout: float = 120) 
         "--standalone",
         "--local-addr=127.0.0.1",
     ]
-    command += [f"--nproc_per_node={ranks}", str(script), *map(str, args)]
+    command += [f"--nproc_per_node={ranks}", str(TESTS / "rank_script.py")]
+    command += [str(script), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradsight.store.reader import open_run
     from gradsight.store.scores import read_scores
     from gradsight.store.tracker import MetricsTracker
+    from gradsight.values.findings import StopTraining
     from gradsight.values.steps import Schedule
 
     _log_gradient_distribution = log_gradient_distribution
@@ -35,6 +36,7 @@ __all__ = [
     "MemoryMonitor",
     "MetricsTracker",
     "Schedule",
+    "StopTraining",
     "apply_checkpointing",
     "check_gradient_health",
     "get_checkpoint_metadata",
@@ -48,7 +50,7 @@ __all__ = [
     "verify_checkpointing",
     "watch",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "GhostEngine": "ghost.engine",
@@ -57,6 +59,7 @@ _HOMES = {
     "MemoryMonitor": "memory.monitor",
     "MetricsTracker": "store.tracker",
     "Schedule": "values.steps",
+    "StopTraining": "values.findings",
     "apply_checkpointing": "memory.apply",
     "check_gradient_health": "health.one_look",
     "get_checkpoint_metadata": "dump.reader",

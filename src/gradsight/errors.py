@@ -2,8 +2,10 @@
 
 GradsightError                a thing we refuse: what was expected, what came, what to do
 |-- UsageError (ValueError)   an argument or a call that cannot be meant
+|   `-- CannotBeSeen          a way of training in which nothing true can be seen
 |-- MissingPackage            an optional package is not installed; carries the install line
 |-- UserCodeError             a function of the user's raised, where we called it
+|-- StopTraining              a finding for which training was to be stopped, by on_finding="stop"
 `-- RunError                  a run directory that is damaged, or is not as it should be
     `-- WrongPlace            there is no run, dump or incident at that place, or none for us
 
@@ -28,6 +30,10 @@ class UsageError(GradsightError, ValueError):
     """An argument or a call that cannot be meant."""
 
     exit_code = WRONG_USAGE
+
+
+class CannotBeSeen(UsageError):
+    """A way of training in which nothing true can be seen; the doors into trainers let it train."""
 
 
 class MissingPackage(GradsightError, ImportError):

@@ -30,6 +30,7 @@ sys.exit(code)
         ("dump", "show"),
         ("dump", "verify"),
         ("dump", "diff", "{folder}"),
+        ("compare", "{folder}"),
     ],
     ids=" ".join,
 )
@@ -72,6 +73,8 @@ def test_a_report_that_cannot_be_written_is_no_verdict(
         (("train", "--trainer.callbacks.watch.sinks", "trackio"), "trackio", "trackio"),
         (("train", "--trainer.callbacks.watch.sinks", "tensorboard"), "tensorboard", "tensorboard"),
         (("train", "--tokenizer", "{here}"), "tokenizers", "hf"),
+        (("serve", "{here}"), "starlette", "serve"),
+        (("serve", "{here}"), "uvicorn", "serve"),
     ],
 )
 def test_a_missing_extra_is_named_before_torch_is_imported(
@@ -101,4 +104,4 @@ metadata.version = version
 """
     command = [sys.executable, "-c", hidden + WITHOUT.format(names=[]), "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ", torch not installed, Python 3." in done.stdout
+    assert ", torch not installed (tested with 2.13.0), Python 3." in done.stdout

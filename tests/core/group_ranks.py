@@ -1,7 +1,7 @@
 """What two ranks exchange through a group of ours; each prints what it got."""
 
 import sys
-from datetime import timedelta
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from core.threads import gloo_threads
 from gradsight.core import group as groups
+from gradsight.core import meeting
 from gradsight.core.group import ProcessGroup, shared_group
+from gradsight.core.meeting import MeetingPlace, RanksMissing
 from gradsight.core.sharing import ModelGroup, replicated_parameters, share_model
 
 
@@ -82,10 +84,46 @@ def endings() -> None:
 
 
 def meetings() -> None:
-    if dist.get_rank() == 0:
-        with pytest.raises(TimeoutError, match="waited 1 s"):
-            ProcessGroup(meeting=timedelta(seconds=1))
+    """All ranks are told the same, in whatever order they come; the late one at once."""
+    mine = dist.get_rank()
+    place = MeetingPlace("test")
+    if mine == 1:
+        time.sleep(0.2)
+    assert place.meet("both", 60.0).missing == ()
     dist.barrier()
+    if mine == 0:
+        place.forget("both")
+        met = place.meet("one", 0.2)
+        assert (met.present, met.missing) == ((0,), (1,))
+        assert met.sentence() == "rank 1 of 2 did not come within 0.2 s"
+    dist.barrier()
+    if mine == 1:
+        assert place.meet("one", 3600.0).missing == (1,)
+        place.leave()
+    dist.barrier()
+    if mine == 0:
+        met = place.meet("nobody else", 3600.0)
+        assert met.missing == (1,)
+        assert met.sentence().endswith("did not come: the end had come on a rank")
+    dist.barrier()
+
+
+def groups_without_all() -> None:
+    """A group that a rank does not come to is not made, and the next one of the user's works."""
+    meeting.PATIENCE = 0.5
+    if dist.get_rank() == 1:
+        with pytest.raises(RanksMissing, match="rank 0 of 2 did not come within"):
+            ProcessGroup("lonely")
+        alone = ProcessGroup.or_alone("lonelier")
+        assert (alone.size, alone.is_first) == (1, True)
+        assert alone.incomplete is not None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        late = ProcessGroup.or_alone("lonelier")
+        assert (late.size, late.is_first) == (1, False)
+    mine = torch.ones(1)
+    dist.all_reduce(mine, group=dist.new_group())
+    assert mine.item() == 2
 
 
 def a_second_world() -> None:
@@ -96,8 +134,8 @@ def a_second_world() -> None:
     dist.destroy_process_group()
     assert not shared.is_usable
     # A store of its own: torchrun's still has the addresses of the first world.
-    meeting = f"file://{sys.argv[1]}/second"
-    dist.init_process_group("gloo", init_method=meeting, rank=place, world_size=2)
+    second = f"file://{sys.argv[1]}/second"
+    dist.init_process_group("gloo", init_method=second, rank=place, world_size=2)
     again = shared_group()
     assert again is not shared
     assert again.start_gather(np.ones(2)).wait()[1].tolist() == [1.0, 1.0]
@@ -106,7 +144,7 @@ def a_second_world() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in (exchanges, models, endings, meetings, a_second_world):
+    for scenario in (exchanges, models, endings, meetings, groups_without_all, a_second_world):
         scenario()
     dist.destroy_process_group()
     sys.stdout.write(f"rank {groups.rank()} done\n")

@@ -1,12 +1,15 @@
 """A pass beside training leaves everything as it was found, whatever it does."""
 
 import random
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import (
@@ -153,3 +156,45 @@ def test_compiled_code_runs_eagerly() -> None:
     x = torch.ones(1, 2)
     with eager():
         assert torch.equal(compiled(x), model(x))
+
+
+def test_replays_of_several_threads_leave_torch_as_it_was() -> None:
+    wrong: list[object] = []
+
+    def replay() -> None:
+        model = nn.Linear(2, 2)
+        try:
+            for _ in range(5):
+                with replaying(model, recorded(model, torch.ones(1, 2))):
+                    time.sleep(0.001)  # the others come in, if they can
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=replay) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert "apply" not in vars(CheckpointFunction)
+
+
+def test_another_thread_checkpoints_as_ever_while_one_replays() -> None:
+    calls = 0
+
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return super().forward(x)
+
+    def train() -> None:
+        x = torch.ones(1, 2, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(Counting(2, 2), x, use_reentrant=True).sum().backward()
+
+    model = nn.Linear(2, 2)
+    with replaying(model, recorded(model, torch.ones(1, 2))):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert calls == 2, "its activations were kept instead of made again"

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsight.core.hooks import ModuleHook
+from gradsight.core.guard import Guard
+from gradsight.core.hooks import put_module_hook
 
 
 def hooked() -> tuple[nn.Module, list[Any]]:
     model = nn.Linear(2, 2)
     told: list[Any] = []
-    model.register_forward_pre_hook(ModuleHook(lambda *given: told.append(given)), with_kwargs=True)
+    guard = Guard(None, "test", "a hook failed")
+    hook = lambda *given: told.append(given)  # noqa: E731
+    put_module_hook(guard, model.register_forward_pre_hook, hook, with_kwargs=True)
     return model, told
 
 

@@ -9,6 +9,11 @@ from torch import nn
 
 from gradsight.core import moments
 from gradsight.core.calls import suspended
+from gradsight.core.guard import Guard
+
+
+def listen(listener: object) -> None:
+    moments.listen(listener, Guard(None, "test", "a listener failed"))
 
 
 class Everything:
@@ -42,7 +47,7 @@ class OnlyAfter:
     def __init__(self) -> None:
         self.passes = 0
 
-    def after_backward(self) -> None:
+    def after_backward(self, begun: object, rows: object) -> None:
         self.passes += 1
 
 
@@ -52,8 +57,8 @@ class Opens:
     def __init__(self) -> None:
         self.other = Everything()
 
-    def before_backward(self, tensors: object) -> None:
-        moments.listen(self.other)
+    def before_backward(self, begun: object) -> None:
+        listen(self.other)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +80,7 @@ def backward() -> None:
 
 def test_a_backward_pass_is_told_in_order() -> None:
     listener = Everything()
-    moments.listen(listener)
+    listen(listener)
     backward()
     assert listener.told == ["before_backward", "after_backward", "gradients_ready"]
 
@@ -86,28 +91,30 @@ def test_everybody_has_noted_a_pass_before_anybody_looks() -> None:
     second = Everything()
     first.told = order
     second.told = order
-    moments.listen(first)
-    moments.listen(second)
+    listen(first)
+    listen(second)
     backward()
     assert order[2:] == ["after_backward", "after_backward", "gradients_ready", "gradients_ready"]
 
 
 def test_a_listener_is_told_only_what_it_has_a_method_for() -> None:
     listener = OnlyAfter()
-    moments.listen(listener)
+    listen(listener)
     backward()
     backward()
     assert listener.passes == 2
 
 
 def test_an_object_without_any_such_method_is_refused() -> None:
-    with pytest.raises(TypeError, match="object has none of the methods before_backward, after"):
-        moments.listen(object())
+    with pytest.raises(
+        TypeError, match="object has none of the methods before_backward, gradients"
+    ):
+        listen(object())
 
 
 def test_a_pass_inside_another_is_part_of_it() -> None:
     listener = Everything()
-    moments.listen(listener)
+    listen(listener)
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     y.register_hook(lambda gradient: backward())  # type: ignore[no-untyped-call]
@@ -117,14 +124,14 @@ def test_a_pass_inside_another_is_part_of_it() -> None:
 
 def test_one_who_comes_at_the_beginning_of_a_pass_hears_of_it() -> None:
     opens = Opens()
-    moments.listen(opens)
+    listen(opens)
     backward()
     assert opens.other.told == ["before_backward", "after_backward", "gradients_ready"]
 
 
 def test_passes_of_our_own_are_not_told() -> None:
     listener = Everything()
-    moments.listen(listener)
+    listen(listener)
     with suspended():
         backward()
     assert listener.told == []
@@ -133,7 +140,7 @@ def test_passes_of_our_own_are_not_told() -> None:
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_scaler_is_told_whether_or_not_it_steps(overflows: bool) -> None:
     listener = Everything()
-    moments.listen(listener)
+    listen(listener)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100 if overflows else 2.0)
@@ -154,8 +161,8 @@ def test_a_scaler_is_told_whether_or_not_it_steps(overflows: bool) -> None:
 def test_who_has_left_is_told_no_more_and_others_are() -> None:
     gone = Everything()
     stays = Everything()
-    moments.listen(gone)
-    moments.listen(stays)
+    listen(gone)
+    listen(stays)
     moments.leave(gone)
     moments.leave(gone)
     backward()

@@ -70,7 +70,7 @@ def test_a_read_only_folder(
         raise PermissionError(13, "Permission denied", str(path))
 
     if os.geteuid() == 0:  # whom no permission stops
-        monkeypatch.setattr(Path, "mkdir", refuse)
+        monkeypatch.setattr(os, "mkdir", refuse)
     tmp_path.chmod(0o555)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -18,6 +18,7 @@ from gradsight.dump import full
 from gradsight.dump.folders import Layout, find_dumps, size
 from gradsight.dump.job import Facts
 from gradsight.dump.manifest import read
+from gradsight.dump.staging import Pool
 from gradsight.errors import GradsightWarning, UsageError
 
 
@@ -444,7 +445,7 @@ def test_gradients_that_cannot_be_read_do_not_stop_training(
 def test_ranks_that_do_not_meet(
     tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("timed out")
 
     monkeypatch.setattr("gradsight.dump.dumper.ProcessGroup", fail)
@@ -498,3 +499,20 @@ def test_two_dumpers_share_a_run(tmp_path: Path, model: nn.Module) -> None:
         "step28",
         "step29",
     ]
+
+
+def test_nobody_waits_long_for_memory_that_other_ranks_have_to_free() -> None:
+    """They may be waiting for this one, in a collective of training's own."""
+    pool = Pool(1)
+    buffer = pool.take()
+    assert buffer is not None
+    assert pool.take() is None
+    # Memory that only the disk has to free is waited for.
+    assert pool.is_worth_waiting_for
+    with pool.freed_by_ranks(patience=60):
+        assert pool.is_worth_waiting_for
+    with pool.freed_by_ranks(patience=0):
+        assert not pool.is_worth_waiting_for
+    assert pool.is_worth_waiting_for
+    pool.give(buffer)
+    assert pool.take() is buffer

@@ -59,7 +59,8 @@ def test_two_ranks(tmp_path: Path, launch) -> None:
     alone = (tmp_path / "one_rank_only/rank0.txt").read_text()
     assert (
         alone
-        == "0 0 1\nranks: the ranks did not meet (waited 1 s); dump() must be called on every rank"
+        == "0 0 1\nranks: the ranks did not meet (rank 1 of 2 did not come within 1 s); dump() must "
+        "be called on every rank"
     )
     for text in words(tmp_path / "nothing"):
         assert text == (

@@ -1,5 +1,6 @@
 """Reading: from the manifest and raw bytes alone, and nothing that is not as it was written."""
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from dump.test_manifest import rewrite
 from gradsight import GradientDumper, get_checkpoint_metadata, load_keys
+from gradsight.dump.verify import verify
 from gradsight.errors import RunError, UsageError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -78,21 +81,48 @@ def test_torch_reads_it_with_shards_of_its_own(
     assert torch.equal(only["1.weight"], model[1].weight.grad)
 
 
-def test_a_slice_does_not_read_the_rest(dumped: Path, model: nn.Module) -> None:
-    """Damage elsewhere in the tensor goes unseen by a slice, and is seen by the whole."""
+def test_a_part_of_a_damaged_gradient_is_refused_too(dumped: Path, model: nn.Module) -> None:
+    """Whoever changes a byte, or puts a link in the file's place, changes no part unseen."""
+    part = next(load_keys(dumped, ["1.weight"], index=slice(0, 299)))
+    assert torch.equal(part, model[1].weight.grad[:299])
     path = dumped / "__0_0.distcp"
     content = bytearray(path.read_bytes())
     last = content.index(model[1].weight.grad[-1].numpy().tobytes())
     content[last] ^= 1
     path.write_bytes(content)
-    assert torch.equal(
-        next(load_keys(dumped, ["1.weight"], index=slice(0, 299))), model[1].weight.grad[:299]
-    )
-    with pytest.raises(
-        RunError,
-        match=r"__0_0.distcp is damaged: the checksum of the gradient of '1.weight' does not match",
-    ):
-        next(load_keys(dumped, ["1.weight"]))
+    for index in (None, slice(0, 299), (slice(0, 2), slice(1, 3))):
+        with pytest.raises(
+            RunError,
+            match=r"__0_0.distcp is damaged: the checksum of the gradient of '1.weight' does not",
+        ):
+            next(load_keys(dumped, ["1.weight"], index=index))
+    whole = dumped.parents[3] / "elsewhere"
+    path.rename(whole)
+    path.symlink_to(whole)
+    for index in (None, slice(0, 299)):
+        with pytest.raises(RunError, match=r"__0_0.distcp is behind a link"):
+            next(load_keys(dumped, ["0.bias"], index=index))
+    assert not verify(dumped).intact
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match="not a plain file"):
+        next(load_keys(dumped, ["0.bias"]))
+
+
+def test_what_a_manifest_claims_takes_no_memory(dumped: Path) -> None:
+    """A tensor of 10^15 bytes, whose file is small: refused before anything is made of it."""
+
+    def claim(body: dict[str, Any]) -> None:
+        entry = body["tensors"]["1.bias"]
+        entry["shape"] = [10**15 // 4]
+        entry["chunks"][0] |= {"sizes": [10**15 // 4], "bytes": 10**15}
+        body["files"]["__0_0.distcp"]["bytes"] = 10**16
+
+    rewrite(dumped, claim)
+    with pytest.raises(RunError, match="is cut short"):
+        next(load_keys(dumped, ["1.bias"]))
+    with pytest.raises(RunError, match="is cut short"):
+        next(load_keys(dumped, ["1.bias"], index=slice(0, 2)))
 
 
 @pytest.mark.parametrize("index", [(slice(0, 1),) * 3, slice(0, 4, 2), 3, (slice(0, 1), 2)])

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from gradsight import GradientDumper
+from gradsight.core import limits
+from gradsight.dump import reader
 from gradsight.dump.diff import compare, difference
-from gradsight.dump.manifest import ITEM_BYTES
+from gradsight.dump.manifest import ITEM_BYTES, read
 from gradsight.dump.statistics import BINS, QUANTILES, measure
-from gradsight.dump.values import widen
+from gradsight.dump.values import StoredValues, slabs, values, widen
 from gradsight.errors import UsageError
 
 
@@ -70,11 +72,11 @@ def test_statistics_of_odd_gradients() -> None:
 def test_difference() -> None:
     a = np.array([1.0, 2.0, -4.0])
     b = np.array([1.0, 2.0, -3.0])
-    found = difference(0, "w", a, b)
+    found = difference(0, "w", [(a, b)])
     assert (found.absolute, found.relative) == (1.0, 0.25)
     assert found.cosine == pytest.approx(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
-    assert difference(0, "w", a, -a).cosine == pytest.approx(-1)
-    assert difference(0, "w", a, np.zeros(3)).cosine is None
+    assert difference(0, "w", [(a, -a)]).cosine == pytest.approx(-1)
+    assert difference(0, "w", [(a, np.zeros(3))]).cosine is None
 
 
 def test_difference_where_values_are_not_finite() -> None:
@@ -82,11 +84,11 @@ def test_difference_where_values_are_not_finite() -> None:
     end.
     """
     odd = np.array([np.nan, np.inf, 1.0])
-    assert difference(0, "w", odd, odd.copy()).relative == 0
-    assert difference(0, "w", odd, np.array([np.nan, np.inf, 2.0])).relative == 0.5
-    assert difference(0, "w", odd, np.array([0.0, np.inf, 1.0])).relative == math.inf
-    assert difference(0, "w", odd, np.array([np.nan, -np.inf, 1.0])).relative == math.inf
-    assert difference(0, "w", np.empty(0), np.empty(0)).relative == 0
+    assert difference(0, "w", [(odd, odd.copy())]).relative == 0
+    assert difference(0, "w", [(odd, np.array([np.nan, np.inf, 2.0]))]).relative == 0.5
+    assert difference(0, "w", [(odd, np.array([0.0, np.inf, 1.0]))]).relative == math.inf
+    assert difference(0, "w", [(odd, np.array([np.nan, -np.inf, 1.0]))]).relative == math.inf
+    assert difference(0, "w", [(np.empty(0), np.empty(0))]).relative == 0
 
 
 def dump(run: Path, model: nn.Module, step: int = 0, **options: int) -> Path:
@@ -135,3 +137,37 @@ def test_nothing_to_compare(tmp_path: Path, model: nn.Module) -> None:
     )
     with pytest.raises(UsageError, match=text):
         compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_large_gradients_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and parts of a few entries give what the whole gives, whatever the chunks."""
+    big = nn.Linear(40, 30, bias=False)
+    gradient = torch.randn(30, 40)
+    big.weight.grad = gradient
+    dump(tmp_path / "a", big)
+    big = nn.Linear(40, 30, bias=False).double()
+    big.weight.grad = gradient.double() + 1e-3
+    other = dump(tmp_path / "b", big)
+    (whole,) = compare(tmp_path / "a", tmp_path / "b")
+    entry = read(other).tensors["weight"]
+    numbers = measure(values(other, "weight", entry))
+    monkeypatch.setattr(reader, "BLOCK", 64)
+    monkeypatch.setattr(limits, "ENTRIES_AT_ONCE", 7)
+    (parts,) = compare(tmp_path / "a", tmp_path / "b")
+    assert (parts.absolute, parts.relative) == (whole.absolute, whole.relative)
+    assert parts.cosine == pytest.approx(whole.cosine, rel=1e-12)
+    again = measure(StoredValues(other, "weight", entry))
+    assert again.histogram == numbers.histogram
+    assert again.quantiles == numbers.quantiles
+    assert again.norm == pytest.approx(numbers.norm, rel=1e-12)
+    monkeypatch.setattr(limits, "ENTRIES_SORTED", 7)
+    assert measure(StoredValues(other, "weight", entry)).quantiles == ()
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 7), (3, 4, 5), (1, 1, 50), (50, 1), (2, 3, 0)])
+@pytest.mark.parametrize("most", [1, 4, 7, 1000])
+def test_slabs_are_the_whole_in_its_order(shape: tuple[int, ...], most: int) -> None:
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    parts = [whole[index].reshape(-1) for index in slabs(shape, most)]
+    assert all(len(part) <= most for part in parts)
+    assert np.concatenate(parts).tolist() == whole.reshape(-1).tolist()

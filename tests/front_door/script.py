@@ -108,5 +108,7 @@ def script() -> None:
 
     try:
         gradsight.open_run("nowhere")
+    except gradsight.StopTraining as stopped:
+        reveal_type(stopped.finding.code)
     except gradsight.GradsightError as error:
         reveal_type(error)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradsight.core.guard import Guard
 from gradsight.measure.local import LocalNorms, exact_local_norms
 from health.test_checks import compared, jittered
 from launch import torchrun
@@ -71,7 +72,7 @@ def test_an_overflow_that_the_scaler_leaves_out_is_left_alone() -> None:
 def test_norms_of_micro_batches_agree_with_the_plain_loop() -> None:
     torch.manual_seed(0)
     gradients = [[torch.randn(5, 3), torch.randn(4).half()] for _ in range(3)]
-    norms = LocalNorms([])
+    norms = LocalNorms([], Guard(None, "test", "a hook failed"))
     for micro_batch in gradients:
         for row, gradient in enumerate(micro_batch):
             norms.see(row, gradient)

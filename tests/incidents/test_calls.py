@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsight
+from gradsight.core.guard import Guard
 from gradsight.errors import UsageError
 from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
 from gradsight.incidents.ring import Ring
@@ -116,7 +117,7 @@ def test_a_pass_that_nobody_uses_keeps_no_activations() -> None:
 def test_held_bytes_are_bounded_and_the_newest_call_stays() -> None:
     model = nn.Linear(256, 1)
     limits = KeptLimits(argument_bytes=5 * 4 * 256 * 10, gradient_bytes=100, lasting=False)
-    calls = KeptCalls(model, limits)
+    calls = KeptCalls(model, limits, Guard(None, "test", "a call was not kept"))
     calls.start()
     batches = [torch.randn(10, 256) for _ in range(12)]
     for batch in batches:
@@ -182,6 +183,22 @@ def test_gradients_taken_aside_are_not_the_steps() -> None:
         assert one.output_gradients is not None
         assert one.output_gradients[0] is not None
         assert one.output_gradients[0].eq(3).all()
+
+
+def test_an_output_that_no_loss_uses_has_no_gradient() -> None:
+    """Its siblings of the same operation have: a compiled model's outputs are of one operation."""
+
+    class Halves(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return super().forward(x).unbind(1)
+
+    model = Halves(4, 2)
+    with watched(model) as watch:
+        model(torch.randn(3, 4))[0].sum().backward()
+        (kept,), _ = calls_of(watch).passes()
+        assert kept.output_gradients is not None
+        assert [each is None for each in kept.output_gradients] == [False, True]
+        assert watch._instruments.incidents.guard.faults == 0
 
 
 def test_copies_and_pickles_of_a_watched_model_are_not_watched() -> None:

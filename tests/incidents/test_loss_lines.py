@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gradsight
+from gradsight.core.guard import Guard
 from gradsight.incidents.loss_lines import LossLines
 
 HEAD = """
@@ -269,7 +270,7 @@ def loss_of(lines: LossLines, model: nn.Module, *, kind: int = 0) -> torch.Tenso
 
 
 def test_only_a_few_losses_are_noted_and_nothing_is_left_switched_on() -> None:
-    lines, model = LossLines(), nn.Linear(2, 2)
+    lines, model = LossLines(Guard(None, "test", "a line was not noted")), nn.Linear(2, 2)
     noted = []
     for number in range(1, 40):
         loss = loss_of(lines, model)
@@ -286,7 +287,7 @@ def test_only_a_few_losses_are_noted_and_nothing_is_left_switched_on() -> None:
 
 
 def test_the_same_operations_from_two_lines_name_neither() -> None:
-    lines, model = LossLines(), nn.Linear(2, 2)
+    lines, model = LossLines(Guard(None, "test", "a line was not noted")), nn.Linear(2, 2)
     for kind in (0, 1):
         loss = loss_of(lines, model, kind=kind)
         between = lines.backward_begins(loss, "backward")
@@ -300,7 +301,7 @@ def test_the_same_operations_from_two_lines_name_neither() -> None:
 
 
 def test_a_users_own_anomaly_detection_is_left_alone() -> None:
-    lines, model = LossLines(), nn.Linear(2, 2)
+    lines, model = LossLines(Guard(None, "test", "a line was not noted")), nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
         loss = loss_of(lines, model)
         lines.backward_begins(loss, "backward")

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def rewrite(incident: Path, document: dict[str, Any], **changes: Any) -> None:
         file = incident / name
         body["files"][name] = {
             "bytes": file.stat().st_size,
-            "crc32": incident_format.checksum_of_file(file),
+            "crc32": zlib.crc32(file.read_bytes()),
         }
     document["crc32"], document["incident"] = incident_format.checksum_of(body), body
     (incident / "incident.json").write_text(json.dumps(document))

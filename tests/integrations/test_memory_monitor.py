@@ -178,7 +178,7 @@ def test_lightning(package: Any, changes: dict[str, Any], tmp_path: Path) -> Non
 WITHOUT = """
 import sys
 from gradsight.errors import MissingPackage
-for name in ("transformers", "lightning", "lightning.pytorch", "pytorch_lightning"):
+for name in ("transformers", "accelerate", "lightning", "lightning.pytorch", "pytorch_lightning"):
     sys.modules[name] = None
 import importlib.util
 importlib.util.find_spec = lambda name: None
@@ -191,7 +191,11 @@ except MissingPackage as error:
 
 @pytest.mark.parametrize(
     ("name", "package", "extra"),
-    [("hf", "transformers", "hf"), ("lightning", "lightning", "lightning")],
+    [
+        ("hf", "transformers", "hf"),
+        ("lightning", "lightning", "lightning"),
+        ("accelerate", "accelerate", "hf"),
+    ],
 )
 def test_a_missing_package(name: str, package: str, extra: str) -> None:
     code = WITHOUT.format(name=name)

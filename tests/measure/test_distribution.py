@@ -1,7 +1,6 @@
 """log_gradient_distribution and MetricsTracker: the scenarios that they were asked for."""
 
 import math
-import sqlite3
 import sys
 from pathlib import Path
 
@@ -257,23 +256,6 @@ def test_a_resumed_watch_leaves_what_a_tracker_has_counted(tmp_path: Path) -> No
     run = open_run(tmp_path)
     assert {scalar.step for scalar in run.scalars()} == {7}
     assert [histogram.step for histogram in run.histograms()] == [7]
-
-
-def test_a_record_without_a_table_for_trackers_is_read_and_continued(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    with gradsight.watch(model, run_dir=tmp_path) as watched:
-        backward_through(model)
-        watched.step(accuracy=0.5)
-    record = sqlite3.connect(tmp_path / "run.sqlite")
-    record.execute("DROP TABLE tracked")
-    record.commit()
-    record.close()
-    assert [scalar.source for scalar in open_run(tmp_path).scalars("accuracy")] == ["watch"]
-    with MetricsTracker(tmp_path) as tracker:
-        tracker.log_scalar("accuracy", 0.9, 0)
-    (step,) = open_run(tmp_path).steps()
-    assert step.scalars["accuracy"] == 0.5
-    assert [scalar.value for scalar in open_run(tmp_path).scalars("accuracy")] == [0.5, 0.9]
 
 
 def test_tensorboard_shows_a_tracker_on_a_watchs_run_as_a_run_of_its_own(tmp_path: Path) -> None:

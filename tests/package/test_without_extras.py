@@ -57,7 +57,7 @@ import warnings
 
 import gradsight
 
-for extra in ("wandb", "tensorboard", "trackio", "transformers", "accelerate"):
+for extra in ("wandb", "tensorboard", "trackio", "transformers", "accelerate", "starlette"):
     assert importlib.util.find_spec(extra) is None, f"{extra} is installed"
 assert "torch" not in sys.modules
 for name in gradsight.__all__:
@@ -84,6 +84,10 @@ assert norms.keys() == {"weight", "bias"}
 COMMANDS = {
     "check": (["check", "--steps", "4", "script.py"], 0),
     "report": (["report", "run"], 2),
+    "findings": (["findings", "run"], 2),
+    "verify": (["verify", "run"], 0),
+    "run": (["run", "--run_dir", "recorded", "script.py"], 0),
+    "compare": (["compare", "run", "run"], 0),
     "influence": (["influence", "run"], 0),
     "dump list": (["dump", "list", "run"], 0),
     "dump show": (["dump", "show", "run"], 0),
@@ -96,14 +100,16 @@ COMMANDS = {
 }
 """Each command that needs no extra, and what it exits with."""
 
-NEED_HF = {
-    "train": ["train", "--max_steps", "1"],
-    "demo": ["demo"],
-    "memory verify": ["memory", "verify", "--architecture", "char"],
-    "memory predict": ["memory", "predict"],
-    "memory plan": ["memory", "plan", "--architecture", "char", "--budget", "1GB"],
+NEED_EXTRAS = {
+    "train": (["train", "--max_steps", "1"], "hf"),
+    "demo": (["demo"], "hf"),
+    "memory verify": (["memory", "verify", "--architecture", "char"], "hf"),
+    "memory predict": (["memory", "predict"], "hf"),
+    "memory plan": (["memory", "plan", "--architecture", "char", "--budget", "1GB"], "hf"),
+    "serve": (["serve", "run"], "serve"),
+    "serve nothing": (["serve", "nowhere"], "serve"),
 }
-"""What stands on the built-in models, which are Hugging Face's."""
+"""What stands on the built-in models, which are Hugging Face's, or on a web server."""
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -138,7 +144,7 @@ def test_every_public_name(folder: Path) -> None:
 
 
 def test_the_tables_name_every_command(folder: Path) -> None:
-    listed = {name.split()[0] for name in [*COMMANDS, *NEED_HF]}
+    listed = {name.split()[0] for name in [*COMMANDS, *NEED_EXTRAS]}
     assert listed == _COMMANDS.keys()
     for group in ("dump", "memory"):
         text = run(folder, "gradsight", group, "--help").stdout
@@ -154,13 +160,14 @@ def test_a_command_without_extras(name: str, folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", NEED_HF)
+@pytest.mark.parametrize("name", NEED_EXTRAS)
 def test_a_missing_extra_is_named_at_once(name: str, folder: Path) -> None:
-    done = run(folder, "python", "-X", "importtime", "-m", "gradsight", *NEED_HF[name])
+    arguments, extra = NEED_EXTRAS[name]
+    done = run(folder, "python", "-X", "importtime", "-m", "gradsight", *arguments)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 64
-    assert "pip install 'gradsight[hf]'" in " ".join(said)
+    assert f"pip install 'gradsight[{extra}]'" in " ".join(said)
     assert "gradsight.cli" in imported
     assert "torch" not in imported
 

@@ -6,7 +6,9 @@ computes the gradient of the step to come with plain autograd in float64 from th
 are.
 """
 
+import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_imported_by_name
 from torch.utils.checkpoint import checkpoint
 
+import gradsight
 from gradsight.core.parameters import named_parameters
 
 STEPS = 20
@@ -461,6 +464,396 @@ def by_hand_scaled(case: Case) -> None:
     case.done(model)
 
 
+# Other backward passes between clipping and the step.
+
+
+class Between:
+    """What else is done between clipping and the step, with a model of its own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(8, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.x = torch.randn(4, 8)
+
+    def train(self) -> None:
+        self.model(self.x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def clip(parameters: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+
+
+def another_model_between(case: Case) -> None:
+    between = Between()
+
+    def after_backward(model: nn.Module) -> None:
+        clip(model.parameters())
+        between.train()
+
+    train(case, mlp(), after_backward=after_backward)
+
+
+def another_model_between_micro_batches(case: Case) -> None:
+    case.micro_batches = 3
+    between = Between()
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        if batch[0].dtype is not torch.float64:
+            between.train()
+        return mse(model, batch)
+
+    train(case, mlp(), after_backward=lambda model: clip(model.parameters()), loss_of=loss_of)
+
+
+def backward_to_inputs_between(case: Case) -> None:
+    """A saliency map of the model itself: no parameter is written."""
+
+    def after_backward(model: nn.Module) -> None:
+        clip(model.parameters())
+        x = torch.ones(2, 8, requires_grad=True)
+        model(x).sum().backward(inputs=[x])
+
+    train(case, mlp(), after_backward=after_backward)
+
+
+def autograd_grad_between(case: Case) -> None:
+    def after_backward(model: nn.Module) -> None:
+        clip(model.parameters())
+        torch.autograd.grad(model(torch.ones(2, 8)).sum(), list(model.parameters()))
+
+    train(case, mlp(), after_backward=after_backward)
+
+
+def teacher_and_student(case: Case) -> None:
+    """The teacher is trained between the student's clipping and its step."""
+    torch.manual_seed(2)
+    teacher = mlp()
+    teaching = torch.optim.SGD(teacher.parameters(), lr=1e-2)
+    student = mlp()
+    learning = torch.optim.SGD(student.parameters(), lr=1e-2)
+
+    def distilled(model: nn.Module, batch: Batch) -> Tensor:
+        guide = copy.deepcopy(teacher).to(batch[0].dtype)
+        with torch.no_grad():
+            wanted = guide(batch[0])
+        return (model(batch[0]) - wanted - batch[1]).square().mean()
+
+    with case.watched(student, learning):
+        for batches in case.steps():
+            case.expect(student, batches, distilled)
+            distilled(student, batches[0]).backward()
+            clip(student.parameters())
+            teaching.zero_grad()
+            mse(teacher, batches[0]).backward()
+            teaching.step()
+            learning.step()
+            learning.zero_grad()
+    case.done(student)
+
+
+def retain_graph(case: Case) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with case.watched(model, optimizer):
+        for batches in case.steps():
+            case.expect(model, batches, lambda model, batch: 2 * mse(model, batch))
+            loss = mse(model, batches[0])
+            loss.backward(retain_graph=True)
+            loss.backward()
+            clip(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    case.done(model)
+
+
+def gradient_penalty(case: Case) -> None:
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch[0].detach().requires_grad_()
+        loss = mse(model, (x, batch[1]))
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    train(case, mlp(), after_backward=lambda model: clip(model.parameters()), loss_of=loss_of)
+
+
+def penalty_in_a_pass_of_its_own(case: Case) -> None:
+    """The penalty's backward adds to gradients that nobody has touched."""
+
+    def penalty(model: nn.Module) -> Tensor:
+        return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with case.watched(model, optimizer):
+        for batches in case.steps():
+            case.expect(model, batches, lambda model, batch: mse(model, batch) + penalty(model))
+            mse(model, batches[0]).backward()
+            penalty(model).backward()
+            clip(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    case.done(model)
+
+
+class TwoHeads(nn.Module):
+    """Two losses: each reaches the trunk and a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(8, 8)
+        self.first = nn.Linear(8, 4)
+        self.second = nn.Linear(8, 4)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        hidden = self.trunk(x).tanh()
+        return (self.first(hidden) - y).square().mean(), (self.second(hidden) + y).square().mean()
+
+    def both(self, batch: Batch) -> Tensor:
+        first, second = self.losses(batch)
+        return first + second
+
+
+def two_losses(case: Case) -> None:
+    model = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with case.watched(model, optimizer):
+        for batches in case.steps():
+            case.expect(model, batches, TwoHeads.both)
+            first, second = model.losses(batches[0])
+            first.backward(retain_graph=True)
+            second.backward()
+            clip(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    case.done(model)
+
+
+class TwoHalves(nn.Module):
+    """Two networks that share nothing but the optimizers' rhythm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), nn.Linear(8, 4)
+
+    def both(self, batch: Batch) -> Tensor:
+        return mse(self.first, batch) + mse(self.second, batch)
+
+
+def each_half_clipped_when_it_has_its_gradient(case: Case) -> None:
+    _halves(case, two_optimizers=True)
+
+
+def each_half_clipped_under_one_optimizer(case: Case) -> None:
+    _halves(case, two_optimizers=False)
+
+
+def _halves(case: Case, two_optimizers: bool) -> None:
+    model = TwoHalves()
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=1e-2)]
+    if two_optimizers:
+        halves = (model.first, model.second)
+        optimizers = [torch.optim.SGD(half.parameters(), lr=1e-2) for half in halves]
+    with case.watched(model, optimizers):
+        for batches in case.steps():
+            case.expect(model, batches, TwoHalves.both)
+            mse(model.first, batches[0]).backward()
+            clip(model.first.parameters())
+            mse(model.second, batches[0]).backward()
+            clip(model.second.parameters())
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+    case.done(model)
+
+
+def adversaries_both_clipped(case: Case) -> None:
+    _adversaries(case, set_to_none=True)
+
+
+def adversaries_zeroed_in_place(case: Case) -> None:
+    """What the maker's loss left in the critic is zeroed, not taken away."""
+    _adversaries(case, set_to_none=False)
+
+
+def _adversaries(case: Case, set_to_none: bool) -> None:
+    model = Adversaries()
+    critic = torch.optim.SGD(model.critic.parameters(), lr=1e-2)
+    maker = torch.optim.SGD(model.maker.parameters(), lr=1e-2)
+    with case.watched(model, [critic, maker]):
+        for batches in case.steps():
+            case.expect(model.critic, batches)
+            expected = {f"critic.{name}": value for name, value in case.expected.pop().items()}
+            critic.zero_grad(set_to_none=set_to_none)
+            mse(model.critic, batches[0]).backward()
+            clip(model.critic.parameters())
+            critic.step()
+            case.expect(model, batches)
+            made = case.expected.pop().items()
+            expected |= {name: value for name, value in made if name.startswith("maker")}
+            case.expected.append(expected)
+            maker.zero_grad(set_to_none=set_to_none)
+            mse(model, batches[0]).backward()
+            clip(model.maker.parameters())
+            maker.step()
+    case.done(model)
+
+
+def adversaries_step_together(case: Case) -> None:
+    """The critic is clipped, and the maker's loss leaves it alone: both step afterwards."""
+    model = Adversaries()
+    critic = torch.optim.SGD(model.critic.parameters(), lr=1e-2)
+    maker = torch.optim.SGD(model.maker.parameters(), lr=1e-2)
+    with case.watched(model, [critic, maker]):
+        for batches in case.steps():
+            case.expect(model.critic, batches)
+            expected = {f"critic.{name}": value for name, value in case.expected.pop().items()}
+            case.expect(model, batches)
+            made = case.expected.pop().items()
+            expected |= {name: value for name, value in made if name.startswith("maker")}
+            case.expected.append(expected)
+            mse(model.critic, batches[0]).backward()
+            clip(model.critic.parameters())
+            mse(model, batches[0]).backward(inputs=list(model.maker.parameters()))
+            clip(model.maker.parameters())
+            critic.step()
+            maker.step()
+            model.zero_grad()
+    case.done(model)
+
+
+def several_watches(case: Case) -> None:
+    """Another model with a watch of its own takes turns, and this one is watched twice."""
+    other = mlp()
+    others = torch.optim.SGD(other.parameters(), lr=1e-2)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with (
+        gradsight.watch(other, others, quiet=True),
+        gradsight.watch(model, optimizer, quiet=True),
+        case.watched(model, optimizer),
+    ):
+        for batches in case.steps():
+            case.expect(model, batches)
+            mse(model, batches[0]).backward()
+            clip(model.parameters())
+            (2 * mse(other, batches[0])).backward()
+            clip(other.parameters())
+            optimizer.step()
+            others.step()
+            optimizer.zero_grad()
+            others.zero_grad()
+    case.done(model)
+
+
+def scaler_with_another_backward(case: Case) -> None:
+    """Unscaled and clipped; then another model's loss is scaled by the same scaler."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    between = Between()
+    with case.watched(model, optimizer):
+        for batches in case.steps():
+            case.expect(model, batches)
+            amp.scale(mse(model, batches[0])).backward()
+            amp.unscale_(optimizer)
+            clip(model.parameters())
+            amp.scale(between.model(between.x).square().mean()).backward()
+            amp.step(optimizer)
+            amp.step(between.optimizer)
+            amp.update()
+            optimizer.zero_grad()
+            between.optimizer.zero_grad()
+    case.done(model)
+
+
+def backward_that_fails(case: Case) -> None:
+    """It has written some gradients; the loop clears them and tries once more."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise MemoryError
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with case.watched(model, optimizer):
+        for batches in case.steps():
+            case.expect(model, batches)
+            x, y = batches[0]
+            with contextlib.suppress(MemoryError):
+                (model[2:](Fails.apply(model[:2](x))) - y).square().mean().backward()
+            optimizer.zero_grad()
+            mse(model, batches[0]).backward()
+            clip(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    case.done(model)
+
+
+def thawed_later(case: Case) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with case.watched(model, optimizer):
+        for number, batches in enumerate(case.steps()):
+            model[0].requires_grad_(number >= STEPS // 2)
+            case.expect(model, batches)
+            mse(model, batches[0]).backward()
+            clip(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    case.done(model)
+
+
+def thread_beside(case: Case) -> None:
+    """Another thread trains a model that nobody watches."""
+    ended = threading.Event()
+    between = Between()  # here: what is drawn in a thread beside, all threads' generator draws
+
+    def train_on() -> None:
+        while not ended.is_set():
+            between.train()
+
+    beside = threading.Thread(target=train_on)
+    beside.start()
+    try:
+        train(case, mlp(), after_backward=lambda model: clip(model.parameters()))
+    finally:
+        ended.set()
+        beside.join()
+
+
+def trained_in_a_thread(case: Case) -> None:
+    """Every step is made by another thread."""
+    case.micro_batches = 2
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(batches: list[Batch]) -> None:
+        case.expect(model, batches)
+        for batch in batches:
+            (mse(model, batch) / len(batches)).backward()
+        clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with case.watched(model, optimizer):
+        for batches in case.steps():
+            thread = threading.Thread(target=step, args=(batches,))
+            thread.start()
+            thread.join()
+    case.done(model)
+
+
 TRUTHFUL = [
     plain,
     clip_norm,
@@ -491,4 +884,104 @@ TRUTHFUL = [
     optimizer_in_backward,
     by_hand,
     by_hand_scaled,
+    another_model_between,
+    another_model_between_micro_batches,
+    backward_to_inputs_between,
+    autograd_grad_between,
+    teacher_and_student,
+    retain_graph,
+    gradient_penalty,
+    penalty_in_a_pass_of_its_own,
+    two_losses,
+    each_half_clipped_when_it_has_its_gradient,
+    each_half_clipped_under_one_optimizer,
+    adversaries_both_clipped,
+    adversaries_zeroed_in_place,
+    adversaries_step_together,
+    several_watches,
+    scaler_with_another_backward,
+    backward_that_fails,
+    thawed_later,
+    thread_beside,
+    trained_in_a_thread,
+]
+
+
+# A backward pass adds to what was clipped already: what is recorded is what the optimizer gets.
+
+
+def _added_to(
+    case: Case, edit: Callable[[nn.Module], None], scaler: torch.amp.GradScaler | None = None
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with case.watched(model, optimizer):
+        for batches in case.steps():
+            loss = mse(model, batches[0])
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            edit(model)
+            loss = model(batches[0][0]).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            case.expected.append({n: p.grad.clone() for n, p in model.named_parameters()})
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    case.done(model)
+
+
+def added_to_clipped(case: Case) -> None:
+    _added_to(case, lambda model: clip(model.parameters()))
+
+
+def added_to_clipped_again(case: Case) -> None:
+    """A third pass, to which nothing was done in between, does not make it true."""
+
+    def edit(model: nn.Module) -> None:
+        clip(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+
+    _added_to(case, edit)
+
+
+def added_to_new_tensors(case: Case) -> None:
+    def edit(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.25
+
+    _added_to(case, edit)
+
+
+def added_to_unscaled(case: Case) -> None:
+    amp = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+    _added_to(case, lambda model: clip(model.parameters()), amp)
+
+
+def adversary_added_to(case: Case) -> None:
+    """The critic is clipped, then the maker's loss adds to it: both step afterwards."""
+    model = Adversaries()
+    critic = torch.optim.SGD(model.critic.parameters(), lr=1e-2)
+    maker = torch.optim.SGD(model.maker.parameters(), lr=1e-2)
+    with case.watched(model, [critic, maker]):
+        for batches in case.steps():
+            mse(model.critic, batches[0]).backward()
+            clip(model.critic.parameters())
+            mse(model, batches[0]).backward()
+            case.expected.append({n: p.grad.clone() for n, p in model.named_parameters()})
+            critic.step()
+            maker.step()
+            model.zero_grad()
+    case.done(model)
+
+
+CHANGED = [
+    added_to_clipped,
+    added_to_clipped_again,
+    added_to_new_tensors,
+    added_to_unscaled,
+    adversary_added_to,
 ]

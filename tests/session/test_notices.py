@@ -1,6 +1,7 @@
 """What a watched run says on standard error: little, once, and never at training's expense."""
 
 import io
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_what_the_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> 
     train(run_dir=None)
     assert b"GS103 NaN gradient: sqrt in" in raw.getvalue()
     notice("größer\nals \x1b[31m0")
-    assert b"gradsight: gr\\xf6\\xdfer als  [31m0\n" in raw.getvalue()
+    assert b"gradsight: gr\\xf6\\xdfer als \\x1b[31m0\n" in raw.getvalue()
 
 
 def test_a_progress_bar_is_taken_away_and_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +110,26 @@ def test_a_progress_bar_is_taken_away_and_drawn_again(monkeypatch: pytest.Monkey
 def test_ranks_say_it_once(tmp_path: Path) -> None:
     printed = torchrun(Path(__file__).with_name("ranks.py"), "nan", tmp_path)
     assert printed.count("gradsight: step 1: GS103 NaN gradient") == 1
+
+
+def test_what_is_said_is_logged_too_and_not_said_twice(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(recorder=False)
+    said = capsys.readouterr().err
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("gradsight", "WARNING")
+    assert said == f"gradsight: {record.getMessage()}\n"
+
+
+def test_a_log_handler_that_fails_is_not_felt(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("the log is full")
+
+    broken = Broken()
+    logging.getLogger("gradsight").addHandler(broken)
+    try:
+        notice("heard")
+    finally:
+        logging.getLogger("gradsight").removeHandler(broken)

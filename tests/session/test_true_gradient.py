@@ -73,6 +73,22 @@ def compare(run: Any, case: Case, tolerance: float) -> None:
     assert not wrong, wrong[:5]
 
 
+@pytest.mark.parametrize("loop", loops.CHANGED, ids=lambda loop: loop.__name__)
+def test_what_is_added_to_a_clipped_gradient_is_not_called_true(
+    loop: Callable[[Case], None], tmp_path: Path
+) -> None:
+    case = Case(into(tmp_path))
+    loop(case)
+    run = gradsight.open_run(tmp_path)
+    steps = list(run.steps())
+    assert [step.step for step in steps] == list(range(loops.STEPS))
+    assert {step.gradient for step in steps} == {"changed between backward passes"}
+    compare(run, case, 1e-5)
+    alone = Case(unwatched)
+    loop(alone)
+    assert all(torch.equal(a, b) for a, b in zip(case.weights, alone.weights, strict=True))
+
+
 @pytest.mark.parametrize(
     ("loop", "clipped"),
     [
@@ -86,6 +102,9 @@ def compare(run: Any, case: Case, tolerance: float) -> None:
         (loops.scaler_with_clipping, None),
         (loops.scaler_fused, 1.0),
         (loops.two_optimizers_together, None),
+        (loops.another_model_between, None),
+        (loops.two_losses, None),
+        (loops.scaler_with_another_backward, None),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -329,8 +329,8 @@ sys.settrace(trace)
 @pytest.mark.parametrize(
     "where",
     [
-        "_append(self._tail",
-        "self._number += 1",
+        "self._tail.append(kind, payload)",
+        "self._waiting.append((kind, payload))",
         "self._changed.add(key)",
         "row.scalars.update(scalars)",
         "return self._free.pop()",

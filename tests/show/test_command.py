@@ -308,7 +308,7 @@ def test_the_report_shows_samples_of_a_real_run(
     assert main(["report", str(tmp_path)]) in (0, 1)
     report = (tmp_path / "report.md").read_text()
     assert "## Samples: their influence on 'validation'" in report
-    assert "| a¦b | " in report
+    assert r"| a\|b | " in report
     assert "12 scores of 3 samples, steps 0 to 3" in report
     table, _ = gradsight.open_run(tmp_path).score_table()
     scores = gradsight.open_run(tmp_path).scores()

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradsight.show.markdown import report_text
 from gradsight.show.memory_and_dumps import dumps_line, memory_line
 from gradsight.show.summary import summarize
+from gradsight.store.stat_chunks import StatChunk, stat_chunks
+from gradsight.store.tail_format import pack_statistics
 from gradsight.values.diagnoses import Incident
 from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
@@ -37,10 +40,17 @@ class Recorded:
     def steps(self) -> Iterable[Step]:
         return self.made
 
-    def parameter_stats(self) -> Iterable[ParameterStat]:
-        return self.stats
+    def stat_chunks(self) -> Iterable[StatChunk]:
+        packed = [(each.step, [each.parameter], packed_statistics(each)) for each in self.stats]
+        return stat_chunks(packed)
 
     def histograms(self, parameter: str | None = None) -> Iterable[Histogram]:
+        return []
+
+    def histogram_steps(self) -> list[int]:
+        return []
+
+    def histograms_at(self, steps: Iterable[int]) -> Iterable[Histogram]:
         return []
 
     def problems(self) -> Iterable[Problem]:
@@ -60,6 +70,14 @@ class Recorded:
 
     def score_table(self) -> tuple[Any, list[str]] | None:
         return None
+
+
+def packed_statistics(stat: ParameterStat) -> bytes:
+    """One parameter's statistics as the record has them."""
+    columns = {
+        name: np.array([float(getattr(stat, name))]) for name in ("l2", "max_abs", "nan", "inf")
+    }
+    return pack_statistics(None, columns, wide=True)
 
 
 def steps(skipped: bool = False) -> list[Step]:
@@ -109,8 +127,8 @@ def test_the_worst_finding_comes_first() -> None:
 def test_a_norm_whose_square_no_number_holds() -> None:
     """A gradient of float64 can be that large; the report must still be written."""
     summary = summarize(Recorded(steps(), [ParameterStat(0, "a.weight", 1e200, 1e200)]))
-    assert summary.blocks["a"].norms == [math.inf]
-    assert "| `a` | Inf |" in report_text(summary)
+    assert summary.blocks["a"].norms.tolist() == [1e200]
+    assert "| `a` | 1.00e+200 |" in report_text(summary)
 
 
 def test_the_curve_shows_the_spike_that_is_reported() -> None:

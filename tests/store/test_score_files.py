@@ -148,9 +148,15 @@ def test_files_without_a_pickle_get_one(tmp_path: Path) -> None:
     assert list(unpickled(tmp_path)) == ["iter_000002.pkl", "iter_000004.pkl"]
 
 
-def test_a_pickle_that_cannot_be_written_is_told_and_the_scores_stay(tmp_path: Path) -> None:
+def full_disk(*arguments: object) -> bytes:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_pickle_that_cannot_be_written_is_told_and_the_scores_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = ScoreFolder(tmp_path, 0, 2, pickles=True)
-    (tmp_path / "grad_dotprods" / "iter_000002.pkl.partial").mkdir()
+    monkeypatch.setattr(pickle, "dumps", full_disk)
     (fault,) = folder.write(2, [row(0)], ScoreFile())
     folder.close()
     assert "iter_000002.pkl could not be written" in fault

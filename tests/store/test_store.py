@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import time
 import zlib
 from pathlib import Path
@@ -166,20 +165,23 @@ import sys
 from core.hand_clock import HandClock
 from gradsight.store.store import open_store
 from gradsight.values.steps import Step
-clock = HandClock()
-store = open_store(sys.argv[1], clock)
+store = open_store(sys.argv[1], HandClock())
 print("open", flush=True)
-for number, line in enumerate(sys.stdin):
+number = 0
+for line in sys.stdin:
     if line == "step\\n":
         store.add_step(Step(step=number, time=1.0), [])
+        number += 1
+    elif line == "loss\\n":
+        store.add_step_scalars(0, {"loss": 7.0, "late": 1.0})
     else:
-        clock.tick()
+        store._publish()
     print("done", flush=True)
 """
 
 
 def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
-    """The writer's thread brings steps in when its period has passed, which is said by hand."""
+    """At once, and whether a step is in the record, in the tail, or in both by turns."""
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
         [sys.executable, "-c", WRITER_BY_HAND, str(tmp_path)],
@@ -198,16 +200,26 @@ def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "open\n"
         run = open_run(tmp_path)
+        assert not run.refresh()
         ask("step")
-        assert list(run.steps()) == []
-        ask("tick")
+        assert run.refresh()
         assert len(list(run.steps())) == 1
+        ask("publish")
         ask("step")
+        begun = run.steps()
+        assert next(begun).step == 0
+        ask("publish")
         ask("step")
-        assert len(list(run.steps())) == 1
-        ask("tick")
-        assert len(list(run.steps())) == 3
+        assert [each.step for each in run.steps()] == [0, 1, 2]
+        # Whoever began to read goes on with what there was.
+        assert [each.step for each in begun] == [1]
+        # A loss that is logged late changes a step that is in the record.
+        ask("loss")
+        assert [each.loss for each in run.steps()] == [7.0, None, None]
+        assert next(run.steps()).scalars == {"late": 1.0}
+        assert [each.step for each in run.steps(after=1)] == [2]
         writer.kill()
+    assert [each.loss for each in open_run(tmp_path).steps()] == [7.0, None, None]
 
 
 def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
@@ -219,65 +231,6 @@ def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="another process is recording into"):
             open_store(tmp_path)
         writer.kill()
-
-
-def test_a_torn_tail_ends_the_reading(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.close()
-    whole = [
-        frames.pack(number, frames.STEP, frames.pack_step(step(number), 0, b""))
-        for number in (1, 2, 3)
-    ]
-    flipped = bytearray(whole[1])
-    flipped[-1] ^= 1
-    for tail, expected in (
-        (b"".join(whole)[:-3], 2),
-        (whole[0] + bytes(flipped) + whole[2], 1),
-        (b"\0" * 100, 0),
-    ):
-        folder = tmp_path / str(expected)
-        folder.mkdir()
-        (folder / rundir.RECORD).write_bytes((tmp_path / rundir.RECORD).read_bytes())
-        (folder / rundir.TAIL).write_bytes(tail)
-        assert len(list(open_run(folder).steps())) == expected
-        assert (folder / rundir.TAIL).stat().st_size == 0
-
-
-def test_a_read_only_run_with_a_tail_is_read_whole(tmp_path: Path) -> None:
-    """As root nothing is read-only, so another user reads it."""
-    store = open_store(tmp_path)
-    store.add_step(step(0), NAMES, packed(1.0, 2.0))
-    store.close()
-    (tmp_path / rundir.TAIL).write_bytes(
-        frames.pack(99, frames.STEP, frames.pack_step(step(1), 0, b""))
-    )
-    reader = f"""
-        import os
-        from gradsight import open_run
-        real = os.access
-        os.access = lambda path, mode, **_: False if mode & os.W_OK else real(path, mode)
-        print(len(list(open_run({str(tmp_path)!r}).steps())))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(reader)], capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "2", done.stderr
-    assert (tmp_path / rundir.TAIL).stat().st_size > 0
-
-
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    open_store(tmp_path).close()
-    connection = sqlite3.connect(tmp_path / rundir.RECORD)
-    connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
-    connection.commit()
-    connection.close()
-    with pytest.raises(
-        RunError,
-        match="has schema 99, this Gradsight reads up to 1: it was written by a newer version",
-    ):
-        open_run(tmp_path)
-    with pytest.raises(RunError, match="written by a newer version"):
-        open_store(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["nonsense", "header", "middle", "truncated", "other"])

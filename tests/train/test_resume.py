@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import gradsight
 from gradsight.cli import main
 from gradsight.errors import GradsightWarning
-from gradsight.train import checkpoint
+from gradsight.train import checkpoint, training_log
 from gradsight.train.batches import Batch
 from gradsight.train.config import from_dict
 from gradsight.train.run import run_training
@@ -230,8 +230,12 @@ def test_dumps_are_made_again(tmp_path: Path) -> None:
         assert torch.equal(*(load_file(file)["gradient"] for file in files))
 
 
+def full_disk(*arguments: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_training_log_that_cannot_be_read_or_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = run(tmp_path, experiment="b", method="Regular")
     (place / "training_log.json").write_text("[{")
@@ -248,10 +252,8 @@ def test_a_training_log_that_cannot_be_read_or_written(
     assert main(common) == 2
     assert "training_log.json cannot be read" in capsys.readouterr().err
     (place / "training_log.json").unlink()
-    (place / "training_log.json.partial").mkdir()
-    with pytest.warns(
-        GradsightWarning, match=r"training_log.json cannot be written: Is a directory"
-    ):
+    monkeypatch.setattr(training_log, "write_text", full_disk)
+    with pytest.warns(GradsightWarning, match=r"training_log.json cannot be written: No space"):
         assert main(common) == 0
     assert len(list(gradsight.open_run(place).steps())) == 6
     problems = {problem.key: problem for problem in gradsight.open_run(place).problems()}

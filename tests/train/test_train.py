@@ -89,6 +89,7 @@ def test_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "grad_dotprods",
         "gradient_dumper",
         "norms.svg",
+        "report.html",
         "report.md",
         "run.sqlite",
         "training_log.json",

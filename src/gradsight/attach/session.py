@@ -1,12 +1,16 @@
-"""One watched process below `gradsight check`.
+"""One watched process below `gradsight check` or `gradsight run`.
 
-Opens a watch when backward first runs for a new optimizer.
+Opens a watch when backward first runs for a new optimizer, unless the script, or the callback that
+was put into its trainer, watches that optimizer already.
 """
 
+import atexit
+import contextlib
 import json
 import os
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,11 +29,15 @@ from gradsight.attach.models import (
 )
 from gradsight.attach.step_calls import step_call
 from gradsight.core import moments, rundir
-from gradsight.core.files import write_text
+from gradsight.core.files import remove_if_empty, write_text
 from gradsight.core.group import rank
+from gradsight.core.guard import Guard
+from gradsight.core.hooks import put_hook
+from gradsight.core.open_watches import open_watch_of
 from gradsight.core.source import users_frames, users_place
 from gradsight.errors import RunError, UsageError
-from gradsight.session.watch_session import Watch, watch
+from gradsight.session.options import WatchOptions
+from gradsight.session.watch_session import Watch
 from gradsight.values.steps import Schedule
 
 
@@ -40,15 +48,38 @@ class Enough(SystemExit):
         super().__init__(0)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the command has told this process, by the environment."""
+
+    run_dir: Path
+    keep: bool = False
+    """Whether the record is what the user wants: `gradsight run`. Else it is made to be judged."""
+    steps: int | None = None
+    health: str | None = None
+    stop_on: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The options of the watches that are opened."""
+        # `check` prints every finding when the script has ended; `run` leaves the output alone.
+        options: dict[str, Any] = {"health": self.health or True, "quiet": True}
+        if not self.keep:
+            options["histograms"] = Schedule(step_interval=25)
+        if self.stop_on == "critical":
+            options["on_finding"] = {"critical": "stop"}
+        elif self.stop_on == "warning":
+            options["on_finding"] = "stop"
+        return options
+
+
 class Session:
     """Notices optimizers, watches what they train, and stops the script when it has made enough
     steps.
     """
 
-    def __init__(self, run_dir: Path, steps: int | None, health: str | None) -> None:
-        self._run_dir = run_dir
-        self._steps = steps
-        self._health = health
+    def __init__(self, given: Told) -> None:
+        self._run_dir = given.run_dir
+        self._told = given
         self._forked = False
         self._new: list[Optimizer] = []
         self._watches: list[Watch] = []
@@ -56,10 +87,15 @@ class Session:
         self._known: list[dict[str, Any]] = []
         self._made: dict[int, int] = {}
         self._places: set[tuple[int, int, int]] = set()
-        moments.listen(self)
+        self._new_folders: list[Path] = []
+        """Where there was no run before this process opened one."""
+        guard = Guard(None, "check", "this script is no longer watched")
+        # Before any watch registers its own: hooks of this kind run in reverse order.
+        atexit.register(guard.run, self._forget_what_never_stepped)
+        moments.listen(self, guard)
         # Counted by the global hook: the optimizer may be stepped before anything is watched.
-        register_optimizer_step_post_hook(self._stepped)
-        os.register_at_fork(after_in_child=self._let_go)
+        put_hook(guard, register_optimizer_step_post_hook, self._stepped)
+        os.register_at_fork(after_in_child=partial(guard.run, self._let_go))
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has just been made."""
@@ -76,6 +112,12 @@ class Session:
         self._forked = True
         self._watches = []
         self._made = {}
+
+    def _forget_what_never_stepped(self) -> None:
+        """The process ends: without a step there is nothing to keep."""
+        if not self._made and not self._forked and rank() == 0:
+            for folder in self._new_folders:
+                _forget(folder)
 
     # What torch tells.
 
@@ -97,7 +139,9 @@ class Session:
         made = self._made.get(id(optimizer), 0) + 1
         self._made[id(optimizer)] = made
         self._notice_place(optimizer)
-        if self._steps is not None and made >= self._steps:
+        steps = self._told.steps
+        is_enough = steps is not None and made >= steps
+        if is_enough or any(each.asked_to_stop is not None for each in self._watches):
             for each in self._watches:
                 each.close()
             raise Enough
@@ -127,11 +171,30 @@ class Session:
         Several models of one optimizer are watched together.
         """
         groups = _sharing_models(optimizers)
+        # `check` judges by a record of its own, whatever else the script keeps.
+        if self._told.keep:
+            groups = [group for group in groups if not self._is_watched(group)]
+            groups = [_all_in_one(groups)] if groups else []
         for group in groups:
             self._open_one(together(group.models, group.tensors), group.optimizers)
         for each in self._watches[: -len(groups) or None]:
             for optimizer in optimizers:
                 each.also_optimized_by(optimizer)
+
+    def _is_watched(self, group: "_Shared") -> bool:
+        """Whether the script watches these itself; its record can then be found at ours too."""
+        tensors = [
+            tensor
+            for optimizer in group.optimizers
+            for each in optimizer.param_groups
+            for tensor in each["params"]
+        ]
+        known = open_watch_of(tensors)
+        if known is None:
+            return False
+        if known.run_dir is not None and rank() == 0 and not self._forked:
+            _lead_to(self._run_dir, known.run_dir)
+        return True
 
     def _open_one(self, model: Any, optimizers: list[Optimizer]) -> None:
         name = distinct(
@@ -144,17 +207,12 @@ class Session:
         if self._forked:
             folder = self._run_dir / f"{name}-{os.getpid()}"
         self._names.append(name)
-        options: dict[str, Any] = {
-            "histograms": Schedule(step_interval=25),
-            "health": self._health or True,
-            "quiet": True,  # the command prints every finding when the script has ended
-        }
+        if self._told.keep and not rundir.is_run(folder):
+            self._new_folders.append(folder)
         try:
-            watched = watch(model, optimizers, run_dir=folder, **options)
+            watched = self._watch(model, optimizers, folder)
         except RunError:
-            watched = watch(
-                model, optimizers, run_dir=self._run_dir / f"{name}-{os.getpid()}", **options
-            )
+            watched = self._watch(model, optimizers, self._run_dir / f"{name}-{os.getpid()}")
         except UsageError as error:
             print(f"gradsight: {name} is not watched: {error}", file=sys.stderr)
             return
@@ -162,6 +220,11 @@ class Session:
         for known in self._known:
             if any(known["id"] == id(optimizer) for optimizer in optimizers):
                 known["model"] = name
+
+    def _watch(self, model: Any, optimizers: list[Optimizer], folder: Path) -> Watch:
+        # An exception out of optimizer.step() would be the script's failure.
+        options = WatchOptions(run_dir=folder, stop_raises=False, **self._told.options())
+        return Watch(model, optimizers, options)
 
     def _describe(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """Write down what is known of this optimizer, for the report; rank 0 does."""
@@ -188,6 +251,34 @@ class Session:
                     f"gradsight: {self._run_dir} cannot be written: {error.strerror}",
                     file=sys.stderr,
                 )
+
+
+def _forget(folder: Path) -> None:
+    """Remove the beginnings of a record in which nothing was recorded."""
+    for name in (rundir.RECORD, rundir.TAIL, rundir.CONFIG, rundir.SCRIPT):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    remove_if_empty(folder)
+
+
+def _all_in_one(groups: "list[_Shared]") -> "_Shared":
+    """One record for all that a script trains."""
+    return _Shared(
+        [model for group in groups for model in group.models],
+        [tensor for group in groups for tensor in group.tensors],
+        [optimizer for group in groups for optimizer in group.optimizers],
+    )
+
+
+def _lead_to(place: Path, record: Path) -> None:
+    """Let the place that the command was given lead to the record that the script keeps itself."""
+    if place.resolve() == record or (place.is_dir() and any(place.iterdir())):
+        return
+    with contextlib.suppress(OSError):
+        if place.is_dir():
+            place.rmdir()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(record, target_is_directory=True)
 
 
 @dataclass(slots=True)
@@ -230,9 +321,14 @@ def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
 _sessions: list[Session] = []
 
 
+def told() -> Told:
+    """What the command that started this script has told it."""
+    given = json.loads(os.environ["GRADSIGHT_CHECK"])
+    return Told(**{**given, "run_dir": Path(given["run_dir"])})
+
+
 def optimizer_made(optimizer: Optimizer) -> None:
     """Called by sitecustomize for every optimizer that a script makes."""
     if not _sessions:
-        told = json.loads(os.environ["GRADSIGHT_CHECK"])
-        _sessions.append(Session(Path(told["run_dir"]), told["steps"], told["health"]))
+        _sessions.append(Session(told()))
     _sessions[0].optimizer_made(optimizer)

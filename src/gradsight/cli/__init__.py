@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from gradsight.errors import WRONG_USAGE, GradsightError
+from gradsight.errors import WRONG_USAGE, GradsightError, RunError
 from gradsight.show.encoding import never_fail_to_encode
+from gradsight.values.texts import for_terminal
 
 NOBODY_READS = 128 + 13
 """As a shell tells of a process that SIGPIPE ended."""
@@ -21,11 +22,16 @@ _HELP = (
 )
 _COMMANDS = {
     "check": ("check:check", "Run an unmodified training script and judge its gradients."),
+    "compare": ("compare:compare", "Where two runs differ: first step, parameter, settings."),
     "demo": (
         "demo:demo",
         "One minute, no arguments: train a small GPT under Gradsight and write a report.",
     ),
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
+    "findings": (
+        "findings:findings",
+        "Print what was found in a run so far, for scripts that poll.",
+    ),
     "influence": (
         "influence:influence",
         "Which samples and domains helped or hurt; --export a list or weights.",
@@ -36,9 +42,16 @@ _COMMANDS = {
         "Run a recorded incident again: first bad operation, guilty samples.",
     ),
     "report": ("report:report", "Write the report of a run and print its verdict."),
+    "run": ("run:run", "Run an unmodified training script and record its gradients."),
+    "serve": ("serve:serve", "Show a run, or a folder of runs, live in the browser."),
     "train": ("train:app", "Train a GPT-2 with every instrument at work."),
+    "verify": ("verify:verify", "Compare every file of a run with its checksums."),
 }
 """Where each command lives, and its line in the list of commands, which loads none of them."""
+
+
+_READING = ("compare", "dump", "findings", "influence", "replay", "report", "verify")
+"""Commands that look at what a stranger may have sent."""
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
@@ -59,7 +72,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     except GradsightError as error:
         all_ranks_find_the_same = error.exit_code == WRONG_USAGE
         if not all_ranks_find_the_same or os.environ.get("RANK", "0") == "0":
-            print(f"gradsight: {error}", file=sys.stderr)
+            print(for_terminal(f"gradsight: {error}"), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # Whoever read our output (head, less) has seen enough: nothing may be written to it any
@@ -69,8 +82,15 @@ def main(tokens: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"gradsight: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(for_terminal(f"gradsight: {error.filename}: {error.strerror}"), file=sys.stderr)
         return WRONG_USAGE
+    except Exception as error:
+        if not tokens or tokens[0] not in _READING:
+            raise
+        # The readers say what is wrong with a file; this is for what none of them foresaw.
+        what = f"{type(error).__name__}: {error}"
+        print(for_terminal(f"gradsight: unexpectedly, it cannot be read: {what}"), file=sys.stderr)
+        return RunError.exit_code
     return code if isinstance(code, int) else 0
 
 
@@ -102,17 +122,20 @@ def _versions() -> str:
     import platform
     from importlib import metadata
 
+    from gradsight.core.torch_names import TESTED
+
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
     ours = metadata.version("gradsight")
-    return f"gradsight {ours}, torch {torch}, Python {platform.python_version()}"
+    python = platform.python_version()
+    return f"gradsight {ours}, torch {torch} (tested with {TESTED}), Python {python}"
 
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:
     """The command line, where the parser would misread what users may write."""
-    if tokens and tokens[0] == "check":
+    if tokens and tokens[0] in ("check", "run"):
         from gradsight.cli.check import split_tokens
 
         return split_tokens(tokens)

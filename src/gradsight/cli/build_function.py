@@ -92,15 +92,17 @@ def _training_forbidden() -> Iterator[None]:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from gradsight.core import moments
+    from gradsight.core.guard import Guard
+    from gradsight.core.hooks import put_hook
 
     listener = _NoTraining()
-    moments.listen(listener)
-    handle = register_optimizer_step_pre_hook(listener.stepping)
+    guard = Guard(None, "build", "whether the file trains cannot be told")
     try:
+        moments.listen(listener, guard)
+        put_hook(guard, register_optimizer_step_pre_hook, listener.stepping)
         yield
     finally:
-        handle.remove()
-        moments.leave(listener)
+        guard.close()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +18,9 @@ from gradsight.attach import __file__ as _attach
 from gradsight.cli.check_result import CheckResult, read_result
 from gradsight.core import rundir
 from gradsight.errors import UsageError
+from gradsight.show.text import json_text
 
-_WITH_VALUE = {"steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health"}
+_WITH_VALUE = {"steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health", "stop_on"}
 
 
 def check(
@@ -34,6 +35,7 @@ def check(
     ] = "warning",
     nproc_per_node: Annotated[int | None, Parameter(name="--nproc_per_node")] = None,
     health: Path | None = None,
+    stop_on: Annotated[Literal["warning", "critical"] | None, Parameter(name="--stop-on")] = None,
     patch: Path | None = None,
 ) -> int:
     """Run an unmodified training script and judge its gradients.
@@ -62,7 +64,7 @@ def check(
         Print the report as JSON on standard output; the script's own output then goes to standard
         error.
     run_dir
-        Keep the record, report.md and norms.svg here. Without it, only the verdict is printed.
+        Keep the record, report.md and report.html here. Without it, only the verdict is printed.
     fail_on
         What makes the exit code other than 0: warning, critical or never. A script that fails is
         always 3.
@@ -70,11 +72,13 @@ def check(
         Run the script on so many ranks of this machine, through torchrun.
     health
         A TOML file that tunes or silences checks: [GS201] with factor = 20, or GS405 = false.
+    stop_on
+        End the script at the first finding that is at least so bad: warning or critical.
     patch
         Write a unified diff here that mends the script, where that can be done by a machine; what
         is left as it is, is said.
     """
-    command = _command(script, args, nproc_per_node)
+    command = script_command(script, args, nproc_per_node)
     if steps is not None and steps < 1:
         raise UsageError(f"--steps must be 1 or more, got {steps}")
     _check_health(health)
@@ -82,7 +86,13 @@ def check(
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
         _make_run_dir(folder)
-        code = _run(command, folder, steps, health, json)
+        told = {
+            "run_dir": str(folder),
+            "steps": steps,
+            "health": None if health is None else str(health.resolve()),
+            "stop_on": stop_on,
+        }
+        code = _run(command, told, json)
         ours = [token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
         result = read_result(folder, command, code, ours)
         if run_dir is None:
@@ -97,6 +107,8 @@ def check(
 
 def split_tokens(tokens: Sequence[str]) -> list[str]:
     """The command line with `--` before SCRIPT, so that whatever follows it is left to the script.
+
+    For every command that runs a script.
 
     >>> split_tokens(["check", "--steps", "5", "train.py", "--json", "--lr=1"])
     ['check', '--steps', '5', '--', 'train.py', '--json', '--lr=1']
@@ -118,7 +130,7 @@ def _option(token: str) -> str:
     return token.split("=")[0].lstrip("-").replace("-", "_")
 
 
-def _command(script: str, args: Sequence[str], ranks: int | None) -> list[str]:
+def script_command(script: str, args: Sequence[str], ranks: int | None = None) -> list[str]:
     """The command to run: a Python file with this interpreter, or a launcher as it is."""
     file = Path(script)
     if not script:
@@ -215,24 +227,22 @@ def _to_mend(script: str, args: Sequence[str], patch: Path) -> tuple[Path, bytes
     return file, file.read_bytes()
 
 
-def _run(
-    command: list[str], folder: Path, steps: int | None, health: Path | None, quiet: bool
-) -> int:
-    """Run the script to its end and give its exit code, negative for a signal."""
+def attached_environment(told: Mapping[str, object]) -> dict[str, str]:
+    """The environment of a script that is to be watched; `told` is what `attach` is told."""
     site = Path(_attach).resolve().parent / "site"
-    told = {
-        "run_dir": str(folder),
-        "steps": steps,
-        "health": None if health is None else str(health.resolve()),
-    }
     # A `sitecustomize` on the path reaches every process that a launcher starts; running the script
     # in this process would not.
-    environment = {
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")])),
         "GRADSIGHT_CHECK": json_format.dumps(told),
         "GRADSIGHT_HOME": str(Path(_attach).resolve().parents[2]),
     }
+
+
+def _run(command: list[str], told: Mapping[str, object], quiet: bool) -> int:
+    """Run the script to its end and give its exit code, negative for a signal."""
+    environment = attached_environment(told)
     # The child writes to the same stream: what was printed before it must not come after.
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
@@ -248,7 +258,7 @@ def _run(
 
 def _show(result: CheckResult, as_json: bool, run_dir: Path | None) -> None:
     if as_json:
-        print(json_format.dumps(result.to_dict(), indent=1))
+        print(json_text(result.to_dict()))
         return
     print("\n".join([*result.lines(sys.stdout), *result.patch_lines()]))
     if run_dir is not None:

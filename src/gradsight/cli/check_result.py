@@ -1,22 +1,25 @@
 """What a check came to: the runs it recorded, the script's own end, the verdict over all."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradsight.core import rundir
+from gradsight.core import limits, rundir
+from gradsight.core.documents import load_json, load_object
+from gradsight.core.places import kind_below, names_in, read_file
+from gradsight.core.records import read_record, read_value
 from gradsight.dump.reader import dumps_in
 from gradsight.errors import RunError, UsageError
-from gradsight.show.markdown import report_text
-from gradsight.show.norm_chart import norm_chart
+from gradsight.show.run_report import write_empty_reports, write_reports
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_report, write_run_report
+from gradsight.store.run_files import write_report
 from gradsight.values.health_report import SEVERITIES
+from gradsight.values.texts import for_terminal, on_one_line
 
 FAILED = 3
 
@@ -79,9 +82,9 @@ class CheckResult:
             )
         for name, summary in self.judged.items():
             if len(self.judged) > 1:
-                lines.append(f"{name}:")
+                lines.append(f"{on_one_line(name)}:")
             lines += health_lines(summary.health, colour)
-        return [*lines, "", *self.notes()]
+        return [*lines, "", *(for_terminal(note) for note in self.notes())]
 
     def notes(self) -> list[str]:
         """Where the optimizers are, and how the script ended."""
@@ -116,17 +119,15 @@ class CheckResult:
             self.runs[name] = replace(summary, health=health)
 
     def write(self, folder: Path) -> None:
-        """report.md and norms.svg in every run's directory, and check.json beside the first."""
+        """The report in every run's directory, and check.json beside the first."""
         folder.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: another process may be reading it.
         write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
-        notes = script_section(self.notes())
         for number, (name, summary) in enumerate(self.runs.items()):
             place = folder / name if number else folder
-            write_run_report(place, report_text(summary) + notes, norm_chart(summary))
+            write_reports(open_run(place), summary, notes=self.notes())
         if not self.runs:
-            nothing = "# Gradsight report\n\n**⚠️ no optimizer step was seen**\n"
-            write_run_report(folder, nothing + notes, None)
+            write_empty_reports(folder, self.notes())
 
     def write_patch(self, script: Path, before: bytes, file: Path) -> None:
         """A unified diff that mends the script of these bytes, where that is known."""
@@ -148,15 +149,7 @@ class CheckResult:
         lines = [f"patch: {self.patch['file']}"]
         if self.patch["empty"]:
             lines = [f"no patch: {self.patch['file']} is empty."]
-        return [*lines, *(f"  {note}." for note in self.patch["notes"])]
-
-
-def script_section(notes: Sequence[str]) -> str:
-    """What is known of the script, as a section of report.md."""
-    if not notes:
-        return ""
-    listed = "\n".join(f"- {note}" for note in notes)
-    return f"\n## The script\n\n{listed}\n"
+        return [for_terminal(each) for each in (*lines, *(f"  {n}." for n in self.patch["notes"]))]
 
 
 def read_result(
@@ -166,14 +159,11 @@ def read_result(
 
     Without a command, that of the check which wrote there, if one did.
     """
-    kept = folder / rundir.CHECK
-    if not command and kept.is_file():
-        script = json.loads(kept.read_text())["script"]
-        command, code = script["command"], script["exit_code"]
+    if not command:
+        kept = load_check(_bytes_of(folder, rundir.CHECK), str(folder / rundir.CHECK))
+        command, code = kept.command, kept.exit_code
     result = CheckResult(list(command), code, ours=ours)
-    described = folder / rundir.SCRIPT
-    if described.is_file():
-        result.optimizers = json.loads(described.read_text())
+    result.optimizers = load_script(_bytes_of(folder, rundir.SCRIPT), str(folder / rundir.SCRIPT))
     for name, place in _recorded_runs(folder, result.optimizers).items():
         try:
             result.runs[name] = summarize(open_run(place), dumps_in(place))
@@ -182,19 +172,73 @@ def read_result(
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCheck:
+    """What check.json says of the script that was run."""
+
+    command: tuple[str, ...] = ()
+    exit_code: int = 0
+
+
+def load_check(data: bytes | None, name: str) -> KeptCheck:
+    """What check.json says; nothing where there is none."""
+    if data is None:
+        return KeptCheck()
+    return read_record(KeptCheck, load_object(data, name).get("script"), f"the script in {name}")
+
+
+def load_script(data: bytes | None, name: str) -> list[dict[str, Any]]:
+    """The optimizers of script.json; none where there is none."""
+    if data is None:
+        return []
+    optimizers: list[dict[str, Any]] = load_json(data, name)
+    described = read_value(tuple[Mapping[str, Any], ...], optimizers, name)
+    if len(described) > limits.OPTIMIZERS:
+        raise RunError(f"{name} names {len(described)} optimizers; at most {limits.OPTIMIZERS}")
+    for optimizer in described:
+        for key, kind in _OPTIMIZER.items():
+            read_value(kind, optimizer.get(key), f"{key!r} in {name}")
+    return optimizers
+
+
+_OPTIMIZER: dict[str, Any] = {
+    "optimizer": str,
+    "model": str | None,
+    "made": tuple[str, int] | None,
+    "steps": tuple[str, int] | None,
+}
+"""What is used of an optimizer, and what it has to be."""
+
+
+def _bytes_of(folder: Path, name: str) -> bytes | None:
+    """The bytes of a file that a check left; None where it left none."""
+    if kind_below(folder, name) is None:
+        return None
+    try:
+        return read_file(folder, name, limits.DOCUMENT_BYTES)
+    except OSError as error:
+        raise RunError(f"{folder / name} cannot be read: {error.strerror}") from error
+
+
+def runs_inside(folder: Path) -> list[Path]:
+    """The runs in a run's directory: those of a script's further models."""
+    names = [name for name in names_in(folder) if kind_below(folder, name) == "folder"]
+    return [folder / name for name in names if rundir.is_run(folder / name)][: limits.MODELS]
+
+
 def _recorded_runs(folder: Path, optimizers: list[dict[str, Any]]) -> dict[str, Path]:
     """Where the runs are, by the names of their models: the first in the folder itself."""
     if not folder.is_dir():
         return {}
-    models = [optimizer["model"] for optimizer in optimizers if "model" in optimizer]
+    models = [optimizer["model"] for optimizer in optimizers if optimizer.get("model") is not None]
     first = models[0] if models else "model"
-    places = {first: folder} | {place.name: place for place in sorted(folder.iterdir())}
-    return {name: place for name, place in places.items() if rundir.is_run(place)}
+    own = {first: folder} if rundir.is_run(folder) else {}
+    return own | {place.name: place for place in runs_inside(folder)}
 
 
 def _described(optimizer: dict[str, Any]) -> str:
     """An optimizer as a sentence: of which model, where it is made and steps, its learning rate."""
-    text = f"{optimizer['optimizer']} of {optimizer.get('model', 'a model that was not found')}"
+    text = f"{optimizer['optimizer']} of {optimizer.get('model') or 'a model that was not found'}"
     made = optimizer.get("made")
     if made:
         text += f": made at {Path(made[0]).name}:{made[1]}"

@@ -14,12 +14,10 @@ from gradsight.cli.demo_summary import demo_summary
 from gradsight.core import rundir
 from gradsight.dump.reader import dumps_in
 from gradsight.errors import UsageError
-from gradsight.show.markdown import report_text
-from gradsight.show.norm_chart import norm_chart
+from gradsight.show.run_report import write_reports
 from gradsight.show.summary import summarize
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_run_report
 from gradsight.train.models import refuse_without_transformers
 from gradsight.train.sample_texts import SampleTexts
 
@@ -96,13 +94,14 @@ def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
         texts = SampleTexts(run_dir)
         run = open_run(run_dir)
         summary = summarize(run, dumps_in(run_dir))
-        write_run_report(run_dir, report_text(summary, texts), norm_chart(summary))
+        write_reports(run, summary, texts)
     print()
     found, lines = demo_summary(
         run_dir, summary, texts, planned, poisoned, wants_colour(sys.stdout)
     )
     print("\n".join(lines))
     print(f"\nThe report: {run_dir / rundir.REPORT}")
+    print(f"The page:   {run_dir / rundir.PAGE}")
     print(f"More:       gradsight influence {run_dir}")
     print(f"            gradsight dump show {run_dir}")
     return 0 if found else NOT_FOUND

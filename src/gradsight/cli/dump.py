@@ -1,7 +1,9 @@
 """gradsight dump: the gradients on disk. None of these commands imports torch."""
 
 import fnmatch
+import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,16 +13,17 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gradsight.core import rundir
+from gradsight.core import limits, rundir
 from gradsight.dump.diff import Difference, compare
-from gradsight.dump.folders import find_dumps, size, step_of
+from gradsight.dump.folders import find_dumps, manifest_bytes, size, step_folders, step_of
 from gradsight.dump.manifest import Entry, Manifest, read
 from gradsight.dump.statistics import QUANTILES, Statistics, measure
-from gradsight.dump.values import values
+from gradsight.dump.values import StoredValues
 from gradsight.dump.verify import verify as check
 from gradsight.errors import RunError, UsageError
 from gradsight.values.plain import listed
 from gradsight.values.sizes import format_size
+from gradsight.values.texts import cleaned, for_terminal
 
 app = App(
     name="dump", help="The gradients on disk: list them, look at them, check them, compare them."
@@ -28,6 +31,8 @@ app = App(
 
 DAMAGED = 2
 _MOST_STEPS = 8
+_MOST_LEFT_OUT = 50
+_MOST_DAMAGE = 100
 BLOCKS = " ▁▂▃▄▅▆▇█"
 STEP = Parameter(help="Only the dump of this step.")
 
@@ -45,21 +50,31 @@ def list_dumps(run: Path, /) -> int:
     table.add_column("written")
     table.add_column("why", overflow="fold")
     unreadable = []
-    shown: list[Manifest] = []
-    for folder in find_dumps(run):
+    shown: list[_Listed] = []
+    folders = find_dumps(run)
+    room = limits.MANIFESTS_BYTES
+    looked_at = 0
+    for folder in folders:
+        room -= manifest_bytes(folder)
+        if room < 0 and looked_at:
+            break
+        looked_at += 1
         try:
             manifest = read(folder)
         except RunError as error:
-            unreadable.append(str(error))
+            unreadable.append(for_terminal(str(error)))
             continue
         table.add_row(*_line(manifest))
-        shown.append(manifest)
+        # Not the manifest: those of all dumps of a run may take more memory than there is.
+        shown.append(_Listed(manifest.step, manifest.reason, manifest.codes, manifest.gradient))
     console.print(table)
-    for text in _what_they_are(shown):
+    if looked_at < len(folders):
+        console.print(f"{len(folders) - looked_at} more: `gradsight dump list` of a step shows it")
+    for text in _what_they_are([cleaned(each, for_terminal) for each in shown]):
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     for text in unreadable:
         console.print(f"[red]unreadable:[/] {escape(text)}", soft_wrap=True)
-    for partial in sorted((run / rundir.DUMPS).glob("step*.partial")):
+    for partial in sorted(step_folders(run, rundir.DUMPS, ".partial")):
         console.print(f"[dim]unfinished, never read: {escape(partial.name)}[/]", soft_wrap=True)
     return DAMAGED if unreadable else 0
 
@@ -78,21 +93,50 @@ def show_dump(
     last = [folder for folder in folders if step_of(folder) == step_of(folders[-1])]
     folder = last[0]  # the full dump, where there are both
     manifest = read(folder)
-    title = f"[bold]step {manifest.step}[/], {manifest.kind}, gradient: {escape(manifest.gradient)}"
-    console.print(title, soft_wrap=True, highlight=False)
+    kind = f"{manifest.kind}, gradient: {_safe(manifest.gradient)}"
+    console.print(f"[bold]step {manifest.step}[/], {kind}", soft_wrap=True, highlight=False)
     names = _matching(manifest, parameter)
+    small = _small_enough(manifest, names)
     shown = track(
-        names, "reading", console=console, transient=True, disable=not console.is_terminal
+        small, "reading", console=console, transient=True, disable=not console.is_terminal
     )
-    measured = {name: measure(values(folder, name, manifest.tensors[name])) for name in shown}
+    measured: dict[str, Statistics | None] = dict.fromkeys(names)
+    for name in shown:
+        measured[name] = measure(StoredValues(folder, name, manifest.tensors[name]))
     if parameter is None:
         console.print(_overview(manifest, measured))
     else:
         for name, numbers in measured.items():
             _detail(console, name, manifest.tensors[name], numbers)
-    for name, why in manifest.left_out.items():
-        console.print(f"[yellow]left out:[/] {escape(name)}: {escape(why)}", soft_wrap=True)
+    if len(small) < len(names):
+        console.print(
+            f"{len(names) - len(small)} gradients were not measured: they are beyond the "
+            f"{limits.ENTRIES_MEASURED:,} entries of one look; --parameter chooses others",
+            soft_wrap=True,
+        )
+    for name, why in list(manifest.left_out.items())[:_MOST_LEFT_OUT]:
+        console.print(f"[yellow]left out:[/] {_safe(name)}: {_safe(why)}", soft_wrap=True)
+    more = len(manifest.left_out) - _MOST_LEFT_OUT
+    if more > 0:
+        console.print(f"[yellow]left out:[/] {more} more")
     return 0
+
+
+def _safe(text: str) -> str:
+    """A stranger's text, in which neither the terminal nor rich finds anything to obey."""
+    return escape(for_terminal(text))
+
+
+def _small_enough(manifest: Manifest, names: list[str]) -> list[str]:
+    """The first gradients that together have no more entries than one look takes."""
+    small = []
+    entries = 0
+    for name in names:
+        entries += math.prod(manifest.tensors[name].shape)
+        if entries > limits.ENTRIES_MEASURED:
+            break
+        small.append(name)
+    return small
 
 
 @app.command(name="verify")
@@ -104,7 +148,7 @@ def verify_dumps(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> i
     quiet = not console.is_terminal
     for folder in track(folders, "verifying", console=console, transient=True, disable=quiet):
         verdict = check(folder)
-        label = str(folder)
+        label = _safe(str(folder))
         if step_of(folder) is not None:
             label = f"step {step_of(folder)} {folder.name}"
         if verdict.intact:
@@ -113,8 +157,10 @@ def verify_dumps(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> i
             continue
         damaged += 1
         console.print(f"[red]damaged[/]  {label}", soft_wrap=True)
-        for text in verdict.damage:
-            console.print(f"         {escape(text)}", soft_wrap=True)
+        for text in verdict.damage[:_MOST_DAMAGE]:
+            console.print(f"         {_safe(text)}", soft_wrap=True)
+        if len(verdict.damage) > _MOST_DAMAGE:
+            console.print(f"         and {len(verdict.damage) - _MOST_DAMAGE} more")
     console.print(f"{len(folders) - damaged} of {len(folders)} dumps are intact")
     return DAMAGED if damaged else 0
 
@@ -162,6 +208,16 @@ def diff_dumps(
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What is said of a dump below the list."""
+
+    step: int
+    reason: str
+    codes: tuple[str, ...]
+    gradient: str
+
+
 def _line(manifest: Manifest) -> tuple[str, ...]:
     """One dump as a row of the list."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.created))
@@ -172,11 +228,11 @@ def _line(manifest: Manifest) -> tuple[str, ...]:
         format_size(size(manifest), places=1),
         str(manifest.world_size),
         when,
-        escape(" ".join(manifest.codes) or manifest.reason),
+        _safe(" ".join(manifest.codes) or manifest.reason),
     )
 
 
-def _what_they_are(manifests: list[Manifest]) -> list[str]:
+def _what_they_are(manifests: list[_Listed]) -> list[str]:
     """Below the list, where lines may be long: the findings' names, and what the gradients are."""
     lines = [f"step {manifest.step}: {manifest.reason}" for manifest in manifests if manifest.codes]
     steps_by_gradient: dict[str, list[str]] = {}
@@ -190,7 +246,7 @@ def _what_they_are(manifests: list[Manifest]) -> list[str]:
     return lines
 
 
-def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
+def _overview(manifest: Manifest, measured: dict[str, Statistics | None]) -> Table:
     """A row for each gradient."""
     table = _table()
     table.add_column("parameter", overflow="fold", ratio=1)
@@ -200,13 +256,16 @@ def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
     table.add_column("min to max", no_wrap=True)
     for name, numbers in measured.items():
         shape = "x".join(str(length) for length in manifest.tensors[name].shape) or "scalar"
+        if numbers is None:
+            table.add_row(_safe(name), shape)
+            continue
         last = bars(numbers.histogram, 12)
         if numbers.nan or numbers.inf:
             bad = f"{numbers.nan} NaN " * bool(numbers.nan)
             bad += f"{numbers.inf} Inf" * bool(numbers.inf)
             last = f"[red]{bad}[/]"
         table.add_row(
-            escape(name),
+            _safe(name),
             shape,
             f"{numbers.norm:.2e}",
             f"{numbers.minimum:.1e}",
@@ -216,27 +275,30 @@ def _overview(manifest: Manifest, measured: dict[str, Statistics]) -> Table:
     return table
 
 
-def _detail(console: Console, name: str, entry: Entry, numbers: Statistics) -> None:
+def _detail(console: Console, name: str, entry: Entry, numbers: Statistics | None) -> None:
     """Everything about one gradient."""
     console.print(
-        f"\n[bold]{escape(name)}[/]  {list(entry.shape)} {entry.dtype}".replace("[]", "scalar"),
+        f"\n[bold]{_safe(name)}[/]  {list(entry.shape)} {entry.dtype}".replace("[]", "scalar"),
         soft_wrap=True,
     )
+    if numbers is None:
+        return
     counts = (
         f"zeros {numbers.zeros:,}  NaN {numbers.nan:,}  Inf {numbers.inf:,}  of {numbers.count:,}"
     )
     console.print(f"  norm {numbers.norm:.6g}  mean {numbers.mean:.3g}  {counts}", highlight=False)
-    levels = zip(QUANTILES, numbers.quantiles, strict=True)
-    console.print(
-        "  " + "  ".join(f"{level:.0%} {value:.3g}" for level, value in levels), highlight=False
-    )
+    if numbers.quantiles:
+        levels = zip(QUANTILES, numbers.quantiles, strict=True)
+        console.print(
+            "  " + "  ".join(f"{level:.0%} {value:.3g}" for level, value in levels), highlight=False
+        )
     console.print(
         f"  {numbers.minimum:.3g} |{bars(numbers.histogram)}| {numbers.maximum:.3g}",
         highlight=False,
     )
     if entry.mesh:
         console.print(
-            f"  sharded over {entry.mesh}: {', '.join(entry.placements)}",
+            for_terminal(f"  sharded over {entry.mesh}: {', '.join(entry.placements)}"),
             markup=False,
             highlight=False,
         )
@@ -252,9 +314,9 @@ def _differences(differences: list[Difference], tolerance: float) -> Table:
     for title in ("max abs", "relative", "1 - cosine"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in differences:
-        name = escape(one.parameter)
+        name = _safe(one.parameter)
         if one.note:
-            name += f" [dim]({escape(one.note)})[/]"
+            name += f" [dim]({_safe(one.note)})[/]"
         cosine = ""
         if one.cosine is not None:
             cosine = f"{max(0.0, 1 - one.cosine):.1e}"

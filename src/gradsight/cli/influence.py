@@ -1,6 +1,5 @@
 """gradsight influence RUN_DIR"""
 
-import json as json_format
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -10,10 +9,11 @@ from gradsight.errors import RunError, UsageError, WrongPlace
 from gradsight.show.export import keep_lines, weight_lines
 from gradsight.show.influence import Influence, influence_of
 from gradsight.show.samples import TextOf, influence_lines
-from gradsight.show.text import wants_colour
+from gradsight.show.text import json_text, wants_colour
 from gradsight.store.run_files import write_report
 from gradsight.store.scores import readable_scores
 from gradsight.train.sample_texts import SampleTexts
+from gradsight.values.texts import for_terminal
 
 
 def influence(
@@ -27,6 +27,8 @@ def influence(
     json: bool = False,
     export: Path | None = None,
     drop: float | None = None,
+    data: Path | None = None,
+    tokenizer: Path | None = None,
 ) -> int:
     """Show which training samples and domains helped a target's loss, and which hurt it.
 
@@ -54,6 +56,11 @@ def influence(
     drop
         With --export: leave out this share of the samples, the worst. By default those with a
         score below 0.
+    data
+        Where the samples' text is: what `gradsight train --data` was given. No path that the run
+        itself names is opened.
+    tokenizer
+        A tokenizer.json, by which the tokens of a .bin are shown as text.
     """
     _refuse_wrong_options(top, export, drop)
     _refuse_without_scores(run_dir)
@@ -62,21 +69,27 @@ def influence(
         reasons = f": {unreadable[0]}" if unreadable else ""
         raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")
     sums = influence_of(table, target, raw=raw)
-    texts = SampleTexts(run_dir)
+    texts = SampleTexts(run_dir, _existing(data), tokenizer)
     written = None
     if export is not None:
         written = _export(export, sums, by, drop, texts)
     if json:
         values = {**_as_dict(sums, top, texts), "unreadable": unreadable, "export": written}
-        print(json_format.dumps(values, indent=1))
+        print(json_text(values))
         return 0
     lines = influence_lines(sums, top, texts, by, wants_colour(sys.stdout))
     notes = [f"left out: {text}" for text in unreadable]
     notes += [note for note in (texts.why_not, written) if note]
     if notes:
-        lines = [*lines, "", *notes]
+        lines = [*lines, "", *(for_terminal(note) for note in notes)]
     print("\n".join(lines))
     return 0
+
+
+def _existing(data: Path | None) -> Path | None:
+    if data is not None and not data.exists():
+        raise UsageError(f"--data {data}: there is no such file or folder")
+    return data
 
 
 def _refuse_wrong_options(top: int, export: Path | None, drop: float | None) -> None:
@@ -115,11 +128,12 @@ def _export(file: Path, sums: Influence, by: str, drop: float | None, texts: Sam
     scored = set(sums.sample_ids.tolist())
     head = []
     unscored = []
-    if texts.samples is not None:
+    numbering = texts.numbering
+    if numbering is not None:
         # Ids are numbers of blocks, and mean others in other data: by its stamp the trainer refuses
         # the file there.
-        head.append(texts.samples.stamp)
-        everything = map(str, range(len(texts.samples)))
+        head.append(numbering.stamp)
+        everything = map(str, range(numbering.count))
         unscored = [sample_id for sample_id in everything if sample_id not in scored]
     if file.suffix == ".csv":
         lines = weight_lines(sums, by, drop)

@@ -96,7 +96,7 @@ def verify_step(
     show_report(console, report)
     if run_dir is not None:
         with MetricsTracker(run_dir) as tracker:
-            tracker.log_scalars(report.scalars(), step=0)
+            tracker.log_scalars(report.scalars() | report.kind_scalars(), step=0)
     if not report.passed:
         return FAILED
     return 0

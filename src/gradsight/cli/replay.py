@@ -1,6 +1,5 @@
 """gradsight replay INCIDENT_DIR"""
 
-import json as json_format
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,12 +7,14 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gradsight.cli.build_function import load_build
-from gradsight.core import rundir
 from gradsight.errors import GradsightError, RunError, UsageError, UserCodeError
-from gradsight.store.incident_format import read_document
-from gradsight.store.incidents import merged
+from gradsight.show.text import json_text
+from gradsight.store.incident_format import batch_entries, read_incident, refuse_large_files
+from gradsight.store.incidents import merged, rank_parts
+from gradsight.store.run_files import read_run_config
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.plain import plain
+from gradsight.values.texts import cleaned, for_terminal, on_one_line
 from gradsight.values.wording import diagnosis_lines
 
 REPRODUCED = 2
@@ -50,13 +51,8 @@ def replay(
     """
     if not diagnose_seconds > 0:
         raise UsageError(f"--diagnose_seconds must be more than 0, got {diagnose_seconds}")
-    body = read_document(incident_dir)
-    try:
-        in_process = merged(incident_dir, body)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{incident_dir} is damaged: its diagnosis cannot be read: {error}"
-        ) from error
+    body = read_incident(incident_dir)
+    in_process = merged(incident_dir, body)
     facts: dict[str, Any] = {
         "step": body.get("step"),
         "code": body.get("code"),
@@ -68,18 +64,26 @@ def replay(
         "reproduced": None,
         "agrees": None,
     }
-    title = f"step {body.get('step')}, {body.get('code')}: {body.get('reason')}"
+    title = on_one_line(f"step {body.get('step')}, {body.get('code')}: {body.get('reason')}")
     lines = textwrap.wrap(title, 79, subsequent_indent="  ")
     lines += ["", *_block("found in process:", in_process)]
     code = 0
     model = _model(incident_dir, body, build)
     if model is None:
         reason = body.get("replay") or "give the model with --build file.py:build"
-        lines += ["", f"Not run again: {reason}."]
+        lines += ["", on_one_line(f"Not run again: {reason}.")]
     else:
         from gradsight.incidents.replay import replay as run_again
 
-        again = run_again(incident_dir, model, diagnose_seconds, in_process)
+        try:
+            again = run_again(incident_dir, model, diagnose_seconds, in_process)
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            if build is not None or isinstance(error, GradsightError):
+                raise
+            # The model is ours, and the batch a stranger's, that fits nothing.
+            raise RunError(
+                f"{incident_dir} cannot be run again: {type(error).__name__}: {error}"
+            ) from error
         facts["replayed"] = plain(again.diagnosis)
         facts["reproduced"] = again.reproduced
         facts["agrees"] = again.agrees
@@ -87,7 +91,7 @@ def replay(
         lines += ["", _verdict(again.reproduced, again.agrees)]
         if again.reproduced:
             code = REPRODUCED
-    print(json_format.dumps(facts, indent=1) if json else "\n".join(lines))
+    print(json_text(facts) if json else "\n".join(lines))
     return code
 
 
@@ -95,8 +99,7 @@ def _model(path: Path, body: dict[str, Any], build: str | None) -> Any:
     """The model to run the incident with; None where it cannot be known."""
     if build is not None:
         # Of several ranks each writes its own batch, in a folder beside the first one's.
-        kept_by_a_rank = list(path.parent.glob(f"{path.name.partition('-')[0]}-rank*"))
-        if body.get("passes") is None and not kept_by_a_rank:
+        if body.get("passes") is None and not rank_parts(path):
             raise UsageError(f"{path} cannot be run again: {body.get('replay')}")
         return _built(build)
     settings = None
@@ -104,9 +107,10 @@ def _model(path: Path, body: dict[str, Any], build: str | None) -> Any:
         settings = _train_settings(path)
     if settings is None:
         return None
-    from gradsight.train.models import model_from_settings
+    from gradsight.train.models import bounded_model
 
-    return model_from_settings(settings)
+    refuse_large_files(path, body)
+    return bounded_model(settings, batch_entries(path, body))
 
 
 def _built(place: str) -> Any:
@@ -129,18 +133,19 @@ def _built(place: str) -> Any:
 
 def _train_settings(path: Path) -> dict[str, Any] | None:
     """The settings of `gradsight train` in the incident's run; None for any other run."""
-    file = path.resolve().parents[1] / rundir.CONFIG
     try:
-        settings: dict[str, Any] = json_format.loads(file.read_text())["settings"]["train"]
-    except (OSError, ValueError, KeyError, TypeError):
+        settings = read_run_config(path.resolve().parents[1]).get("settings")
+    except (RunError, IndexError):
         return None
-    return settings
+    train = settings.get("train") if isinstance(settings, dict) else None
+    return train if isinstance(train, dict) else None
 
 
 def _block(title: str, diagnosis: Diagnosis | None) -> list[str]:
     if diagnosis is None:
         return [title, "  nothing was diagnosed"]
-    return [title, *(f"  {line}" for line in diagnosis_lines(diagnosis, 77))]
+    safe = cleaned(diagnosis, for_terminal)
+    return [title, *(f"  {line}" for line in diagnosis_lines(safe, 77))]
 
 
 def _verdict(reproduced: bool, agrees: bool | None) -> str:

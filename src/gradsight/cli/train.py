@@ -10,6 +10,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 
 from gradsight.core import rundir
 from gradsight.errors import MissingPackage, UsageError
+from gradsight.store.run_files import read_run_config
 from gradsight.store.sinks import refuse_unavailable
 from gradsight.train.config import MACHINE, Settings, from_dict, options_of
 from gradsight.train.models import architecture, refuse_without_transformers
@@ -33,10 +34,10 @@ def add_config_file(app: App, commands: Sequence[str], arguments: ArgumentCollec
     lengths = [f"--{name}" for name in _ONE_OF if arguments[f"--{name}"].tokens]
     if len(lengths) > 1:
         raise UsageError(f"{' and '.join(lengths)} both say when the run ends: give one of them")
-    file = _config_file(arguments)
+    file, values = _config(arguments)
     if file is None:
         return
-    for name, value in options_of(from_dict(read_config(file), str(file))):
+    for name, value in options_of(from_dict(values, str(file))):
         argument = arguments[f"--{name}"]
         is_replaced = bool(lengths) and name in _ONE_OF
         if argument.tokens or is_replaced or value == _DEFAULTS[name]:
@@ -146,19 +147,22 @@ def _switch_value(switch: str, text: str) -> str:
     return text.lower()
 
 
-def _config_file(arguments: ArgumentCollection) -> Path | None:
-    """The file that --config names; to resume or evaluate a run, its own."""
+def _config(arguments: ArgumentCollection) -> tuple[Path | None, Mapping[str, Any]]:
+    """The settings in the file that --config names; to resume or evaluate a run, in its own."""
     named = _given(arguments, "config")
     if named is not None:
-        return Path(named)
+        return Path(named), read_config(Path(named))
     if _given(arguments, "resume") is None and _given(arguments, "eval_only") is None:
-        return None
+        return None, {}
     method = _given(arguments, "method") or DEFAULT.method
     architecture_name = _given(arguments, "architecture") or DEFAULT.architecture
     results = Path(_given(arguments, "results_dir") or DEFAULT.results_dir)
     experiment = _given(arguments, "experiment") or f"{method}-{architecture_name}"
-    file = results / experiment / rundir.CONFIG
-    return file if file.is_file() else None
+    settings = read_run_config(results / experiment).get("settings")
+    if not isinstance(settings, dict) or "train" not in settings:
+        # Killed before it was written: the command line says it all again.
+        return None, {}
+    return results / experiment / rundir.CONFIG, settings["train"]
 
 
 def _given(arguments: ArgumentCollection, name: str) -> str | None:
@@ -185,7 +189,7 @@ def read_config(file: Path) -> Mapping[str, Any]:
         values = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {file} is not {kind}: {error}") from error
     if isinstance(values, dict) and isinstance(values.get("settings"), dict):
         values = values["settings"].get("train")

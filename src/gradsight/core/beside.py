@@ -1,7 +1,9 @@
 # mypy: allow-untyped-calls
 """Passes of ours beside the training: whatever they do, everything is left as it was found."""
 
+import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,9 +14,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradsight.core.autocast import autocast_as
-from gradsight.core.calls import RecordedCall, suspended
+from gradsight.core.calls import RecordedCall, is_suspended, suspended
 from gradsight.core.parameters import clean_name
 from gradsight.core.random_state import randomness_kept, set_torch_states
+
+# What a replay switches is the process's: torch's checkpoints, its compiler, its generators. Two
+# threads that put it back in another order than they took it would leave it switched.
+_one_at_a_time = threading.RLock()
+os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -47,6 +54,7 @@ def replaying(root: nn.Module, call: RecordedCall) -> Iterator[None]:
     """
     devices = {parameter.device.type for parameter in root.parameters()}
     with ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)
         stack.enter_context(_modules_kept(root))
         stack.enter_context(_parameters_kept(root))
         stack.enter_context(beside_training(root))
@@ -166,14 +174,17 @@ def _plain_checkpoints() -> Iterator[None]:
     No gradient can be pulled through it by torch.autograd.grad, without touching `.grad`.
     """
     held = vars(CheckpointFunction).get("apply")
+    original = CheckpointFunction.apply
+
+    def run(function: Any, keeps_randomness: bool, *args: Any) -> Any:
+        if is_suspended():
+            return function(*args)
+        return original(function, keeps_randomness, *args)  # another thread trains
+
     try:
-        setattr(CheckpointFunction, "apply", staticmethod(_run))  # noqa: B010
+        setattr(CheckpointFunction, "apply", staticmethod(run))  # noqa: B010
         yield
     finally:
         delattr(CheckpointFunction, "apply")
         if held is not None:
             setattr(CheckpointFunction, "apply", held)  # noqa: B010
-
-
-def _run(function: Any, _: bool, *args: Any) -> Any:
-    return function(*args)

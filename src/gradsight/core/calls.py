@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradsight.core.carried import carried, carry, drop, is_carried
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
@@ -39,20 +41,27 @@ class RecordedCall:
     sample_ids: tuple[int | str, ...] | None = None
 
 
-_suspensions = 0  # a count: passes of ours may lie in one another
+SUSPENDED = "gradsight.suspended"
+"""What a thread carries while it runs a pass of ours."""
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """A pass of an instrument's own: the other instruments look away in here."""
-    global _suspensions
-    _suspensions += 1
+    """A pass of an instrument's own: the other instruments look away in here.
+
+    They go on looking at what other threads do meanwhile.
+    """
+    if is_suspended():  # passes of ours may lie in one another
+        yield
+        return
     try:
+        carry(SUSPENDED, True)
         yield
     finally:
-        _suspensions -= 1
+        if is_carried(SUSPENDED):
+            drop(SUSPENDED)
 
 
 def is_suspended() -> bool:
-    """Whether the pass under way is an instrument's own."""
-    return _suspensions > 0
+    """Whether the pass under way in this thread is an instrument's own."""
+    return carried(SUSPENDED) is not None

@@ -6,11 +6,11 @@ Everything here also works in one plain process, where every exchange is with it
 import atexit
 import contextlib
 import ctypes
-import itertools
 import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,11 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsight.core import meeting
+from gradsight.core.guard import Guard
+from gradsight.core.meeting import Meeting, MeetingPlace, RanksMissing
+from gradsight.core.problems import Problems
+from gradsight.errors import GradsightError
+
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=10)
+_CREATION = timedelta(minutes=1)
+"""How long making a group may take, once all ranks have met for it."""
 _EXIT_PATIENCE = 3.0
 """Seconds that work under way gets to arrive when the interpreter ends."""
+_LAST_WORD = 2.0
+"""Seconds that an exchange gets after a rank has left: it may have taken part before."""
+_BETWEEN_QUESTIONS = 0.25
+"""Seconds between two questions whether a rank has left; the store is another process's."""
 
 
 def is_distributed() -> bool:
@@ -55,10 +67,14 @@ def leave_training() -> None:
 class PendingArrays:
     """Arrays on their way between the ranks."""
 
-    def __init__(self, work: Any, mine: Tensor, parts: list[Tensor]) -> None:
+    def __init__(
+        self, work: Any, mine: Tensor, parts: list[Tensor], place: MeetingPlace | None = None
+    ) -> None:
+        """`place`: where a rank would tell that it has left."""
         self._work = work
         self._mine = mine
         self._parts = parts
+        self._place = place
 
     def done(self) -> bool:
         """Whether `wait` would not wait."""
@@ -67,13 +83,17 @@ class PendingArrays:
     def wait(self) -> list[npt.NDArray[np.float64]]:
         """Every rank's array, in the order of ranks; of a sum, the sum alone."""
         if self._work is not None:
-            self._work.wait()
+            _wait_unless_left(self._work, self._place)
         return [part.numpy() for part in self._parts]
 
     def leak(self) -> None:
         """Keep the tensors for good, also beyond the end of the interpreter."""
-        for owned in (self._work, self._mine, *self._parts):
-            _leak(owned)
+        # In torch as well: where Python alone is left to hold a tensor, whoever lets go of it has
+        # to tell Python, and needs the interpreter's lock for it.
+        kept: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        kept.set_result([self._mine, *self._parts])
+        _leak(kept)
+        _leak(self._work)
 
 
 class ProcessGroup:
@@ -84,47 +104,101 @@ class ProcessGroup:
 
     def __init__(
         self,
+        purpose: str = "group",
         *,
         backend: str | None = "gloo",
         device: torch.device | None = None,
         timeout: timedelta | None = _TIMEOUT,
-        meeting: timedelta | None = None,
         alone: bool = False,
         own: bool = True,
     ) -> None:
-        """Join the other ranks.
+        """Join the other ranks; RanksMissing tells those that do not come.
 
+        purpose: what the group is for; ranks that come for the same thing find each other.
         backend: torch's name of it; None is the one that training uses.
         device: where tensors have to be for this backend; None is the CPU.
         timeout: how long an exchange may take; None is torch's own limit.
-        meeting: how long the ranks may take to come here; None is as long as `timeout`.
         alone: whether this process shares nothing with others, however many there are.
         own: False uses the group that training uses, for a trainer whose own group that is.
         """
         self.size = 1 if alone else world_size()
         self.rank = rank() if self.size > 1 else 0
         self.device = device or torch.device("cpu")
+        self.is_first = self.rank == 0
+        """Whether this is the process that writes and prints."""
+        self.incomplete: Meeting | None = None
+        """Who came, where not all did and this process goes on alone."""
         self._group: Any = None
+        self._place: MeetingPlace | None = None
         self._process = os.getpid()
         self._pending: list[PendingArrays] = []
         if self.size == 1 or not own:
             return
-        if meeting is not None:
-            _meet(meeting)
-        self._group = dist.new_group(backend=backend, timeout=meeting or timeout)
-        if meeting is not None and timeout is not None:
+        # Making a group waits for every rank, and counts groups: made on some ranks alone, it would
+        # also give the user's next group two names, under which its ranks never find each other.
+        self._place = MeetingPlace(purpose)
+        met = self._place.meet("opening", meeting.PATIENCE)
+        if met.missing:
+            raise RanksMissing(met)
+        self._group = dist.new_group(backend=backend, timeout=timeout and _CREATION)
+        if timeout is not None:
             dist.distributed_c10d._set_pg_timeout(timeout, self._group)
         _open_groups.append(self)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the process that writes and prints."""
-        return self.rank == 0
+    @classmethod
+    def or_alone(cls, purpose: str) -> "ProcessGroup":
+        """All ranks; where some do not come, this process alone: `incomplete` tells who came.
+
+        Of those that came the lowest rank is the first; whoever comes late is not.
+        """
+        try:
+            return cls(purpose)
+        except RanksMissing as missing:
+            group = cls(alone=True)
+            group.incomplete = missing.met
+            group.is_first = rank() == min(missing.met.present)
+            return group
+
+    @classmethod
+    def among(cls, ranks: Sequence[int], device: torch.device | None) -> "ProcessGroup":
+        """Some ranks, this one among them, which come here from one point of the program."""
+        group = cls(alone=True, device=device)
+        if len(ranks) > 1:
+            group.size = len(ranks)
+            group.rank = list(ranks).index(rank())
+            group.is_first = group.rank == 0
+            group._group = dist.new_group(list(ranks), use_local_synchronization=True)
+            group._place = MeetingPlace("among " + " ".join(map(str, ranks)))
+            _open_groups.append(group)
+        return group
 
     @property
     def is_usable(self) -> bool:
         """Whether it can still be used: neither closed nor destroyed together with training's."""
         return self.size == 1 or _is_known(self._group or dist.group.WORLD)
+
+    def meet(self, name: str, patience: float) -> Meeting:
+        """Who comes to an exchange; without all of them it must not begin, for it would not end."""
+        if self._place is None:
+            return Meeting((0,), 1, patience)
+        return self._place.meet(name, patience)
+
+    def forget_meeting(self, name: str) -> None:
+        """All ranks have heard how it went; for the first rank."""
+        if self._place is not None:
+            self._place.forget(name)
+
+    def leave(self) -> None:
+        """Take part in no further exchange: the others are told, and do not wait for this rank."""
+        if self._place is not None and is_distributed():
+            self._place.leave()
+
+    def _arrive(self, work: Any) -> None:
+        # On a device waiting is ordered, not done; asking whether it is done would be waiting.
+        if dist.get_backend(self._group) == dist.Backend.GLOO:
+            _wait_unless_left(work, self._place)
+        else:
+            work.wait()
 
     # Arrays, without waiting.
 
@@ -135,7 +209,7 @@ class ProcessGroup:
             return PendingArrays(None, mine, [mine])
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         work = dist.all_gather(parts, mine, group=self._group, async_op=True)
-        return self._under_way(PendingArrays(work, mine, parts))
+        return self._under_way(PendingArrays(work, mine, parts, self._place))
 
     def start_sum(self, array: npt.NDArray[np.float64]) -> PendingArrays:
         """Start summing equally shaped arrays over all ranks."""
@@ -143,7 +217,7 @@ class ProcessGroup:
         if self.size == 1:
             return PendingArrays(None, total, [total])
         work = dist.all_reduce(total, group=self._group, async_op=True)
-        return self._under_way(PendingArrays(work, total, [total]))
+        return self._under_way(PendingArrays(work, total, [total], self._place))
 
     def _under_way(self, arrays: PendingArrays) -> PendingArrays:
         self._pending = [earlier for earlier in self._pending if not earlier.done()]
@@ -157,7 +231,7 @@ class ProcessGroup:
         if self.size == 1:
             return tensor
         total = tensor.to(self.device, copy=True)
-        dist.all_reduce(total, group=self._group)
+        self._arrive(dist.all_reduce(total, group=self._group, async_op=True))
         return total.to(tensor.device)
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
@@ -210,7 +284,7 @@ class ProcessGroup:
         if self.size == 1:
             return number
         box = torch.tensor(number, device=self.device)
-        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
+        self._arrive(dist.all_reduce(box, dist.ReduceOp.MAX, self._group, async_op=True))
         return int(box)
 
     def any(self, flag: bool) -> bool:
@@ -253,6 +327,8 @@ class ProcessGroup:
         if group is None or os.getpid() != self._process:
             # A forked child has the group's object, but not its threads: nothing to wait for.
             return
+        with contextlib.suppress(Exception):
+            self.leave()
         until = time.monotonic() + patience
         while any(not arrays.done() for arrays in self._pending) and time.monotonic() < until:
             time.sleep(0.001)
@@ -274,16 +350,43 @@ class ProcessGroup:
 
 
 _open_groups: list[ProcessGroup] = []
-_shared: list[ProcessGroup] = []
+_shared: dict[tuple[int, ...] | None, ProcessGroup] = {}
 
 
-def shared_group() -> ProcessGroup:
-    """One group of our own for single looks, made at the first; call it on every rank alike."""
-    if not _shared or not _shared[0].is_usable or _shared[0].size != world_size():
-        for stale in _shared:
-            stale.close()
-        _shared[:] = [ProcessGroup()]
-    return _shared[0]
+def shared_group(
+    ranks: tuple[int, ...] | None = None, device: torch.device | None = None
+) -> ProcessGroup:
+    """One group of our own for single looks, made at the first; call it on every rank alike.
+
+    ranks: those that look together, this one among them; None is all, with arrays alone.
+    device: where their tensors are.
+    """
+    size = world_size() if ranks is None else len(ranks)
+    known = _shared.get(ranks)
+    if known is None or not known.is_usable or known.size != size:
+        if known is not None:
+            known.close()
+        known = ProcessGroup("looks") if ranks is None else ProcessGroup.among(ranks, device)
+        _shared[ranks] = known
+    return known
+
+
+class LeavingProblems:
+    """Problems after which this rank takes part in no exchange: the others do not wait for it.
+
+    A fault of ours on one rank must not hold up training on the others.
+    """
+
+    def __init__(self, problems: Problems, groups: Sequence[ProcessGroup] | None = None) -> None:
+        """`groups`: those that it leaves; None is all of ours that are open then."""
+        self._problems = problems
+        self._groups = groups
+
+    def report(self, key: str, message: str) -> None:
+        """Say it, and leave."""
+        self._problems.report(key, message)
+        for group in list(_open_groups if self._groups is None else self._groups):
+            group.leave()
 
 
 def open_groups() -> int:
@@ -293,11 +396,30 @@ def open_groups() -> int:
 
 # Registered when this module is imported, so before anything that uses a group can register its
 # own: hooks run in reverse order, and whoever uses a group is finished when the groups are closed.
-@atexit.register
 def _close_all() -> None:
+    guard = Guard(None, "groups", "a process group was not closed")
     for group in _open_groups:
-        with contextlib.suppress(Exception):
-            group.close(_EXIT_PATIENCE)
+        guard.attempt(group.close, _EXIT_PATIENCE)
+
+
+atexit.register(partial(Guard(None, "groups", "groups were not closed").attempt, _close_all))
+
+
+def _wait_unless_left(work: Any, place: MeetingPlace | None) -> None:
+    """Wait for an exchange; an error where a rank has left, for then it may never end."""
+    asked = time.monotonic()
+    left: float | None = None
+    for pause in meeting.pauses():
+        if work.is_completed():
+            break
+        time.sleep(pause)
+        now = time.monotonic()
+        if left is not None and now > left + _LAST_WORD:
+            raise GradsightError("another rank has stopped looking; its own message says why")
+        if left is None and place is not None and now > asked + _BETWEEN_QUESTIONS:
+            asked = now
+            left = now if place.somebody_left() else None
+    work.wait()
 
 
 def _is_known(group: Any) -> bool:
@@ -308,23 +430,3 @@ def _is_known(group: Any) -> bool:
 def _leak(owned: Any) -> None:
     """Keep an object for good: one reference more than there will ever be owners."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
-
-
-_meetings = itertools.count()
-
-
-def _meet(patience: timedelta) -> None:
-    """Return when every rank has come; raise if one does not.
-
-    To be called before anything is shared that could then be torn.
-    """
-    store: Any = dist.distributed_c10d._get_default_store()
-    meeting = next(_meetings)
-    keys = [f"gradsight/meeting/{meeting}/{other}" for other in range(world_size())]
-    mine = keys[dist.get_rank()]
-    store.set(mine, "here")
-    try:
-        store.wait(keys, patience)
-    except Exception as error:
-        store.delete_key(mine)
-        raise TimeoutError(f"waited {patience.total_seconds():g} s") from error

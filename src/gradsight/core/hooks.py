@@ -1,26 +1,51 @@
-"""Hooks of ours on modules: in a copy of the model they do nothing."""
+"""Hooks of ours: torch calls them through a guard, which takes them away at its end."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+
+from gradsight.core.guard import Guard
+
+_Register = Callable[..., Any]
+"""A method of torch's that takes a hook and returns a handle."""
+_Hook = Callable[..., Any]
+
+
+def put_hook(guard: Guard, register: _Register, hook: _Hook) -> Any:
+    """Register a hook of ours, on an optimizer, a tensor or all optimizers; the handle of it."""
+    handle = register(partial(guard.run, hook))
+    guard.at_end(handle.remove)
+    return handle
+
+
+def put_module_hook(guard: Guard, register: _Register, hook: _Hook, **options: Any) -> Any:
+    """Register a hook of ours on a module; it is told what torch hands on after the module."""
+    handle = register(ModuleHook(guard, hook), **options)
+    guard.at_end(handle.remove)
+    return handle
 
 
 class ModuleHook:
-    """A hook of ours. A copy of the module, or one saved and loaded, has one that does nothing.
+    """A hook of ours on a module. A copy of the module has one that does nothing.
 
-    What torch hands to a hook after the module is handed on to `action`.
+    So has one that was saved and loaded.
     """
 
     # Copies keep the hooks of the original: without this, training a deep copy (a moving average,
     # a teacher) would be taken for the watched model's, and pickling would take our state along.
 
-    def __init__(self, action: Callable[..., None] | None = None) -> None:
-        self._action = action
+    def __init__(self, guard: Guard | None = None, hook: _Hook | None = None) -> None:
+        self._guard = guard
+        self._hook = hook
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
-        if self._action is not None:
-            self._action(*given)
+        # What is being compiled is no call of the model; the guard would break its graph.
+        if self._hook is None or self._guard is None or torch.compiler.is_compiling():
+            return
+        self._guard.run(self._hook, *given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleHook":
         return type(self)()

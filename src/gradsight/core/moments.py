@@ -2,34 +2,50 @@
 
 A listener is any object with methods named after moments; it is told of those and no others:
 
-    before_backward(tensors)            an outermost backward pass begins, from these tensors
-    after_backward()                    it has returned
-    gradients_ready()                   everybody has noted that: the gradients can be looked at
+    before_backward(begun)              an outermost backward pass begins
+    gradients_before(begun)             there are gradients, which can be read before it writes
+    after_backward(begun, rows)         it has returned, and has written the gradients of these rows
+    gradients_ready(begun, rows)        everybody has noted that: the gradients can be looked at
+    gradients_missed()                  it is not known whether a pass wrote, or it was cut short
+    gradients_shared()                  several threads write the same gradients at once
     loss_scaled(scaler)                 a loss was multiplied: the next gradients carry the factor
     gradients_unscaled(scaler, optimizer)   the optimizer's gradients were divided by the factor
     scaler_steps(optimizer)             GradScaler.step was called for the optimizer
     scaler_stepped(optimizer)           it has returned; the optimizer may not have been called
 
+Who listens with parameters hears of the ends of passes that wrote some of their gradients, and of
+no others: between clipping and the step, backward passes of other models change nothing. Every
+moment is told in the thread that it happens in; a listener without parameters may listen to its
+own thread alone.
+
 Looking when `torch.autograd.backward` has returned sees the gradient before any clipping, however
 that is called, and after any reduction. GradScaler is watched because it multiplies gradients, and
-because a step that it leaves out calls no optimizer. Errors are the listener's to handle: nothing
-of ours may reach the training loop. Everything is put back when the last listener leaves.
+because a step that it leaves out calls no optimizer. Each listener is told through its guard, so
+that nothing of ours reaches the training loop. Everything is put back when the last one leaves.
 """
 
 import functools
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.calls import is_suspended
+from gradsight.core.calls import SUSPENDED
+from gradsight.core.carried import current_task, is_carried
+from gradsight.core.guard import Guard, lock, put_back
+from gradsight.core.passes import PASS, Course, FollowedParameters, Passes
 
 MOMENTS = (
     "before_backward",
+    "gradients_before",
     "after_backward",
     "gradients_ready",
+    "gradients_missed",
+    "gradients_shared",
     "loss_scaled",
     "gradients_unscaled",
     "scaler_steps",
@@ -39,138 +55,209 @@ MOMENTS = (
 _Original = Callable[..., Any]
 """A function of torch's that one of ours stands in for."""
 
-_told: dict[str, list[Callable[..., None]]] = {moment: [] for moment in MOMENTS}
+
+@dataclass(frozen=True, slots=True)
+class _Ear:
+    """One method of a listener's."""
+
+    listener: object
+    tell: Callable[..., None]
+    """The method, through the guard."""
+    followed: FollowedParameters | None
+    """The parameters that it listens for; None for all passes."""
+    thread: int | None
+    """The only thread that it listens to; None for all."""
+
+
+_told: dict[str, list[_Ear]] = {moment: [] for moment in MOMENTS}
 _listeners: list[object] = []
-_originals: list[tuple[Any, str, Any, Any]] = []
-_depth = 0
-_lock = threading.RLock()  # a signal may close a watch while this is held
+_replaced: list[tuple[Any, Any, tuple[Any, Any]]] = []
+"""How each of torch's functions is got and put, ours and the original."""
+_passes = Passes()
 
 
-def listen(listener: object) -> None:
-    """Tell this listener from now on of every moment that it has a method for."""
+def listen(
+    listener: object,
+    guard: Guard,
+    parameters: Sequence[Tensor] | None = None,
+    *,
+    own_thread: bool = False,
+) -> FollowedParameters | None:
+    """Tell this listener from now on, through its guard, of every moment it has a method for.
+
+    parameters: whose gradients it is about; what is given back stands for them.
+    own_thread: whether it is told only of what happens in the thread that calls this.
+    """
     methods = {moment: getattr(listener, moment, None) for moment in MOMENTS}
     if not any(methods.values()):
         raise TypeError(f"{type(listener).__name__} has none of the methods {', '.join(MOMENTS)}")
-    with _lock:
+    thread = get_ident() if own_thread else None
+    with lock:
         if not _listeners:
             _install()
         _listeners.append(listener)
+        # Also without `leave`, should that fail: torch's functions are put back by the guard alone.
+        for replaced in _replaced:
+            guard.at_end(put_back, _listeners, listener, *replaced)
+        guard.at_end(leave, listener)
+        followed = None
+        if parameters is not None:
+            followed = _passes.follow(parameters)
         for moment, method in methods.items():
             if method is not None:
-                _told[moment].append(method)
+                tell = functools.partial(guard.run, method)
+                _told[moment].append(_Ear(listener, tell, followed, thread))
+    return followed
 
 
 def leave(listener: object) -> None:
     """Stop telling this listener; the last one to leave puts everything back."""
-    with _lock:
-        if not any(known is listener for known in _listeners):
-            return
-        _listeners[:] = [known for known in _listeners if known is not listener]
-        for methods in _told.values():
-            methods[:] = [
-                each for each in methods if getattr(each, "__self__", None) is not listener
-            ]
-        if not _listeners:
-            _restore()
-
-
-def renew_lock() -> None:
-    """In a forked child: the thread that held the lock may not exist here."""
-    global _lock
-    _lock = threading.RLock()
+    with lock:
+        leaving = {
+            ear.followed for ears in _told.values() for ear in ears if ear.listener is listener
+        }
+        for ears in _told.values():
+            ears[:] = [ear for ear in ears if ear.listener is not listener]
+        for followed in leaving:
+            if followed is not None:
+                _passes.unfollow(followed)
+        for replaced in _replaced:
+            put_back(_listeners, listener, *replaced)
 
 
 def inside_backward() -> bool:
-    """Whether a backward pass is running now, in any thread.
-
-    On accelerators, hooks run in threads of the engine's.
-    """
-    return _depth > 0
+    """Whether this code runs inside a backward pass: in a hook, in whatever thread."""
+    # Not what is carried alone: an interrupt may have left it behind.
+    return current_task() != -1 and is_carried(PASS)
 
 
-def _tell(moment: str, *args: Any) -> None:
-    # A listener may leave while it is told, so a copy is walked through.
-    for method in tuple(_told[moment]):
-        method(*args)
+def is_written_elsewhere(followed: FollowedParameters) -> bool:
+    """Whether another thread is writing the gradients of these parameters now."""
+    return _passes.is_written_elsewhere(followed)
 
 
 def _install() -> None:
     scaler = torch.amp.GradScaler
-    _replace(torch.autograd, "backward", _backward)
-    _replace(scaler, "scale", _scale)
-    _replace(scaler, "unscale_", _unscale)
-    _replace(scaler, "step", _step)
+    global _passes
+    _passes = Passes()
+    _replaced.clear()
+    _replace(torch.autograd, "backward", _watched_backward)
+    _replace(scaler, "scale", _watched_scale)
+    _replace(scaler, "unscale_", _watched_unscale)
+    _replace(scaler, "step", _watched_step)
 
 
-def _replace(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
-    """Put `wrap(original, ...)` in the place of an attribute."""
+def _replace(owner: Any, name: str, watched: Callable[[_Original], _Original]) -> None:
     original = getattr(owner, name)
+    ours = functools.wraps(original)(watched(original))
+    get = functools.partial(getattr, owner, name)
+    put = functools.partial(setattr, owner, name)
+    put(ours)
+    _replaced.append((get, put, (ours, original)))
 
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not _listeners or is_suspended():
+
+# What stands in for torch's functions. The user calls these: nothing of ours is called from here
+# but through a guard, for whatever failed would come out of their own backward.
+
+
+def _watched_backward(original: _Original) -> _Original:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        is_nested = current_task() != -1 and is_carried(PASS)  # and so part of another pass
+        if not _listeners or is_nested or is_carried(SUSPENDED):
             return original(*args, **kwargs)
-        return wrap(original, *args, **kwargs)
+        passes = _passes
+        course = None
+        has_returned = False
+        try:
+            tensors = args[0] if args else kwargs.get("tensors")
+            course = passes.guard.run(_begin_pass, passes, tensors)
+            result = original(*args, **kwargs)
+            has_returned = True
+        finally:
+            passes.guard.run(_end_pass, passes, course, has_returned)
+            if passes.guard.faults:
+                # Whatever was seen of this step may not be all of it.
+                for ear in tuple(_told["gradients_missed"]):
+                    ear.tell()
+        return result
 
-    _originals.append((owner, name, original, replacement))
-    setattr(owner, name, replacement)
-
-
-def _restore() -> None:
-    """Put the originals back.
-
-    Where somebody has wrapped ours meanwhile, ours stays inside and passes everything through.
-    """
-    for owner, name, original, replacement in _originals:
-        if getattr(owner, name) is replacement:
-            setattr(owner, name, original)
-    _originals.clear()
-
-
-def _backward(original: _Original, *args: Any, **kwargs: Any) -> Any:
-    global _depth
-    if _depth == 0:
-        tensors = args[0] if args else kwargs.get("tensors")
-        # Not a copy: a watch that is opened by one of these is to hear of this pass too.
-        for method in _told["before_backward"]:
-            method(tensors)
-    with _lock:
-        _depth += 1
-    try:
-        result = original(*args, **kwargs)
-    finally:
-        with _lock:
-            _depth -= 1
-    if _depth == 0:
-        _tell("after_backward")
-        _tell("gradients_ready")
-    return result
+    return backward
 
 
-def _scale(original: _Original, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
-    result = original(scaler, *args, **kwargs)
-    if scaler.is_enabled():
-        _tell("loss_scaled", scaler)
-    return result
+def _begin_pass(passes: Passes, tensors: Any) -> Course:
+    course = Course(tensors)
+    # Not a copy: a watch that is opened by one of these is to hear of this pass too.
+    for ear in _told["before_backward"]:
+        if ear.thread is None or ear.thread == get_ident():
+            ear.tell(course.begun)
+    passes.begin(course)
+    for ear in tuple(_told["gradients_before"]):
+        if ear.followed is not None and course.before.get(ear.followed):
+            ear.tell(course.begun)
+    return course
 
 
-def _unscale(original: _Original, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
-    result = original(scaler, optimizer)
-    if scaler.is_enabled():
-        _tell("gradients_unscaled", scaler, optimizer)
-    return result
+def _end_pass(passes: Passes, course: Course | None, has_returned: bool) -> None:
+    passes.end(course)
+    if course is None:
+        return
+    if has_returned:
+        for moment in ("after_backward", "gradients_ready"):
+            # Copies: a listener may leave while it is told.
+            for ear in tuple(_told[moment]):
+                if ear.followed is None:
+                    ear.tell(course.begun, ())
+                elif ear.followed in course.written:
+                    ear.tell(course.begun, course.written[ear.followed])
+    else:
+        # It may have written some gradients, and somebody may go on with them.
+        course.missed.update(course.written)
+    if course.missed:
+        _tell_what_was_missed(course.missed)
 
 
-def _step(
-    original: _Original,
-    scaler: torch.amp.GradScaler,
-    optimizer: Optimizer,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if not scaler.is_enabled():
-        return original(scaler, optimizer, *args, **kwargs)
-    _tell("scaler_steps", optimizer)
-    result = original(scaler, optimizer, *args, **kwargs)
-    _tell("scaler_stepped", optimizer)
-    return result
+def _tell_what_was_missed(missed: Collection[FollowedParameters | None]) -> None:
+    for ear in tuple(_told["gradients_missed"]):
+        if ear.followed in missed:
+            ear.tell()
+    for ear in tuple(_told["gradients_shared"]):
+        if ear.followed in missed and ear.followed is not None and ear.followed.is_shared:
+            ear.tell()
+
+
+def _watched_scale(original: _Original) -> _Original:
+    def scale(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        result = original(scaler, *args, **kwargs)
+        if scaler.is_enabled() and not is_carried(SUSPENDED):
+            for ear in tuple(_told["loss_scaled"]):
+                if ear.thread in (None, get_ident()):
+                    ear.tell(scaler)
+        return result
+
+    return scale
+
+
+def _watched_unscale(original: _Original) -> _Original:
+    def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
+        result = original(scaler, optimizer)
+        if scaler.is_enabled() and not is_carried(SUSPENDED):
+            for ear in tuple(_told["gradients_unscaled"]):
+                if ear.thread in (None, get_ident()):
+                    ear.tell(scaler, optimizer)
+        return result
+
+    return unscale_
+
+
+def _watched_step(original: _Original) -> _Original:
+    def step(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled() or is_carried(SUSPENDED):
+            return original(scaler, optimizer, *args, **kwargs)
+        for ear in tuple(_told["scaler_steps"]):
+            ear.tell(optimizer)
+        result = original(scaler, optimizer, *args, **kwargs)
+        for ear in tuple(_told["scaler_stepped"]):
+            ear.tell(optimizer)
+        return result
+
+    return step

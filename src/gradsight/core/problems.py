@@ -1,10 +1,10 @@
 """Faults that training survives: said once, counted, kept for the report. No torch."""
 
+import threading
 import warnings
 from dataclasses import replace
 
-from gradsight.core.locks import HeldBriefly
-from gradsight.core.notices import notice
+from gradsight.core.notices import log, write_line
 from gradsight.errors import GradsightWarning
 from gradsight.values.findings import Problem
 
@@ -17,7 +17,7 @@ class Problems:
         """The step under way, for faults that are reported without one."""
         self._problems: dict[str, Problem] = {}
         self._changed: set[str] = set()
-        self._lock = HeldBriefly()
+        self._lock = threading.RLock()
 
     def report(self, key: str, message: str, step: int | None = None) -> None:
         """Say a fault the first time, count it every time."""
@@ -58,7 +58,8 @@ class Problems:
 
 def say(message: str, stacklevel: int = 3) -> None:
     """Warn, also where warnings are errors: a warning must not end somebody's training loop."""
+    log(message)
     try:
         warnings.warn(message, GradsightWarning, stacklevel=stacklevel)
-    except GradsightWarning:
-        notice(message)
+    except Exception:  # the warning itself, or what somebody's own way of showing it raised
+        write_line(message)

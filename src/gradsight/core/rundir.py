@@ -3,7 +3,7 @@
 run.sqlite                            the record: steps, statistics, scalars, findings, problems
 run.sqlite-tail                       frames on their way into the record
 config.json                           settings, versions, parameters
-report.md, norms.svg                  `gradsight report`, and others at the end of a run
+report.md, report.html, norms.svg     `gradsight report`, and others at the end of a run
 incidents/step{N}-{CODE}/             the flight recorder's bundles
 gradient_dumper/step{N}/              dumps
 grad_dotprods/iter_{N}.parquet        scores of samples; .pkl beside it where that is asked for
@@ -15,12 +15,14 @@ tensorboard/                          the events of that sink
 import os
 from pathlib import Path
 
+from gradsight.core.places import kind_below
 from gradsight.errors import UsageError
 
 RECORD = "run.sqlite"
 TAIL = "run.sqlite-tail"
 CONFIG = "config.json"
 REPORT = "report.md"
+PAGE = "report.html"
 NORMS = "norms.svg"
 INCIDENTS = "incidents"
 DUMPS = "gradient_dumper"
@@ -32,6 +34,7 @@ CHECKPOINT_FOLDERS = "step_*"
 CHECK = "check.json"
 SCRIPT = "script.json"
 TENSORBOARD = "tensorboard"
+SAMPLE_TEXTS = "sample_texts.json"
 
 
 def directory_path(given: object, name: str) -> Path:
@@ -59,5 +62,5 @@ def checkpoint_folder(step: int) -> str:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a recorded run."""
-    return (path / RECORD).is_file()
+    """Whether a folder holds a recorded run; one behind a link inside it does not count."""
+    return kind_below(path, RECORD) == "file"

@@ -7,9 +7,6 @@ from typing import Any
 
 from torch import Size, Tensor
 
-from gradsight.core.group import rank
-from gradsight.errors import GradsightError
-
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this tensor is a DTensor, of which this rank may hold only a part."""
@@ -26,26 +23,6 @@ def local_part(tensor: Tensor) -> Tensor:
     # The attribute, not `to_local()`: that one goes through autograd and costs more than the
     # statistics of a bias.
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def counts_here(tensor: Tensor) -> bool:
-    """Whether this rank's part counts in a sum over all ranks: of replicas, only the first does."""
-    if not is_sharded(tensor):
-        return rank() == 0
-    coordinate = tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]
-    if coordinate is None:
-        return False
-    placements = tensor.placements  # type: ignore[attr-defined]
-    for position, placement in zip(coordinate, placements, strict=True):
-        if placement.is_partial():
-            raise GradsightError(
-                f"a gradient has the placement {placement}: its parts are not reduced over the "
-                "ranks yet, so no statistic of it would be true. Look at gradients after they "
-                "have been reduced."
-            )
-        if placement.is_replicate() and position != 0:
-            return False
-    return True
 
 
 def sharding(tensor: Tensor) -> object:

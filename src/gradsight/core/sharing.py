@@ -18,6 +18,12 @@ def reduces_gradients(model: nn.Module) -> bool:
     return bool(getattr(model, "require_backward_grad_sync", True))
 
 
+def allows_uneven_steps(model: nn.Module) -> bool:
+    """Whether torch's Join lets the ranks of this model make different numbers of steps."""
+    config = getattr(model, "_join_config", None)
+    return bool(getattr(config, "enable", False))
+
+
 def replicated_parameters(model: nn.Module) -> set[int]:
     """The ids of parameters that DistributedDataParallel keeps alike on all ranks."""
     replicated = set()
@@ -95,7 +101,7 @@ class ModelGroup(ProcessGroup):
             if is_sharded(parameter):
                 _check_mesh(parameter, world_size())
         device = parameters[0].device if parameters else None
-        super().__init__(backend=None, device=device, timeout=None, alone=not shared)
+        super().__init__("model", backend=None, device=device, timeout=None, alone=not shared)
 
     def gather_shards(self, sharded: Tensor) -> Tensor:
         """The whole of a tensor of which each rank holds some rows."""

@@ -2,7 +2,10 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
+
+from gradsight.core.guard import Guard
 
 
 class Clock(Protocol):
@@ -26,7 +29,7 @@ WALL_CLOCK = WallClock()
 class Worker:
     """Calls `work` every `period` seconds, and once more when stopped.
 
-    `work` handles its own errors: nobody is there to catch them.
+    If `work` fails, that is said, and it is called no more but at the end.
     """
 
     def __init__(
@@ -35,21 +38,24 @@ class Worker:
         self._work = work
         self._period = period
         self._clock = clock
-        self._stop = threading.Event()
+        self.end = threading.Event()
+        """Set, the thread ends soon; `stop` also waits for it."""
+        self._guard = Guard(None, name, f"the thread {name} stopped")
         # A daemon, so that a script that forgets to close can still end; the store's tail keeps
         # what the thread had not yet brought in.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        run = partial(self._guard.attempt, self._run)
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> bool:
         """Let it finish what is left; tell whether it did so in time."""
-        self._stop.set()
+        self.end.set()
         # A thread cannot wait for its own end.
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._clock.wait(self._stop, self._period):
-            self._work()
-        self._work()
+        while not self._clock.wait(self.end, self._period):
+            self._guard.run(self._work)
+        self._guard.attempt(self._work)

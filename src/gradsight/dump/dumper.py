@@ -2,8 +2,10 @@
 
 import atexit
 import math
+import threading
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -11,23 +13,25 @@ from typing import Literal
 import torch
 
 from gradsight.core.group import ProcessGroup
-from gradsight.core.locks import HeldBriefly
+from gradsight.core.guard import Guard
 from gradsight.core.problems import Problems, say
 from gradsight.core.rundir import directory_path
+from gradsight.core.sharing import allows_uneven_steps
 from gradsight.dump.folders import Layout
 from gradsight.dump.gradients import Collector, Gradients
 from gradsight.dump.job import Facts, Job, Limits, run, without_tensors
 from gradsight.dump.plan import Fault
 from gradsight.dump.staging import Pool
+from gradsight.dump.turns import Turns
 from gradsight.dump.writer import Writer
-from gradsight.errors import UsageError
+from gradsight.errors import GradsightError, UsageError
 from gradsight.values.findings import Problem
 from gradsight.values.steps import Schedule
 from gradsight.values.whole_numbers import single_number, whole_number
 
 SEVERITIES = ("warning", "critical")
-JOINING = timedelta(minutes=2)
-"""How long the ranks may take to meet at their first dump."""
+WAITING = 5.0
+"""Seconds that training waits for a copy's place while the dump before waits for other ranks."""
 WRITING = timedelta(minutes=60)
 """How long the fastest rank waits for the slowest to write."""
 
@@ -103,15 +107,20 @@ class GradientDumper:
         self._pool = Pool(counts["queue_size"] or 1)
         self._writer = Writer(self._work, asynchronous)
         self._ranks: ProcessGroup | None = None
+        self._turns = Turns()
         self._collector: Collector | None = None
         self._broken: Fault | None = None
         self._problems = Problems()
         self._unsaid: list[str] = []
-        self._lock = HeldBriefly()
+        self._lock = threading.RLock()
+        self._guard = Guard(
+            self._problems, "fault", "the gradients were not dumped", passing=GradsightError
+        )
         self._started = False
         self._closed = False
         # The writer's thread is a daemon: at the end of the process it would be cut off in a dump.
-        atexit.register(self.close)
+        self._exit = partial(self._guard.attempt, self.close)
+        atexit.register(self._exit)
 
     @property
     def is_closed(self) -> bool:
@@ -151,7 +160,8 @@ class GradientDumper:
         if divisor != 1.0:
             gradient = f"{facts.gradient}, divided by {divisor:g}"
             facts = replace(facts, scale=divisor, gradient=gradient)
-        return self._take(model, step, facts)
+        path: Path | None = self._guard.attempt(self._take, model, step, facts)
+        return path
 
     def capture(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
         """Dump now, whatever the schedule says, with known facts; nothing is raised."""
@@ -188,6 +198,12 @@ class GradientDumper:
         if job.buffer is not None:
             self._pool.give(job.buffer)
 
+    def dump_alone(self, group: ProcessGroup) -> None:
+        """Other ranks will not dump: write what this one has whole, if it is the one to write."""
+        self._ranks = ProcessGroup(alone=True)
+        if not group.is_first:
+            self._broken = Fault("ranks", "another rank writes the dumps")
+
     def wait(self) -> None:
         """Return when every dump so far is complete, or given up."""
         self._writer.wait()
@@ -200,7 +216,7 @@ class GradientDumper:
         self._writer.close()
         if self._ranks is not None:
             self._ranks.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._exit)
         self._say()
 
     def __enter__(self) -> "GradientDumper":
@@ -235,6 +251,7 @@ class GradientDumper:
         try:
             if self._collector is None:
                 self._collector = Collector(ranks.size, ranks.rank, self._limits.first_n)
+            self._turns.uneven = allows_uneven_steps(model)
             gradients = self._collector.collect(model, unscale=facts.divisor != 1.0)
             if ranks.size == 1 and not gradients.seen:
                 advice = "call dump after backward() and before zero_grad()"
@@ -254,7 +271,11 @@ class GradientDumper:
         job = Job(step, facts, without_tensors(gradients))
         # Of 200 MiB, training waits 39 ms for memory that is kept and a thread of ours; 160 ms for
         # torch's async_save, 248 ms for a synchronous save.
-        buffer = self._pool.take(self._wait)
+        buffer = self._pool.take()
+        while buffer is None and self._wait and self._pool.is_worth_waiting_for:
+            if not self._writer.wait_for_one():
+                break
+            buffer = self._pool.take()
         if buffer is None:
             text = "dumps were skipped because an earlier one was still being written"
             return replace(job, fault=Fault("skipped", text))
@@ -271,7 +292,7 @@ class GradientDumper:
         """The ranks that dump together; they meet at the first dump."""
         if self._ranks is None and self._broken is None:
             try:
-                self._ranks = ProcessGroup(timeout=WRITING, meeting=JOINING)
+                self._ranks = ProcessGroup("dumps", timeout=WRITING)
             except Exception as error:
                 self._broken = Fault(
                     "ranks",
@@ -290,7 +311,13 @@ class GradientDumper:
             if self._broken is not None:
                 self._count(job.step, self._broken)
                 return
+            with self._pool.freed_by_ranks(WAITING):
+                absent = self._turns.meet(self._ranks)
+            if absent is not None:
+                self._count(job.step, absent)
+                return
             outcome = run(job, self._layout, self._ranks, self._limits, first=not self._started)
+            self._turns.done(self._ranks)
             self._started = self._started or outcome.fault is None
             for note in outcome.notes:
                 self._note(job.step, note)

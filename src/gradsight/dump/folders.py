@@ -8,22 +8,25 @@ gradient_dumper/step{N}.partial/*.removed                   no longer wanted; ha
 
 import os
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from gradsight.core import files, rundir
-from gradsight.core.locks import HeldBriefly
+from gradsight.core.places import kind_below, names_in, refuse_links
 from gradsight.dump.manifest import NAME, Manifest, read
 from gradsight.errors import GradsightError, UsageError, WrongPlace
 
 P = ParamSpec("P")
 T = TypeVar("T")
-NAMES = HeldBriefly()
+NAMES = threading.RLock()
 """Held while folders come and go: two dumpers of a process may share a step's folder."""
 FOLDERS = {"full": "full_gradients", "sampled": "sampled_gradients"}
+_MOST_DIGITS = 18
+"""Digits of a step: of a longer number Python itself would not make one."""
 
 
 def _alone(method: Callable[P, T]) -> Callable[P, T]:
@@ -60,27 +63,29 @@ class Layout:
     @_alone
     def recover(self) -> None:
         """Clear what a killed process left; a dump that was about to be replaced is put back."""
-        files.make_folder(self.root)
-        partials = step_folders(self.root, ".partial")
+        files.make_folder(self.root, below=self.run_dir)
+        partials = step_folders(self.run_dir, rundir.DUMPS, ".partial")
         leftovers = [
-            path for folder in partials for path in sorted(folder.glob(f"{FOLDERS[self.kind]}*"))
+            folder / name
+            for folder in partials
+            for name in names_in(self.run_dir, folder.relative_to(self.run_dir))
+            if name.startswith(FOLDERS[self.kind])
         ]
         for leftover in leftovers:
             final = self.root / leftover.parent.name.removesuffix(".partial") / FOLDERS[self.kind]
-            if leftover.suffix == ".old" and not final.exists():
-                final.parent.mkdir(exist_ok=True)
-                files.move(leftover, final)
-            files.remove_tree(leftover)
-        for folder in [*partials, *step_folders(self.root)]:
-            files.remove_if_empty(folder)
+            if leftover.suffix == ".old" and not self._is_there(final):
+                self._move(leftover, final)
+            self._remove(leftover)
+        for folder in [*partials, *step_folders(self.run_dir, rundir.DUMPS)]:
+            files.remove_if_empty(folder, below=self.run_dir)
 
     @_alone
     def prepare(self, step: int) -> Path:
         """An empty folder to write the dump of a step into."""
         partial = self.partial(step)
         # A dump that is overwritten half way later loads as a mix of old and new values.
-        files.remove_tree(partial)
-        partial.mkdir(parents=True)
+        self._remove(partial)
+        files.make_folder(partial, below=self.run_dir, sync=False)
         return partial
 
     @_alone
@@ -91,45 +96,64 @@ class Layout:
         old = partial.with_suffix(".old")
         # The names in the folder must be on the disk before the rename makes it the dump.
         files.sync_path(partial)
-        final.parent.mkdir(exist_ok=True)
-        if final.exists():
+        if self._is_there(final):
             # Moved aside, not removed: killed between the two renames, `recover` puts it back.
-            files.remove_tree(old)
-            files.move(final, old)
-        files.move(partial, final)
-        files.sync_path(self.root)
-        files.remove_tree(old)
-        files.remove_if_empty(partial.parent)
+            self._remove(old)
+            self._move(final, old)
+        self._move(partial, final)
+        self._remove(old)
+        files.remove_if_empty(partial.parent, below=self.run_dir)
 
     @_alone
     def discard(self, step: int) -> None:
         """Remove what was written of a dump that will not become complete."""
-        files.remove_tree(self.partial(step))
-        files.remove_if_empty(self.partial(step).parent)
+        self._remove(self.partial(step))
+        files.remove_if_empty(self.partial(step).parent, below=self.run_dir)
 
     @_alone
     def retire(self, step: int) -> None:
         """Remove a complete dump: first out of sight, then from the disk."""
         final = self.final(step)
         gone = self.partial(step).with_suffix(".removed")
-        gone.parent.mkdir(exist_ok=True)
-        files.remove_tree(gone)
-        files.move(final, gone)
-        files.remove_tree(gone)
-        files.remove_if_empty(gone.parent)
-        files.remove_if_empty(final.parent)
+        self._remove(gone)
+        self._move(final, gone)
+        self._remove(gone)
+        files.remove_if_empty(gone.parent, below=self.run_dir)
+        files.remove_if_empty(final.parent, below=self.run_dir)
+
+    def _is_there(self, folder: Path) -> bool:
+        return kind_below(self.run_dir, folder.relative_to(self.run_dir)) is not None
+
+    def _remove(self, folder: Path) -> None:
+        files.remove_tree(folder, below=self.run_dir)
+
+    def _move(self, source: Path, target: Path) -> None:
+        """Rename a folder to its place in the folder of a step, which is made where it is not."""
+        files.make_folder(target.parent, below=self.run_dir)
+        files.move(source, target, below=self.run_dir)
 
     def complete(self) -> list[Manifest]:
         """The manifests of complete dumps, oldest first; unreadable ones are left alone."""
-        manifests = []
-        for folder in (step / FOLDERS[self.kind] for step in step_folders(self.root)):
+        return sorted(self.each(), key=lambda manifest: (manifest.created, manifest.step))
+
+    def each(self, most_bytes: int | None = None) -> Iterator[Manifest]:
+        """The same one by one, in the order of steps; no more than take so many bytes of text."""
+        room = most_bytes
+        for folder in (
+            step / FOLDERS[self.kind] for step in step_folders(self.run_dir, rundir.DUMPS)
+        ):
+            if kind_below(self.run_dir, folder.relative_to(self.run_dir)) != "folder":
+                continue
+            if room is not None:
+                room -= manifest_bytes(folder)
+                if room < 0:
+                    return
             try:
                 manifest = read(folder)
             except GradsightError:
                 continue
             if folder == self.final(manifest.step):
-                manifests.append(manifest)
-        return sorted(manifests, key=lambda manifest: (manifest.created, manifest.step))
+                yield manifest
 
     def trim(self, keep_last: int | None, max_bytes: int | None) -> list[int]:
         """Remove dumps until the limits hold, and tell whose steps; one always stays.
@@ -167,6 +191,14 @@ def _first_of_findings(dumps: Sequence[Manifest]) -> set[int]:
     return set(first.values())
 
 
+def manifest_bytes(folder: Path) -> int:
+    """How long the text of a dump's manifest is; 0 where there is none."""
+    try:
+        return os.lstat(folder / NAME).st_size
+    except OSError:
+        return 0
+
+
 def size(manifest: Manifest) -> int:
     """The bytes that the files of a dump take."""
     return sum(stored.bytes for stored in manifest.files.values())
@@ -178,13 +210,16 @@ def find_dumps(path: Path, step: int | None = None) -> list[Path]:
     Every folder that has the place of a dump is named, readable or not; folders still being written
     are not.
     """
-    if (path / NAME).exists() or path.name in FOLDERS.values():
+    if not path.is_dir():
+        raise WrongPlace(_nothing(path))
+    if kind_below(path, NAME) == "file" or path.name in FOLDERS.values():
         dumps = [path]
     else:
-        parents = [path, *step_folders(path), *step_folders(path / rundir.DUMPS)]
+        refuse_links(path, rundir.DUMPS)
+        parents = [path, *step_folders(path), *step_folders(path, rundir.DUMPS)]
         places = [folder / name for folder in parents for name in FOLDERS.values()]
-        dumps = [place for place in places if place.is_dir()]
-    if not dumps or not path.exists():
+        dumps = [place for place in places if _is_folder(path, place)]
+    if not dumps:
         raise WrongPlace(_nothing(path))
     dumps.sort(key=lambda folder: (step_of(folder) or 0, folder.name))
     chosen = [folder for folder in dumps if step is None or step_of(folder) == step]
@@ -195,15 +230,29 @@ def find_dumps(path: Path, step: int | None = None) -> list[Path]:
     return chosen
 
 
-def step_folders(root: Path, ending: str = "") -> list[Path]:
-    """The folders of steps, while others may be coming and going."""
-    names = os.listdir(root) if root.is_dir() else []
-    return [root / name for name in names if re.fullmatch(rf"step\d+{re.escape(ending)}", name)]
+def step_folders(root: Path, inner: str = "", ending: str = "") -> list[Path]:
+    """The folders of steps in a folder below `root`, while others may be coming and going.
+
+    What is no folder, or a link to one, is none.
+    """
+    if inner and kind_below(root, inner) != "folder":
+        return []
+    pattern = rf"step[0-9]{{1,{_MOST_DIGITS}}}{re.escape(ending)}"
+    names = [name for name in names_in(root, inner) if re.fullmatch(pattern, name)]
+    folders = [Path(inner, name) for name in sorted(names, key=lambda name: (len(name), name))]
+    return [root / folder for folder in folders if kind_below(root, folder) == "folder"]
+
+
+def _is_folder(root: Path, place: Path) -> bool:
+    """Whether there is a folder at a place; a link there is an error."""
+    inner = place.relative_to(root)
+    refuse_links(root, inner)
+    return kind_below(root, inner) == "folder"
 
 
 def step_of(folder: Path) -> int | None:
     """The step in a dump folder's path."""
-    match = re.fullmatch(r"step(\d+)", folder.parent.name)
+    match = re.fullmatch(rf"step([0-9]{{1,{_MOST_DIGITS}}})", folder.parent.name)
     return int(match[1]) if match else None
 
 

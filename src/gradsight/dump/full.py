@@ -6,11 +6,13 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gradsight.core import files
+from gradsight.core.guard import Guard
 from gradsight.dump.gradients import Row
 from gradsight.dump.manifest import Chunk, Entry, Stored
 from gradsight.dump.staging import Buffer, Span
@@ -59,6 +61,10 @@ def write_shard(folder: Path, rank: int, buffer: Buffer, spans: Sequence[Span]) 
     return Shard(tuple(body.records), ((name, Stored(body.position, body.frame_crc)),))
 
 
+_LOOK = 1.0
+"""Seconds after which it is looked whether a checksum can still come."""
+
+
 class Checksums:
     """The crc32 of each part, in order, computed in a thread beside the writing."""
 
@@ -67,7 +73,9 @@ class Checksums:
         self._sums: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._stopped = False
         # zlib lets go of the interpreter's lock for large parts, so that both go on at once.
-        self._thread = threading.Thread(target=self._run, name="gradsight-crc", daemon=True)
+        guard = Guard(None, "crc", "checksums could not be computed")
+        run = partial(guard.attempt, self._run)
+        self._thread = threading.Thread(target=run, name="gradsight-crc", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -76,7 +84,12 @@ class Checksums:
 
     def next(self) -> int:
         """The checksum of the next part."""
-        return self._sums.get()
+        while True:
+            try:
+                return self._sums.get(timeout=_LOOK)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._sums.empty():
+                    raise RuntimeError("the thread that computes checksums has ended") from None
 
     def close(self) -> None:
         """Stop, and return when no part is read any more."""

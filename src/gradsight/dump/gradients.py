@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsight.core.gradient_parts import gradient_parts, lies_like_its_parameter
 from gradsight.core.parameters import named_parameters
-from gradsight.core.shards import Place, local_part, place_of, sharding
+from gradsight.core.shards import Place, is_sharded, like, local_part, place_of, sharding
 from gradsight.core.sharing import reduces_gradients
 from gradsight.dump.manifest import ITEM_BYTES
 from gradsight.errors import UsageError
@@ -78,8 +79,9 @@ class Collector:
         tensors: list[torch.Tensor] = []
         left_out: dict[str, str] = {}
         seen = 0
+        moved = _laid_like_parameters(named)
         for turn, (name, parameter) in enumerate(named.items()):
-            gradient, source = _gradient(parameter)
+            gradient, source = moved.get(name) or _gradient(parameter)
             if gradient is None:
                 continue
             seen += 1
@@ -182,6 +184,22 @@ def _gradient(parameter: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     if main is not None:
         return main, "main_grad"
     return parameter.grad, "grad"
+
+
+def _laid_like_parameters(
+    named: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[torch.Tensor, str]]:
+    """Gradients that lie otherwise on the ranks than their parameters, brought into line."""
+    otherwise = {
+        name: parameter
+        for name, parameter in named.items()
+        if is_sharded(parameter) and not lies_like_its_parameter(parameter)
+    }
+    parts = gradient_parts(list(otherwise.values()))
+    return {
+        name: (like(parameter, part), "grad")
+        for (name, parameter), part in zip(otherwise.items(), parts, strict=True)
+    }
 
 
 def _refusal(gradient: torch.Tensor, parameter: torch.Tensor, place: Place) -> str | None:

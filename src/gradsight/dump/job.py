@@ -71,7 +71,7 @@ class DumpOutcome:
 def run(
     job: Job, layout: Layout, ranks: ProcessGroup, limits: Limits, first: bool = False
 ) -> DumpOutcome:
-    """Write one dump together with the other ranks."""
+    """Write one dump together with the other ranks, which have all come for it."""
     offers: list[Any] = ranks.gather_objects(_guarded(lambda: _offer(job))) or []
     decision: Any = None
     if ranks.is_first:

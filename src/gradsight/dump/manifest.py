@@ -4,6 +4,7 @@ A dump without a manifest is no dump. The manifest is written last, carries a ch
 and is refused when malformed: it may come from a stranger.
 """
 
+import itertools
 import json
 import math
 import zlib
@@ -12,6 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradsight.core import limits
+from gradsight.core.documents import load_json, refuse_large
+from gradsight.core.places import read_file
+from gradsight.core.records import read_record
 from gradsight.errors import RunError, WrongPlace
 from gradsight.values.plain import plain
 
@@ -19,6 +24,11 @@ NAME = "manifest.json"
 FORMAT = "gradsight-dump"
 VERSION = 1
 _BETWEEN = "; "
+_LAST_SECOND = 253_402_300_800.0
+"""The end of the year 9999, beyond which Python has no dates."""
+_MOST_WORK = 16
+"""How often each chunk may be looked at to see whether chunks overlap; a grid needs as many looks
+as it has dimensions."""
 SCHEDULE = "schedule"
 """The reason of a dump that was due, and of which nothing was found."""
 
@@ -129,9 +139,12 @@ def _code(reason: str) -> str:
 def encode(manifest: Manifest) -> bytes:
     """The manifest as the text that is written, with its own checksum."""
     body = {"format": FORMAT, "version": VERSION, **plain(manifest)}
-    return json.dumps(
+    text = json.dumps(
         {**body, "crc32": _checksum(body)}, ensure_ascii=False, allow_nan=False
     ).encode()
+    # What nobody could read is not written: better no dump than one that cannot be opened.
+    refuse_large(text, NAME)
+    return text
 
 
 def read(folder: Path) -> Manifest:
@@ -142,12 +155,12 @@ def read(folder: Path) -> Manifest:
             f"{folder} is still being written, or was left behind unfinished: it is not a dump"
         )
     try:
-        body = json.loads(path.read_bytes())
+        data = read_file(folder, NAME, limits.DOCUMENT_BYTES)
     except FileNotFoundError:
         raise RunError(_no_dump(folder)) from None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read as a manifest: {error}") from None
-    return decode(body, path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read as a manifest: {error.strerror}") from None
+    return decode(load_json(data, str(path)), path)
 
 
 def decode(body: Any, path: Path) -> Manifest:
@@ -161,64 +174,81 @@ def decode(body: Any, path: Path) -> Manifest:
         )
     if body.pop("crc32", None) != _checksum(body):
         raise RunError(f"{path} is damaged: its checksum does not match")
-    try:
-        return _typed(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{path} is malformed: {error}") from None
+    fields = {key: value for key, value in body.items() if key not in ("format", "version")}
+    manifest = read_record(Manifest, fields, str(path))
+    if fault := _fault(manifest):
+        raise RunError(f"{path} is malformed: {fault}")
+    return manifest
 
 
-def _typed(body: dict[str, Any]) -> Manifest:
-    files = {
-        name: Stored(_count(stored["bytes"]), _count(stored["frame_crc32"]))
-        for name, stored in body["files"].items()
-    }
-    # A manifest may come from a stranger: a name with a path in it would read any file.
-    if unsafe := [name for name in files if name != Path(name).name or name in {"", ".", ".."}]:
-        raise ValueError(f"the file name {unsafe[0]!r} leads out of the dump's folder")
-    rest = {
-        key: body[key]
-        for key in Manifest.__slots__
-        if key not in {"tensors", "files", "parameters", "clip_coef", "scale"}
-    }
-    return Manifest(
-        **rest,
-        tensors={name: _entry(name, entry, files) for name, entry in body["tensors"].items()},
-        files=files,
-        parameters=tuple(body["parameters"]),
-        clip_coef=None if body["clip_coef"] is None else float(body["clip_coef"]),
-        scale=None if body["scale"] is None else float(body["scale"]),
-    )
+def _fault(manifest: Manifest) -> str | None:
+    """What does not make sense in a manifest whose every value is of its type."""
+    if manifest.kind not in ("full", "sampled"):
+        return f"a dump is full or sampled, and not {manifest.kind!r}"
+    if not 0 <= manifest.created < _LAST_SECOND:
+        return f"it was created at {manifest.created}, which no clock shows"
+    if manifest.step < 0 or manifest.world_size < 1:
+        return f"step {manifest.step} of {manifest.world_size} ranks cannot be"
+    for name in manifest.files:
+        # A manifest may come from a stranger: a name with a path in it would read any file.
+        if name != Path(name).name or name in {"", ".", "..", NAME}:
+            return f"the file name {name!r} leads out of the dump's folder"
+    for name, entry in manifest.tensors.items():
+        if fault := _fault_of_entry(name, entry, manifest.files):
+            return fault
+    return _fault_of_places(manifest)
 
 
-def _entry(name: str, body: dict[str, Any], files: Mapping[str, Stored]) -> Entry:
-    chunks = tuple(
-        Chunk(**{**chunk, "offsets": _box(chunk["offsets"]), "sizes": _box(chunk["sizes"])})
-        for chunk in body["chunks"]
-    )
-    lists = {
-        "shape": _box(body["shape"]),
-        "parameter_shape": _box(body["parameter_shape"]),
-        "placements": tuple(body["placements"]),
-    }
-    entry = Entry(**{**body, **lists, "chunks": chunks})
+def _fault_of_entry(name: str, entry: Entry, files: Mapping[str, Stored]) -> str | None:
     if entry.dtype not in ITEM_BYTES:
-        raise ValueError(f"{name} has the unknown dtype {entry.dtype!r}")
-    for chunk in chunks:
-        _check_chunk(name, entry, chunk, files)
-    if not tiles(entry.shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
-        raise ValueError(f"the chunks of {name} do not cover it exactly once")
-    return entry
+        return f"{name} has the unknown dtype {entry.dtype!r}"
+    for shape in (entry.shape, entry.parameter_shape):
+        # What is empty in one dimension has no bytes, but numpy wants to count the others.
+        volume = math.prod(max(1, length) for length in shape) * ITEM_BYTES[entry.dtype]
+        wrong = len(shape) > limits.DIMENSIONS or min(shape, default=0) < 0
+        if wrong or volume > limits.NUMBER:
+            return f"{name} has the shape {shape}, which no tensor has"
+    for chunk in entry.chunks:
+        if fault := _fault_of_chunk(name, entry, chunk, files):
+            return fault
+    if not tiles(entry.shape, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
+        return f"the chunks of {name} do not cover it exactly once"
+    return None
 
 
-def _check_chunk(name: str, entry: Entry, chunk: Chunk, files: Mapping[str, Stored]) -> None:
+def _fault_of_chunk(
+    name: str, entry: Entry, chunk: Chunk, files: Mapping[str, Stored]
+) -> str | None:
     """A chunk must lie inside its tensor and inside its file."""
-    known = chunk.file in files
-    if not known or _count(chunk.offset) + _count(chunk.bytes) > files[chunk.file].bytes:
-        raise ValueError(f"a chunk of {name} lies outside of its file {chunk.file!r}")
+    if min(chunk.offset, chunk.bytes, *chunk.offsets, *chunk.sizes) < 0:
+        return f"a chunk of {name} has a negative size or place"
+    if chunk.file not in files or chunk.offset + chunk.bytes > files[chunk.file].bytes:
+        return f"a chunk of {name} lies outside of its file {chunk.file!r}"
     if chunk.bytes != math.prod(chunk.sizes) * ITEM_BYTES[entry.dtype]:
-        raise ValueError(
-            f"a chunk of {name} has {chunk.bytes} bytes, its sizes {chunk.sizes} say otherwise"
-        )
+        return f"a chunk of {name} has {chunk.bytes} bytes, its sizes {chunk.sizes} say otherwise"
+    return None
+
+
+def _fault_of_places(manifest: Manifest) -> str | None:
+    """Chunks share no bytes of a file: so all gradients together are no larger than the files."""
+    for file, chunks in chunks_by_file(manifest).items():
+        end = 0
+        for chunk, name in chunks:
+            if chunk.offset < end:
+                return f"a chunk of {name} lies where another one lies in {file!r}"
+            end = chunk.offset + chunk.bytes
+    return None
+
+
+def chunks_by_file(manifest: Manifest) -> dict[str, list[tuple[Chunk, str]]]:
+    """The chunks of each file in their order, with the names of their gradients."""
+    chunks: dict[str, list[tuple[Chunk, str]]] = {name: [] for name in manifest.files}
+    for name, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            chunks[chunk.file].append((chunk, name))
+    for found in chunks.values():
+        found.sort(key=lambda pair: (pair[0].offset, pair[0].bytes))
+    return chunks
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -245,18 +275,45 @@ def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def _disjoint(boxes: list[Box]) -> bool:
-    """Whether no two boxes overlap; each is compared only with those that reach its rows."""
-    near: list[Box] = []
-    for box in sorted(boxes):
-        near = [
-            other
-            for other in near
-            if other[0][:1] >= box[0][:1] or other[0][0] + other[1][0] > box[0][0]
-        ]
-        if any(_overlap(box, other) for other in near):
+    """Whether no two boxes overlap: parted by straight cuts that cut no box, again and again.
+
+    The pieces of a sharded tensor lie in a grid, which a few cuts part. What no cut parts is
+    compared each with each, if it is little; a stranger's tangle of thousands is refused.
+    """
+    waiting = [boxes]
+    work = 0
+    while waiting:
+        group = waiting.pop()
+        work += len(group)
+        if len(group) < 2:
+            continue
+        parts = _parted(group)
+        if len(parts) > 1:
+            waiting += parts
+        elif len(group) > limits.CHUNKS_ENTANGLED or _any_overlap(group):
             return False
-        near.append(box)
+        if work > _MOST_WORK * len(boxes):
+            return False
     return True
+
+
+def _parted(boxes: list[Box]) -> list[list[Box]]:
+    """Boxes in groups between cuts along the first axis that has any."""
+    for axis in range(len(boxes[0][0])):
+        parts: list[list[Box]] = []
+        reach = -1
+        for box in sorted(boxes, key=lambda box: box[0][axis]):
+            if box[0][axis] >= reach:
+                parts.append([])
+            parts[-1].append(box)
+            reach = max(reach, box[0][axis] + box[1][axis])
+        if len(parts) > 1:
+            return parts
+    return [boxes]
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    return any(_overlap(one, other) for one, other in itertools.combinations(boxes, 2))
 
 
 def _overlap(one: Box, other: Box) -> bool:
@@ -264,16 +321,6 @@ def _overlap(one: Box, other: Box) -> bool:
     return all(
         start < begin + length and begin < start + size for start, size, begin, length in spans
     )
-
-
-def _box(numbers: list[int]) -> tuple[int, ...]:
-    return tuple(_count(number) for number in numbers)
-
-
-def _count(number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{number!r} is not a count")
-    return number
 
 
 def _checksum(body: dict[str, Any]) -> int:

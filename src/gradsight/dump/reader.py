@@ -1,13 +1,18 @@
 """Reading dumps in plain Python: no process group, no pickle, checksums compared."""
 
+import math
+import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from gradsight.core import limits
+from gradsight.core.places import kind_below, open_file, refuse_links
 from gradsight.core.rundir import directory_path
 from gradsight.dump.folders import FOLDERS, Layout
 from gradsight.dump.manifest import ITEM_BYTES, NAME, Chunk, Entry, Manifest, read
@@ -20,6 +25,10 @@ if TYPE_CHECKING:
 
 Slices = tuple[slice, ...]
 Bytes = npt.NDArray[np.uint8]
+BLOCK = 1 << 24
+"""Bytes that are read and checked at a time."""
+_MOST_OPEN = 64
+"""Files that are open at a time; systems allow some hundreds."""
 
 
 def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
@@ -31,10 +40,13 @@ def get_checkpoint_metadata(directory: str | Path) -> DumpMetadata:
 
 
 def dumps_in(run_dir: Path) -> list[DumpMetadata]:
-    """All complete dumps of a run, in the order of steps; what cannot be read is left out."""
-    found = []
+    """The complete dumps of a run, in the order of steps; what cannot be read is left out.
+
+    So is what comes after more text of manifests than one look takes.
+    """
+    found: list[DumpMetadata] = []
     for layout in (Layout(run_dir, kind) for kind in FOLDERS):
-        found += [_metadata(manifest) for manifest in layout.complete()]
+        found += map(_metadata, layout.each(limits.MANIFESTS_BYTES))
     return sorted(found, key=lambda dump: (dump.step, dump.kind))
 
 
@@ -64,8 +76,8 @@ def load_keys(
 
     directory: the dump's folder.
     keys: names of parameters, or one name.
-    index: one slice per leading dimension: reads only that part of each tensor, straight from its
-      place on the disk. Whole chunks are then not read, so their checksums are not compared.
+    index: one slice per leading dimension: gives only that part of each tensor. The chunks that
+      it lies in are read whole, for their checksums.
     """
     folder = dump_folder(directory)
     manifest = read(folder)
@@ -80,8 +92,11 @@ def dump_folder(directory: str | Path) -> Path:
     folder = directory_path(directory, "directory")
     if folder.is_file():
         raise RunError(f"{folder} is a file; expected the folder of a dump")
-    inside = [folder / name for name in FOLDERS.values() if (folder / name / NAME).exists()]
-    if (folder / NAME).exists() or not inside:
+    if not folder.is_dir() or kind_below(folder, NAME) is not None:
+        return folder
+    names = [name for name in FOLDERS.values() if kind_below(folder, name) is not None]
+    inside = [refuse_links(folder, name) for name in names]
+    if not inside:
         return folder
     if len(inside) > 1:
         raise UsageError(f"{folder} holds two dumps; name one of them: {inside[0]} or {inside[1]}")
@@ -138,43 +153,176 @@ def _is_span(part: object) -> bool:
     return all(end is None or isinstance(end, SupportsIndex) for end in (part.start, part.stop))
 
 
-def gather(folder: Path, name: str, entry: Entry, index: slice | Slices | None = None) -> Bytes:
-    """The raw bytes of a tensor or a part of it, row-major; the last axis is those of one entry."""
+def gather(
+    folder: Path, name: str, entry: Entry, index: slice | Slices | None = None, check: bool = True
+) -> Bytes:
+    """The raw bytes of a tensor or a part of it, row-major; the last axis is those of one entry.
+
+    With `check`, whole chunks are read and compared with their checksums, however little of them
+    is wanted; without, only what is wanted.
+    """
     width = ITEM_BYTES[entry.dtype]
     spans = bounds(entry.shape, index)
-    out = np.empty([stop - start for start, stop in spans] + [width], dtype=np.uint8)
-    for chunk in entry.chunks:
+    wanted = [chunk for chunk in entry.chunks if chunk.bytes and _reaches(chunk, spans)]
+    # Before there is memory for it: a manifest can claim what no file holds.
+    last_in_file = {chunk.file: chunk for chunk in sorted(wanted, key=lambda each: each.offset)}
+    for chunk in last_in_file.values():
+        with opened_chunk(folder, name, chunk):
+            pass
+    out = _empty([stop - start for start, stop in spans] + [width], name)
+    for chunk in wanted:
         inner = []
         outer = []
         for (start, stop), begin, size in zip(spans, chunk.offsets, chunk.sizes, strict=True):
             low = max(start, begin)
             high = min(stop, begin + size)
-            inner.append(slice(low - begin, high - begin))
+            inner.append((low - begin, high - begin))
             outer.append(slice(low - start, high - start))
-        if chunk.bytes and all(part.stop > part.start for part in outer):
-            stored = open_chunk(folder, name, chunk, check=index is None)
-            out[tuple(outer)] = stored.reshape(*chunk.sizes, width)[tuple(inner)]
+        out[tuple(outer)] = _read_box(folder, name, chunk, inner, check)
     return out
 
 
-def open_chunk(folder: Path, name: str, chunk: Chunk, check: bool = True) -> Bytes:
-    """The bytes of a chunk, mapped from the disk; compared with their checksum if asked."""
+def _reaches(chunk: Chunk, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether something of a chunk lies between these ends."""
+    return all(
+        max(start, begin) < min(stop, begin + size)
+        for (start, stop), begin, size in zip(spans, chunk.offsets, chunk.sizes, strict=True)
+    )
+
+
+def _empty(shape: Sequence[int], name: str) -> Bytes:
+    try:
+        return np.empty(shape, dtype=np.uint8)
+    except (MemoryError, ValueError):
+        size = math.prod(shape)
+        raise RunError(f"the gradient of {name!r} takes {size:,} bytes: no memory for it") from None
+
+
+def _read_box(
+    folder: Path, name: str, chunk: Chunk, box: Sequence[tuple[int, int]], check: bool
+) -> Bytes:
+    """A box of a chunk; unless the whole is to be compared, a box in one stretch is read alone."""
+    sizes = [high - low for low, high in box]
+    width = chunk.bytes // math.prod(chunk.sizes)
+    first = _position([low for low, _ in box], chunk.sizes)
+    stretch = _position([high - 1 for _, high in box], chunk.sizes) + 1 - first
+    alone = not check and stretch == math.prod(sizes)
+    offset = chunk.offset
+    count = chunk.bytes
+    if alone:
+        offset += first * width
+        count = stretch * width
+    stored = _empty([count], name)
+    with opened_chunk(folder, name, chunk) as handle:
+        read_into(handle, folder / chunk.file, name, offset, stored)
+    if alone:
+        return stored.reshape(*sizes, width)
+    if check and zlib.crc32(stored.data) != chunk.crc32:
+        raise wrong_checksum(folder / chunk.file, name)
+    return stored.reshape(*chunk.sizes, width)[tuple(slice(low, high) for low, high in box)]
+
+
+def _position(corner: Sequence[int], sizes: Sequence[int]) -> int:
+    """The place of an entry in a row-major array."""
+    place = 0
+    for index, size in zip(corner, sizes, strict=True):
+        place = place * size + index
+    return place
+
+
+@contextmanager
+def opened_chunk(folder: Path, name: str, chunk: Chunk) -> Iterator[int]:
+    """A descriptor of a chunk's file, which is large enough to hold it."""
     path = folder / chunk.file
     try:
-        stored: Bytes = np.memmap(path, np.uint8, "r", chunk.offset, (chunk.bytes,))
+        handle = open_file(folder, chunk.file)
     except FileNotFoundError:
         raise RunError(
             f"{path} is missing; without it the gradient of {name!r} cannot be read"
         ) from None
-    except (OSError, ValueError):
-        raise RunError(
-            f"{path} is cut short; without its end the gradient of {name!r} cannot be read"
-        ) from None
-    if check and zlib.crc32(stored.data) != chunk.crc32:
-        raise RunError(
-            f"{path} is damaged: the checksum of the gradient of {name!r} does not match"
-        )
-    return stored
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        if os.fstat(handle).st_size < chunk.offset + chunk.bytes:
+            raise cut_short(path, name)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def stored_blocks(folder: Path, name: str, entry: Entry) -> Iterator[Bytes]:
+    """All bytes of a gradient, chunk after chunk, and compared with their checksums.
+
+    They come in blocks, in one array that is filled again and again: thousands of small chunks do
+    not take thousands of calls, and a large one takes no more memory than a small one.
+    """
+    block = np.empty(min(BLOCK, entry.bytes), np.uint8)
+    filled = 0
+    with _OpenFiles(folder, name) as opened:
+        for chunk in entry.chunks:
+            handle = opened.handle(chunk)
+            crc = 0
+            done = 0
+            while done < chunk.bytes:
+                part = block[filled : filled + chunk.bytes - done]
+                read_into(handle, folder / chunk.file, name, chunk.offset + done, part)
+                crc = zlib.crc32(part.data, crc)
+                done += len(part)
+                filled += len(part)
+                if filled == len(block):
+                    yield block
+                    filled = 0
+            if crc != chunk.crc32:
+                raise wrong_checksum(folder / chunk.file, name)
+    if filled:
+        yield block[:filled]
+
+
+class _OpenFiles:
+    """The files that a gradient's chunks lie in, each opened once as long as they are few."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._stack = ExitStack()
+        self._handles: dict[str, int] = {}
+
+    def __enter__(self) -> "_OpenFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def handle(self, chunk: Chunk) -> int:
+        """A descriptor of a chunk's file."""
+        known = self._handles.get(chunk.file)
+        if known is None:
+            if len(self._handles) >= _MOST_OPEN:
+                self._stack.close()
+                self._handles.clear()
+            known = self._stack.enter_context(opened_chunk(self._folder, self._name, chunk))
+            self._handles[chunk.file] = known
+        return known
+
+
+def read_into(handle: int, path: Path, name: str, offset: int, out: Bytes) -> None:
+    """Fill an array from a place in a file. Not mapped: a file cut off meanwhile would kill us."""
+    done = 0
+    while done < len(out):
+        count = os.preadv(handle, [out[done : done + BLOCK].data], offset + done)
+        if not count:
+            raise cut_short(path, name)
+        done += count
+
+
+def cut_short(path: Path, name: str) -> RunError:
+    """The error for a file that ends too early."""
+    return RunError(f"{path} is cut short; without its end the gradient of {name!r} cannot be read")
+
+
+def wrong_checksum(path: Path, name: str) -> RunError:
+    """The error for bytes that are not those that were written."""
+    return RunError(f"{path} is damaged: the checksum of the gradient of {name!r} does not match")
 
 
 def _tensor(

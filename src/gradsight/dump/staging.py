@@ -1,12 +1,13 @@
 """Copies of gradients in reused host memory: all that the training thread has to wait for."""
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from gradsight.core.locks import HeldBriefly
 from gradsight.dump.gradients import Gradients, Row
 
 ALIGN = 64
@@ -83,22 +84,38 @@ class Pool:
 
     def __init__(self, count: int) -> None:
         self._free = [Buffer() for _ in range(count)]
-        self._change = threading.Condition(HeldBriefly())
+        self._lock = threading.Lock()
+        self._until: float | None = None
 
-    def take(self, wait: bool) -> Buffer | None:
-        """A free buffer; if there is none, wait for one or do without."""
-        with self._change:
-            while not self._free:
-                if not wait:
-                    return None
-                self._change.wait()
+    def take(self) -> Buffer | None:
+        """A free buffer, if there is one."""
+        with self._lock:
+            if not self._free:
+                return None
             return self._free.pop()
+
+    @contextmanager
+    def freed_by_ranks(self, patience: float) -> Iterator[None]:
+        """In here buffers wait for other ranks, and nobody waits longer for a buffer than this.
+
+        Those ranks may be waiting for the one that asks, in a collective of training's own.
+        """
+        self._until = time.monotonic() + patience
+        try:
+            yield
+        finally:
+            self._until = None
+
+    @property
+    def is_worth_waiting_for(self) -> bool:
+        """Whether a buffer can be expected soon."""
+        until = self._until
+        return until is None or time.monotonic() < until
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer for the next dump."""
-        with self._change:
+        with self._lock:
             self._free.append(buffer)
-            self._change.notify()
 
 
 def _lay_out(rows: Sequence[Row]) -> list[Span]:

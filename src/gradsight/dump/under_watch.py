@@ -13,7 +13,7 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job
 from gradsight.dump.manifest import SCHEDULE, joined_reasons
 from gradsight.values.findings import Finding, Suspicion
-from gradsight.values.steps import TRUE_GRADIENT
+from gradsight.values.steps import CHANGED_GRADIENT, TRUE_GRADIENT
 
 _USED = "as the optimizer used it, after any clipping"
 _MIXED = "of several optimizers, as found after the last backward pass"
@@ -64,11 +64,13 @@ class WatchedDumps:
         scaler: torch.amp.GradScaler | None,
         suspicion: Suspicion | None,
         wanted: bool,
+        complete: bool,
     ) -> None:
         """The gradients are true now; a later look of the same step replaces this one.
 
         suspicion: what will be found of this step.
         wanted: an earlier finding asks for a dump, on rank 0.
+        complete: no gradient was edited before this look.
         """
         self._forget()
         bad = suspicion is not None and self._dumper.wants_finding(suspicion.severity)
@@ -79,8 +81,9 @@ class WatchedDumps:
         if bad and suspicion is not None:
             reasons.insert(0, f"{suspicion.code} {suspicion.name}")
         scale = None if scaler is None else float(scaler.get_scale())
+        gradient = TRUE_GRADIENT if complete else CHANGED_GRADIENT
         facts = Facts(
-            gradient=_MIXED if self._several else TRUE_GRADIENT,
+            gradient=_MIXED if self._several else gradient,
             reason=joined_reasons(reasons),
             scale=scale,
             divisor=scale or 1.0,

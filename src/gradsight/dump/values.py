@@ -1,13 +1,16 @@
 """The values of dumped gradients as numpy arrays, for looking at them without torch."""
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.dump.manifest import Entry
-from gradsight.dump.reader import Slices, gather
+from gradsight.dump.manifest import ITEM_BYTES, Entry
+from gradsight.dump.reader import Slices, gather, stored_blocks
 
 Values = npt.NDArray[Any]
 
@@ -27,9 +30,42 @@ FLOAT8 = {
 """Exponent bits, bias, and whether it is of the OCP standard (else negative zero is NaN)."""
 
 
-def values(folder: Path, name: str, entry: Entry, index: slice | Slices | None = None) -> Values:
+def values(
+    folder: Path, name: str, entry: Entry, index: slice | Slices | None = None, check: bool = True
+) -> Values:
     """A dumped gradient in the narrowest numpy dtype that holds it exactly."""
-    return widen(gather(folder, name, entry, index), entry.dtype)
+    return widen(gather(folder, name, entry, index, check), entry.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValues:
+    """The values of a gradient in blocks, as often as they are asked for; each is used at once."""
+
+    folder: Path
+    name: str
+    entry: Entry
+
+    def __iter__(self) -> Iterator[Values]:
+        width = ITEM_BYTES[self.entry.dtype]
+        for block in stored_blocks(self.folder, self.name, self.entry):
+            yield widen(block.reshape(-1, width), self.entry.dtype)
+
+
+def slabs(shape: tuple[int, ...], most: int) -> Iterator[Slices]:
+    """Boxes of at most so many entries that together are a shape, in the order of its entries.
+
+    >>> [[(part.start, part.stop) for part in slab] for slab in slabs((2, 3), 2)]
+    [[(0, 1), (0, 2)], [(0, 1), (2, 3)], [(1, 2), (0, 2)], [(1, 2), (2, 3)]]
+    """
+    if math.prod(shape) <= most:
+        yield tuple(slice(0, length) for length in shape)
+        return
+    rest = math.prod(shape[1:])
+    rows = max(1, most // max(1, rest))
+    for start in range(0, shape[0], rows):
+        rows_here = slice(start, min(shape[0], start + rows))
+        for inner in slabs(shape[1:], max(1, most // rows)):
+            yield (rows_here, *inner)
 
 
 def widen(raw: npt.NDArray[np.uint8], dtype: str) -> Values:

@@ -1,12 +1,14 @@
 """Is a dump on the disk what was written? Every byte of every file is compared. No torch."""
 
+import os
 import zlib
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
-import numpy as np
-
-from gradsight.dump.manifest import NAME, Manifest, Stored, read
+from gradsight.core.places import names_in, open_file
+from gradsight.dump.manifest import NAME, Chunk, Stored, chunks_by_file, read
 from gradsight.errors import RunError
 
 BLOCK = 1 << 24
@@ -33,12 +35,13 @@ def verify(folder: Path) -> Verdict:
         manifest = read(folder)
     except RunError as error:
         return Verdict(folder, (str(error),))
+    chunks = chunks_by_file(manifest)
     damage = [
         fault
         for name, stored in manifest.files.items()
-        for fault in _check_file(folder, name, stored, manifest)
+        for fault in _check_file(folder, name, stored, chunks[name])
     ]
-    extra = sorted({path.name for path in folder.iterdir()} - {*manifest.files, NAME})
+    extra = sorted({*names_in(folder)} - {*manifest.files, NAME})
     damage += [f"{name}: does not belong to the dump" for name in extra]
     return Verdict(
         folder,
@@ -48,38 +51,39 @@ def verify(folder: Path) -> Verdict:
     )
 
 
-def _check_file(folder: Path, name: str, stored: Stored, manifest: Manifest) -> list[str]:
+def _check_file(
+    folder: Path, name: str, stored: Stored, chunks: list[tuple[Chunk, str]]
+) -> list[str]:
     """What is wrong with one file: its length, a gradient in it, or the bytes between the
     gradients.
     """
-    path = folder / name
-    if not path.is_file():
+    try:
+        handle = open_file(folder, name)
+    except FileNotFoundError:
         return [f"{name}: missing"]
-    length = path.stat().st_size
-    if length != stored.bytes:
-        return [f"{name}: {length:,} bytes, expected {stored.bytes:,}"]
-    if not length:
-        return []
-    content = np.memmap(path, np.uint8, "r")
-    chunks = [
-        (chunk, parameter)
-        for parameter, entry in manifest.tensors.items()
-        for chunk in entry.chunks
-        if chunk.file == name
-    ]
-    damage, frame, position = [], 0, 0
-    for chunk, parameter in sorted(chunks, key=lambda pair: pair[0].offset):
-        frame = _crc(content[position : chunk.offset], frame)
-        position = max(position, chunk.offset + chunk.bytes)
-        if _crc(content[chunk.offset : chunk.offset + chunk.bytes], 0) != chunk.crc32:
-            damage.append(f"{name}: the gradient of {parameter} is damaged")
-    if _crc(content[position:], frame) != stored.frame_crc32:
-        damage.append(f"{name}: damaged outside of the gradients")
+    except (OSError, RunError) as error:
+        return [f"{name}: cannot be read: {error}"]
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        length = os.fstat(handle).st_size
+        if length != stored.bytes:
+            return [f"{name}: {length:,} bytes, expected {stored.bytes:,}"]
+        damage, frame, position = [], 0, 0
+        for chunk, parameter in chunks:
+            frame = _crc(file, chunk.offset - position, frame)
+            position = chunk.offset + chunk.bytes
+            if _crc(file, chunk.bytes, 0) != chunk.crc32:
+                damage.append(f"{name}: the gradient of {parameter} is damaged")
+        if _crc(file, length - position, frame) != stored.frame_crc32:
+            damage.append(f"{name}: damaged outside of the gradients")
     return damage
 
 
-def _crc(content: np.ndarray[tuple[int], np.dtype[np.uint8]], start: int) -> int:
-    """The checksum of some bytes, read in blocks."""
-    for position in range(0, len(content), BLOCK):
-        start = zlib.crc32(content[position : position + BLOCK].data, start)
+def _crc(file: BinaryIO | FileIO, count: int, start: int) -> int:
+    """The checksum of the next bytes, read in blocks; it goes on from an earlier one."""
+    while count > 0:
+        block = file.read(min(count, BLOCK))
+        if not block:  # it was cut off meanwhile
+            return -1
+        start = zlib.crc32(block, start)
+        count -= len(block)
     return start

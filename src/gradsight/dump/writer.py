@@ -3,9 +3,13 @@
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
-from gradsight.core.locks import HeldBriefly
+from gradsight.core.guard import Guard
 from gradsight.dump.job import Job
+
+_LOOK = 1.0
+"""Seconds after which a waiting thread sees whether the writer still lives."""
 
 
 class Writer:
@@ -16,26 +20,36 @@ class Writer:
         self._asynchronous = asynchronous
         self._jobs: deque[Job | None] = deque()
         self._unfinished = 0
-        # Not a queue.Queue: a signal in the middle of its put() would find its lock taken.
-        self._change = threading.Condition(HeldBriefly())
+        self._change = threading.Condition()
+        self._guard = Guard(None, "dump", "a dump was given up")
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
         """Take a job; what bounds their number is the buffers they hold."""
         if not self._asynchronous:
-            self._work(job)
+            self._guard.attempt(self._work, job)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gradsight-dump", daemon=True)
+            run = partial(self._guard.attempt, self._run)
+            self._thread = threading.Thread(target=run, name="gradsight-dump", daemon=True)
             self._thread.start()
         self._put(job)
 
     def wait(self) -> None:
         """Return when every job so far is done."""
-        if self._thread is not None:
-            with self._change:
-                while self._unfinished:
-                    self._change.wait()
+        while self.wait_for_one():
+            pass
+
+    def wait_for_one(self) -> bool:
+        """Wait for one more job to be done, or a moment; False where there is none."""
+        with self._change:
+            before = self._unfinished
+            if before and self._is_alive():
+                self._change.wait(_LOOK)
+            return before > 0 and self._is_alive()
+
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Finish every job and end the thread."""
@@ -59,7 +73,7 @@ class Writer:
             try:
                 if job is None:
                     return
-                self._work(job)
+                self._guard.attempt(self._work, job)
             finally:
                 with self._change:
                     self._unfinished -= 1

@@ -11,10 +11,10 @@ from gradsight.errors import GradsightWarning, UsageError
 from gradsight.ghost.concat import Concatenation
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
-from gradsight.ghost.guard import PassGuard
 from gradsight.ghost.observation import Expected, Observation
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refresh import RefreshSchedule
+from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.sample_axis import LayoutMemory
 from gradsight.ghost.score_log import BlockScores, ScoreLog
 from gradsight.ghost.scores import Scores

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gradsight.core.parameters import unwrapped
 from gradsight.core.rundir import directory_path
 from gradsight.core.sharing import ModelGroup
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.arguments import (
     check_choice,
@@ -118,6 +119,7 @@ class GhostEngine:
         batch_dim: the dimension of the model's inputs that holds the samples, where it cannot be
             told from the shapes.
         """
+        refuse_unknown_torch("ghost")
         check_model(model)
         check_loss_fn(loss_fn)
         batches = named_targets(val_data, targets)

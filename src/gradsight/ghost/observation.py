@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from gradsight.core.beside import eager
 from gradsight.core.calls import suspended
-from gradsight.core.moments import leave, listen
+from gradsight.core.guard import Guard
+from gradsight.core.moments import listen
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
 from gradsight.ghost.first_block_check import FirstBlockCheck
-from gradsight.ghost.guard import refuse_batch_norm
 from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.refusals import refuse_batch_norm
 from gradsight.ghost.tracer import TraceOptions, Tracer, tracing
 
 
@@ -62,8 +63,10 @@ class Observation:
         try:
             # A compiled model ignores hooks that are put on later, and says nothing.
             self._stack.enter_context(eager())
-            listen(self)
-            self._stack.callback(leave, self)
+            # What the engine refuses, the user hears in their own block: everything passes.
+            guard = Guard(None, "engine", "the block was not observed", Exception)
+            listen(self, guard, own_thread=True)
+            self._stack.callback(guard.close)
             before = self._root.register_forward_pre_hook(
                 self._before_root, with_kwargs=True, prepend=True
             )

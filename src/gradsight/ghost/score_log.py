@@ -4,6 +4,7 @@ import atexit
 import os
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core import moments
+from gradsight.core.guard import Guard
+from gradsight.core.hooks import put_hook
 from gradsight.core.optimizers import innermost_optimizer
-from gradsight.core.problems import say
 from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
@@ -141,16 +143,15 @@ class ScoreLog:
         self._listening = False
         self._called_by_scaler = False
         self._problems = RunProblems(saving.run_dir if group.rank == 0 else None)
-        self._at_exit: _SavesAtExit | None = None
-        self._hooks: list[Any] = []
+        self._at_exit: Any = None
+        self._guard = Guard(self._problems, "scores", "the scores have no more clipping and steps")
         if optimizer is not None:
-            self._hooks = [
-                optimizer.register_step_pre_hook(self._before_optimizer),
-                optimizer.register_step_post_hook(self._after_optimizer),
-            ]
+            put_hook(self._guard, optimizer.register_step_pre_hook, self._before_optimizer)
+            put_hook(self._guard, optimizer.register_step_post_hook, self._after_optimizer)
         # With several processes the others may be gone when one ends: nothing is gathered then.
         if saving.run_dir is not None and group.size == 1:
-            self._at_exit = _SavesAtExit(self)
+            saving_last = Guard(self._problems, "last scores", "the last scores were not saved")
+            self._at_exit = partial(saving_last.attempt, _SavesAtExit(self))
             atexit.register(self._at_exit)
 
     def step(self, given: int | None) -> int:
@@ -211,7 +212,7 @@ class ScoreLog:
         if scale is not None and not self._listening:
             # A step that a GradScaler leaves out calls no hook of the optimizer.
             self._listening = True
-            moments.listen(self)
+            moments.listen(self, self._guard)
 
     def save_finished(self, step: int) -> None:
         """Write the file that is due when this step begins; training survives a failure."""
@@ -250,10 +251,7 @@ class ScoreLog:
 
     def close(self) -> None:
         """Save what is left and take the hooks off the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        moments.leave(self)
+        self._guard.close()
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
         if self._count.unobserved and self._count.first is None:
@@ -320,9 +318,5 @@ class _SavesAtExit:
     def __call__(self) -> None:
         log = self._log()
         # A forked child has a copy of what its parent is going to save.
-        if log is None or os.getpid() != self._process:
-            return
-        try:
+        if log is not None and os.getpid() == self._process:
             log.close()
-        except Exception as error:
-            say(f"the last scores were not saved: {type(error).__name__}: {error}")

@@ -26,7 +26,7 @@ from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
-from gradsight.ghost.guard import PassGuard
+from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
 from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout
 from gradsight.ghost.scratch import Scratch

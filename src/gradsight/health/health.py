@@ -47,7 +47,7 @@ class Health:
         parameters: Sequence[Named],
         optimizers: Any,
         options: HealthOptions,
-        group: ProcessGroup | None,
+        group: ProcessGroup,
         problems: Problems,
     ) -> None:
         self._parameters = parameters
@@ -65,11 +65,11 @@ class Health:
         """What knows of a bad step in time to dump its gradient; None where nobody asked for it."""
         if options.early:
             tensors = [named.tensor for named in parameters]
-            ranks = None if group is None else RankAgreement(tensors, problems)
+            ranks = RankAgreement(model, tensors, problems) if group.size > 1 else None
             self.early = EarlyFindings(self._new_alarm(), ranks)
         self._late: list[RankComparison] = []
         self._ranks: RankComparer | None = None
-        if group is not None:
+        if group.size > 1:
             tensors = [named.tensor for named in parameters]
             self._ranks = RankComparer(model, tensors, group, options.closer_looks, problems)
 

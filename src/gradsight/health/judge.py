@@ -36,6 +36,8 @@ class _Running:
     streak: int = 0
     calm: int = 0
     began: int = 0
+    made: int = 0
+    """The step at which the finding was made, which began earlier."""
     parameters: dict[str, None] = field(default_factory=dict)
     finding: Finding | None = None
     incidents: int = 0
@@ -175,6 +177,7 @@ class Judge:
         first_step = facts[0].first_step
         if first_step is None:
             first_step = each.began
+        each.made = self.window.step.step
         self._tell(each, self._finding(each, _severity(each.check, facts), first_step))
 
     def _widen(self, each: _Running, known: Finding, facts: Sequence[Fact]) -> None:
@@ -207,6 +210,7 @@ class Judge:
             recommendation=advice.recommendation,
             fix=advice.fix,
             family=check.family,
+            made_step=each.made,
         )
 
     def _tell(self, each: _Running, finding: Finding) -> None:

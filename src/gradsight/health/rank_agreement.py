@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradsight.core.group import ProcessGroup
+from gradsight.core.held_parts import parts_left_out
+from gradsight.core.meeting import RanksMissing
 from gradsight.core.problems import Problems
-from gradsight.core.shards import are_spread, counts_here
+from gradsight.core.shards import are_spread
+from gradsight.core.sharing import allows_uneven_steps
 from gradsight.measure.norms import with_total
 from gradsight.values.measured import Norms
 
@@ -35,14 +38,19 @@ class SharedLook:
 class RankAgreement:
     """Adds up what every rank knows of a look. To be made on all ranks."""
 
-    def __init__(self, parameters: Sequence[Tensor], problems: Problems) -> None:
-        self._group = ProcessGroup(timeout=PATIENCE)
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], problems: Problems) -> None:
+        self._model = model
         self._problems = problems
         self._works = True
+        self._group = ProcessGroup(alone=True)
+        try:
+            self._group = ProcessGroup("findings", timeout=PATIENCE)
+        except RanksMissing as error:
+            self._give_up(f"dump_on must be set on every rank: {error}")
         # Where nothing is sharded all ranks hold the same gradients: rank 0 speaks for them.
         self._counts = [self._group.is_first] * len(parameters)
         if are_spread(parameters):
-            self._counts = [counts_here(parameter) for parameter in parameters]
+            self._counts = [not left for left in parts_left_out(self._group, parameters)]
 
     def agree(self, rows: Sequence[int], mine: SharedLook) -> SharedLook | None:
         """The look of all ranks together; `rows`: the parameters whose norms these are.
@@ -51,17 +59,20 @@ class RankAgreement:
         """
         if not self._works:
             return None
+        if allows_uneven_steps(self._model):
+            self._give_up("under torch's Join a rank may make steps that others do not make")
+            return None
         try:
             (total,) = self._group.start_sum(self._numbers(rows, mine)).wait()
         except Exception as error:
-            self._works = False
-            self._problems.report(
-                "dump-on",
-                "the ranks did not answer each other, so no more steps are dumped because of a "
-                f"finding (dump_on); dumps by schedule go on: {type(error).__name__}: {error}",
-            )
+            self._give_up(f"the ranks did not answer each other: {type(error).__name__}: {error}")
             return None
         return _together(total)
+
+    def _give_up(self, why: str) -> None:
+        self._works = False
+        text = "steps are not dumped because of a finding (dump_on); dumps by schedule go on"
+        self._problems.report("dump-on", f"{text}: {why}")
 
     def close(self) -> None:
         """Give the group back."""

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradsight.core.group import PendingArrays, ProcessGroup
+from gradsight.core.guard import Guard
 from gradsight.core.problems import Problems
 from gradsight.core.sharing import replicated_parameters
 from gradsight.measure.local import LocalNorms, LocalReading
@@ -42,7 +43,7 @@ class RankComparer:
         self._size = len(parameters)
         self._group = group
         self._closer_looks = closer_looks
-        self._problems = problems
+        self._guard = Guard(problems, "ranks", "ranks are not compared any more")
         replicated = replicated_parameters(model)
         self._all = [
             row
@@ -51,7 +52,7 @@ class RankComparer:
         ]
         self._few = sentinels(self._all, [tensor.numel() for tensor in parameters])
         self._rows: list[int] = []
-        self._norms = LocalNorms(parameters)
+        self._norms = LocalNorms(parameters, self._guard)
         self._leaving: deque[tuple[int, list[int], LocalReading]] = deque()
         self._pending: deque[PendingArrays] = deque()
         self._works = bool(self._all)
@@ -61,38 +62,34 @@ class RankComparer:
         """The step is made: send what was seen; what has come from all ranks meanwhile."""
         if not self._works:
             return []
-        try:
-            if self._norms.failure is not None:
-                raise self._norms.failure
-            # Gathered without waiting: ranks may be steps apart, and training must not feel it.
-            self._leaving.append((step, self._rows, self._norms.take()))
-            self._look_at(step + 1)
-            self._send()
-            # gloo would say so only after its time limit; till then each step holds a message.
-            if len(self._pending) > _PENDING:
-                raise TimeoutError("the other ranks do not answer")
-            return self._landed()
-        except Exception as error:
-            self._fail(error)
-            return []
+        landed: list[RankComparison] = self._guard.run(self._exchange, step) or []
+        return landed
+
+    def _exchange(self, step: int) -> list[RankComparison]:
+        # Gathered without waiting: ranks may be steps apart, and training must not feel it.
+        self._leaving.append((step, self._rows, self._norms.take()))
+        self._look_at(step + 1)
+        self._send()
+        # gloo would say so only after its time limit; till then each step holds a message.
+        if len(self._pending) > _PENDING:
+            raise TimeoutError("the other ranks do not answer")
+        return self._landed()
 
     def stop(self, patience: float) -> list[RankComparison]:
         """Take the hooks away; what still arrives within so many seconds, nothing without any."""
         self._norms.watch(())
-        if not patience:
+        if not patience or self._guard.faults:
             self._works = False
         until = time.monotonic() + patience
         while self._works and self._pending and time.monotonic() < until:
             if self._pending[-1].done():
                 break
             time.sleep(0.001)
-        try:
-            return self._landed() if self._works else []
-        except Exception as error:
-            self._fail(error)
-            return []
-        finally:
-            self._works = False
+        landed: list[RankComparison] = []
+        if self._works:
+            landed = self._guard.run(self._landed) or []
+        self._works = False
+        return landed
 
     def _look_at(self, step: int) -> None:
         if self._works:
@@ -118,14 +115,6 @@ class RankComparer:
                 few = np.isin(rows, self._few)
                 comparisons.append(RankComparison(int(table[0, -1]), rows, table[:, rows], few))
         return comparisons
-
-    def _fail(self, error: Exception) -> None:
-        """Training goes on; ranks are not compared any more."""
-        if self._works:
-            self._works = False
-            self._norms.watch(())
-            text = f"ranks are not compared any more: {type(error).__name__}: {error}"
-            self._problems.report("ranks", text)
 
 
 def sentinels(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core import limits
 from gradsight.core.calls import RecordedCall
+from gradsight.core.records import read_value
 from gradsight.errors import GradsightError, RunError
 
 
@@ -71,10 +73,15 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack_passes(structure: Any, tensors: Mapping[str, Tensor]) -> list[RecordedCall]:
-    """The calls again."""
+    """The calls again, each part of the type that it had."""
+    if len(structure) > limits.PASSES:
+        raise RunError(f"this incident has {len(structure)} calls; at most {limits.PASSES} are run")
     try:
-        return [_unpack_pass(each, tensors) for each in structure]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        calls = [_unpack_pass(each, tensors) for each in structure]
+        for call in calls:
+            _refuse_other_types(call)
+        return calls
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(
             f"the batch of this incident is damaged: {type(error).__name__}: {error}"
         ) from error
@@ -96,6 +103,31 @@ def _unpack_pass(each: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Reco
     )
 
 
+def _refuse_other_types(call: RecordedCall) -> None:
+    """A stranger's call may have anything in the place of anything."""
+    if not isinstance(call.args, tuple) or not isinstance(call.kwargs, dict):
+        raise TypeError("the arguments of a call are a tuple and a mapping")
+    for name in ("rng", "buffers"):
+        values = getattr(call, name)
+        if not isinstance(values, dict) or not all(isinstance(v, Tensor) for v in values.values()):
+            raise TypeError(f"{name} should be tensors by name")
+    gradients = call.output_gradients
+    if gradients is not None and not isinstance(gradients, tuple | list):
+        raise TypeError("output_gradients should be a list of tensors")
+    for gradient in gradients or ():
+        if gradient is not None and not isinstance(gradient, Tensor):
+            raise TypeError("output_gradients should be a list of tensors")
+    if call.autocast is not None:
+        read_value(tuple[str, str], list(call.autocast), "autocast")
+        if not isinstance(getattr(torch, call.autocast[1], None), torch.dtype):
+            raise TypeError(f"autocast to {call.autocast[1]!r} cannot be")
+    read_value(bool, call.training, "training")
+    read_value(str | None, call.caller, "caller")
+    read_value(str | None, call.backward_caller, "backward_caller")
+    ids = None if call.sample_ids is None else list(call.sample_ids)
+    read_value(tuple[int | str | None, ...] | None, ids, "sample_ids")
+
+
 def _unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     kind, what = packed
     if kind == "tensor":
@@ -111,10 +143,17 @@ def _unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
             if isinstance(known, torch.dtype)
         }[what]
     if kind == "device":
-        return torch.device(what)
+        return _device(what)
     if kind == "dict":
         return {key: _unpack(each, tensors) for key, each in what.items()}
     if kind in ("list", "tuple"):
         items = [_unpack(each, tensors) for each in what]
         return items if kind == "list" else tuple(items)
     raise ValueError(f"unknown kind {kind!r}")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"there is no device {name!r}") from error

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsight.core import rundir
 from gradsight.core.calls import RecordedCall
 from gradsight.core.group import rank, world_size
 from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.core.shards import is_sharded
 from gradsight.incidents.arguments import CannotStore, pack_passes
-from gradsight.incidents.bundle import Bundle, remove_leftovers
+from gradsight.incidents.bundle import Bundle, remove_unfinished
 from gradsight.incidents.ring import Ring
 from gradsight.store.incident_format import BATCH, PARAMETERS, RING
 from gradsight.values.diagnoses import Diagnosis
@@ -43,14 +42,14 @@ class IncidentWriter:
     """Writes bundles below a run directory, each rank its own."""
 
     def __init__(self, run_dir: str | os.PathLike[str], model: nn.Module, with_batch: bool) -> None:
-        self._folder = Path(run_dir).resolve() / rundir.INCIDENTS
+        self._run_dir = Path(run_dir).resolve()
         self._model = model
         self._with_batch = with_batch
-        remove_leftovers(self._folder, rank())
+        remove_unfinished(self._run_dir, rank())
 
     def stage(self, passes: Sequence[RecordedCall]) -> StagedIncident:
         """Begin a bundle, with batch and parameters as they are now if those are wanted."""
-        bundle = Bundle(self._folder, rank())
+        bundle = Bundle(self._run_dir, rank())
         try:
             return StagedIncident(
                 bundle, self._data(bundle, passes) if self._with_batch else {"replay": _NO_BATCH}

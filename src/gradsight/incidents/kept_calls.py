@@ -9,8 +9,9 @@ memory together than the limit.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
 from gradsight.core.calls import RecordedCall
-from gradsight.core.hooks import ModuleHook
+from gradsight.core.guard import Guard, put_back
+from gradsight.core.hooks import put_module_hook
 from gradsight.core.parameters import called_module
+from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
@@ -51,22 +54,23 @@ class KeptLimits:
 class KeptCalls:
     """Hooks one module; `calls` are those of the step under way, the oldest first."""
 
-    def __init__(self, model: nn.Module, limits: KeptLimits) -> None:
+    def __init__(self, model: nn.Module, limits: KeptLimits, guard: Guard) -> None:
         self.model = called_module(model)
         self.calls: list[KeptCall] = []
         self.dropped = 0
         """Calls of this step that were let go."""
         self.root: Tensor | None = None
         """What backward was last called on in this step."""
-        self.failure: Exception | None = None
-        """A fault of ours: nothing has been kept since."""
         self._limits = limits
-        self._loss_lines = LossLines()
+        self._guard = guard
+        self._loss_lines = LossLines(guard)
         self._step_is_over = False
         self._held = 0
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._compiled: Any = None
+        self._thread: int | None = None  # that called the model last
+        self._looks_away = False
         self._spectral = _spectral_buffers(model)
         # Running statistics change with every call; they are no sign of a changed model.
         normalising = {id(buffer) for buffer in _normalising_buffers(model)}
@@ -78,15 +82,23 @@ class KeptCalls:
 
     def start(self) -> None:
         """Begin to watch."""
-        moments.listen(self)
+        guard = self._guard
+        moments.listen(self, guard)
         # Hooks inside a compiled call would break its graph.
-        if getattr(self.model, "_compiled_call_impl", None) is not None:
-            self._compiled = self.model._compiled_call_impl
-            self.model._compiled_call_impl = around(self.before, self._compiled, self.after)
+        compiled = getattr(self.model, "_compiled_call_impl", None)
+        if compiled is not None:
+            self._compiled = compiled
+            before = partial(guard.run, self.before)
+            ours = around(before, compiled, partial(guard.run, self.after))
+            get = partial(getattr, self.model, "_compiled_call_impl")
+            put = partial(setattr, self.model, "_compiled_call_impl")
+            put(ours)
+            guard.at_end(put_back, [], None, get, put, (ours, compiled))
             return
+        before_call = self.model.register_forward_pre_hook
         self._handles = [
-            self.model.register_forward_pre_hook(ModuleHook(self.before), with_kwargs=True),
-            self.model.register_forward_hook(ModuleHook(self.after)),
+            put_module_hook(guard, before_call, self.before, with_kwargs=True),
+            put_module_hook(guard, self.model.register_forward_hook, self.after),
         ]
 
     def stop(self) -> None:
@@ -98,6 +110,12 @@ class KeptCalls:
         if self._compiled is not None:
             self.model._compiled_call_impl = self._compiled
             self._compiled = None
+        self.release()
+
+    def look_away(self) -> None:
+        """Keep no more calls, but leave the hooks in place."""
+        self._looks_away = True
+        moments.leave(self)
         self.release()
 
     def end_step(self) -> None:
@@ -129,29 +147,23 @@ class KeptCalls:
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if is_not_training():
+        if self._looks_away or is_not_training():
             return
         if self._step_is_over:
             self.release()
         if torch.is_grad_enabled():
-            self._guarded(self._before, args, kwargs)
+            self._before(args, kwargs)
 
     def after(self, args: tuple[Any, ...], output: Any) -> None:
         """It has returned."""
-        if self.calls and torch.is_grad_enabled() and not is_not_training():
-            self._guarded(self._after, output)
-
-    def _guarded(self, action: Callable[..., None], *args: Any) -> None:
-        """Nothing of ours may reach the training loop."""
-        if self.failure is not None:
+        if self._looks_away or not self.calls:
             return
-        try:
-            action(*args)
-        except Exception as error:
-            self.failure = error
+        if torch.is_grad_enabled() and not is_not_training():
+            self._after(output)
 
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._loss_lines.model_called()
+        self._thread = this_thread()
         ids = self._ids
         self._ids = None
         made = RecordedCall(
@@ -185,7 +197,7 @@ class KeptCalls:
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
                 # A weak reference: the hook lives as long as the graph, the call only for its step.
-                keeper = self._keeper(weakref.ref(call), place)
+                keeper = partial(self._guard.run, self._keep, weakref.ref(call), place)
                 tensor.register_hook(keeper)  # type: ignore[no-untyped-call]
         self._loss_lines.model_returned(call.made.caller)
 
@@ -251,18 +263,16 @@ class KeptCalls:
         if changed:
             yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
 
-    def _keeper(self, reference: "weakref.ref[KeptCall]", place: int) -> Callable[[Tensor], None]:
-        """Keeps the gradient at one output, as long as the limit allows."""
-
-        def keep(gradient: Tensor) -> None:
-            call = reference()
-            if call is not None:
-                self._guarded(self._keep, call, place, gradient)
-
-        return keep
-
-    def _keep(self, call: KeptCall, place: int, gradient: Tensor) -> None:
-        if not moments.inside_backward():  # torch.autograd.grad is not a step's backward
+    def _keep(
+        self, reference: "weakref.ref[KeptCall]", place: int, gradient: Tensor | None
+    ) -> None:
+        """Keep the gradient at one output, as long as the limit allows."""
+        call = reference()
+        # At an output that the loss does not use, where its operation has others that it does.
+        if gradient is None:
+            return
+        # torch.autograd.grad is not a step's backward.
+        if call is None or not moments.inside_backward():
             return
         call.nodes[place] = torch._C._current_autograd_node()
         if call.too_large:
@@ -278,12 +288,15 @@ class KeptCalls:
             held -= each.gradient_bytes
             each.drop_gradients()
 
-    def before_backward(self, tensors: Any) -> None:
-        """A backward pass begins, from these tensors."""
+    def before_backward(self, begun: BackwardPass) -> None:
+        """A backward pass begins."""
+        if self._thread not in (None, begun.thread):  # another thread's is of another model
+            return
+        tensors = begun.tensors
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
         if self.calls:
-            self._guarded(self._end_losses, users_line())
+            self._end_losses(users_line())
 
     def _end_losses(self, backward_caller: str | None) -> None:
         """The losses of the calls that no backward has begun for end here."""

@@ -10,11 +10,13 @@ same way, comes from the same lines.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradsight.core.guard import Guard, put_back
 from gradsight.core.source import owner_of
 
 _MOST_NODES = 10_000
@@ -41,7 +43,10 @@ class Between:
 class LossLines:
     """Told of the calls of a model and of backward, it knows the lines of the losses between."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        # Ours is the mode that does not check for NaN: it is switched off should all else fail.
+        switch = partial(torch.set_anomaly_enabled, False)
+        guard.at_end(put_back, [], None, torch.is_anomaly_check_nan_enabled, switch, (False, True))
         self._known: dict[_Loss, tuple[str | None, ...]] = {}
         self._losses: dict[str | None, int] = {}
         self._since = 0

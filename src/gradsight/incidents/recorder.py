@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradsight.core.calls import RecordedCall, suspended
 from gradsight.core.group import rank, world_size
+from gradsight.core.guard import Guard
 from gradsight.core.parameters import unwrapped
 from gradsight.core.problems import Problems
 from gradsight.incidents.incident import (
@@ -65,6 +66,8 @@ class RecorderOptions:
     """By the code of a check: which of its findings get an incident."""
     names: Sequence[str]
     """The parameters of the model."""
+    first: bool
+    """Whether this rank judges and writes; the others write what they find beside it."""
 
 
 @dataclass(slots=True)
@@ -90,15 +93,18 @@ class FlightRecorder:
         options: RecorderOptions,
         problems: Problems,
     ) -> None:
-        self.calls = KeptCalls(model, _HELD_WITH_BATCH if options.with_batch else _HELD)
+        self.guard = Guard(problems, "recorder", "the flight recorder stopped")
+        """A fault of ours: training and the rest of the watch go on."""
+        self._writing = Guard(problems, "incident", "an incident could not be written")
+        limits = _HELD_WITH_BATCH if options.with_batch else _HELD
+        self.calls = KeptCalls(model, limits, self.guard)
         self._model = unwrapped(model)
         self._options = options
-        self._problems = problems
         self._ring: Ring | None = None
         self._writer: IncidentWriter | None = None
         if run_dir is not None:
             self._writer = IncidentWriter(run_dir, self._model, options.with_batch)
-            if rank() == 0:
+            if options.first:
                 self._ring = Ring(options.names)
         self._incidents_seen = 0
         self._clean_calls = 0  # calls of this step after which the gradient was still finite
@@ -107,7 +113,6 @@ class FlightRecorder:
         self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
         """By code: what its first incident was found to come from, and where it is kept."""
         self._known: set[tuple[str, int]] = set()
-        self._stopped = False
 
     def start(self) -> None:
         """Begin to keep what the model is called with."""
@@ -136,11 +141,11 @@ class FlightRecorder:
         """The step is made."""
         self._clean_calls = 0
         self.calls.end_step()
+        if self.guard.faults:
+            self.calls.release()
 
     def _detected(self, step: int, kind: Kind, code: str, scale: float) -> None:
         """Keep and find out what can be while everything is as it was."""
-        if self._is_stopped():
-            return
         # A run that is NaN for good must not spend its time on diagnoses.
         self._incidents_seen += 1
         count = self._incidents_seen
@@ -149,9 +154,8 @@ class FlightRecorder:
             return
         if not (self._options.seconds or self._options.with_batch):
             return
-        with self._survives():
-            # The model is handed on unwrapped: that DDP divides by the ranks is counted here.
-            self._diagnose(step, kind, code, scale * world_size())
+        # The model is handed on unwrapped: that DDP divides by the ranks is counted here.
+        self._diagnose(step, kind, code, scale * world_size())
 
     def _diagnose(self, step: int, kind: Kind, code: str, scale: float) -> None:
         self._forget()
@@ -167,7 +171,7 @@ class FlightRecorder:
             dropped = self.calls.dropped
             pending.diagnosis = numbered(diagnosis, rank(), first + dropped, len(passes) + dropped)
         # The judge speaks on the first rank alone: here nobody would confirm it later.
-        if rank() != 0:
+        if not self._options.first:
             self._write_part(pending)
 
     def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
@@ -186,9 +190,8 @@ class FlightRecorder:
     def _stage(self, passes: list[RecordedCall]) -> StagedIncident | None:
         if self._writer is None:
             return None
-        with self._survives_disk():
-            return self._writer.stage(passes)
-        return None
+        staged: StagedIncident | None = self._writing.attempt(self._writer.stage, passes)
+        return staged
 
     def _write_part(self, pending: _Pending) -> None:
         """What a rank other than the first has found: beside the incident that the first writes."""
@@ -200,8 +203,8 @@ class FlightRecorder:
             code = f"rank{rank()}"
             reason = f"what rank {rank()} found"
             facts = facts_of_ending(pending.step, code, reason, diagnosis) | pending.facts
-            with self._survives_disk():
-                self._writer.write(f"step{pending.step}-{code}", pending.staged, facts, None)
+            name = f"step{pending.step}-{code}"
+            self._writing.attempt(self._writer.write, name, pending.staged, facts, None)
             pending.staged = None
         self._forget()
 
@@ -215,11 +218,9 @@ class FlightRecorder:
         explained = list(findings)
         for finding in findings:
             self._findings[finding.code] = finding
-        if not self._is_stopped():
-            with self._survives():
-                if self._ring is not None:
-                    self._ring.add(measured)
-                explained += self._write_incidents(measured, findings)
+        if self._ring is not None:
+            self._ring.add(measured)
+        explained += self._write_incidents(measured, findings)
         return self.with_causes(explained)
 
     def with_causes(self, findings: Sequence[Finding]) -> list[Finding]:
@@ -285,18 +286,24 @@ class FlightRecorder:
         """Write one incident; its path inside the run directory, None where that failed."""
         if self._writer is None:
             return None
+        path: str | None = self._writing.attempt(
+            self._write_with, self._writer, step, finding, pending
+        )
+        return path
+
+    def _write_with(
+        self, writer: IncidentWriter, step: int, finding: Finding, pending: _Pending | None
+    ) -> str:
         name = f"step{step}-{finding.code}"
-        with self._survives_disk():
-            staged = None if pending is None else pending.staged
-            if staged is None:
-                staged = self._writer.stage(self.calls.passes()[0])
-            if pending is None:
-                facts = facts_of_finding(step, finding, None) | {"after": True}
-            else:
-                facts = facts_of_finding(step, finding, pending.diagnosis) | pending.facts
-            self._writer.write(name, staged, facts, self._ring)
-            return f"incidents/{name}"
-        return None
+        staged = None if pending is None else pending.staged
+        if staged is None:
+            staged = writer.stage(self.calls.passes()[0])
+        if pending is None:
+            facts = facts_of_finding(step, finding, None) | {"after": True}
+        else:
+            facts = facts_of_finding(step, finding, pending.diagnosis) | pending.facts
+        writer.write(name, staged, facts, self._ring)
+        return f"incidents/{name}"
 
     # When the run ends.
 
@@ -308,24 +315,25 @@ class FlightRecorder:
 
     def asked_to_end(self, step: int) -> None:
         """SIGTERM has come."""
-        if rank() == 0:
+        if self._options.first:
             self._write_ending(step, "SIGTERM", "the process was asked to end")
 
     def _write_ending(self, step: int, code: str, reason: str) -> None:
-        if self._writer is None or self._is_stopped():
-            return
+        if self._writer is not None and not self.guard.faults:
+            self._writing.attempt(self._write_ending_with, self._writer, step, code, reason)
+
+    def _write_ending_with(self, writer: IncidentWriter, step: int, code: str, reason: str) -> None:
         pending = self._pending
         self._pending = None
-        name = f"step{step}-{code}" if rank() == 0 else f"step{step}-rank{rank()}"
-        with self._survives_disk():
-            staged = None if pending is None else pending.staged
-            if staged is None:
-                staged = self._writer.stage(self.calls.passes(everything=True)[0])
-            diagnosis = None if pending is None else pending.diagnosis
-            facts = facts_of_ending(step, code, reason, diagnosis)
-            if pending is not None:
-                facts |= pending.facts
-            self._writer.write(name, staged, facts, self._ring)
+        name = f"step{step}-{code}" if self._options.first else f"step{step}-rank{rank()}"
+        staged = None if pending is None else pending.staged
+        if staged is None:
+            staged = writer.stage(self.calls.passes(everything=True)[0])
+        diagnosis = None if pending is None else pending.diagnosis
+        facts = facts_of_ending(step, code, reason, diagnosis)
+        if pending is not None:
+            facts |= pending.facts
+        writer.write(name, staged, facts, self._ring)
 
     def look_away(self) -> None:
         """Keep no more calls of the model; what is pending can still be written."""
@@ -342,34 +350,6 @@ class FlightRecorder:
         self._pending = None
         if pending is not None and pending.staged is not None:
             pending.staged.bundle.discard()
-
-    def _is_stopped(self) -> bool:
-        """Whether a fault of ours has ended the recorder, here or while a call was kept."""
-        if self.calls.failure is not None and not self._stopped:
-            self._fail(self.calls.failure)
-        return self._stopped
-
-    def _fail(self, error: Exception) -> None:
-        """A fault of ours: training and the rest of the watch go on."""
-        self._stopped = True
-        self.calls.stop()
-        text = f"the flight recorder stopped: {type(error).__name__}: {error}"
-        self._problems.report("recorder", text)
-
-    @contextmanager
-    def _survives(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
-
-    @contextmanager
-    def _survives_disk(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            text = f"an incident could not be written: {type(error).__name__}: {error}"
-            self._problems.report("incident", text)
 
 
 def _nothing(note: str) -> Diagnosis:

@@ -18,7 +18,7 @@ from gradsight.incidents.arguments import unpack_passes
 from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.incidents.incident import state_of
 from gradsight.store.diagnoses import is_broken, merge_diagnoses, numbered
-from gradsight.store.incident_format import BATCH, PARAMETERS, checked_file, read_document
+from gradsight.store.incident_format import BATCH, PARAMETERS, checked_file, read_incident
 from gradsight.store.incidents import rank_parts
 from gradsight.values.diagnoses import Diagnosis, GuiltySample
 
@@ -44,14 +44,14 @@ def replay(path: Path, model: nn.Module, seconds: float, found: Diagnosis | None
     """
     parts = []
     for folder in (path, *rank_parts(path)):
-        body = read_document(folder)
+        body = read_incident(folder)
         if body.get("passes") is not None:
             parts.append(_replay_part(folder, body, model, seconds))
     diagnosis = merge_diagnoses(parts)
     if diagnosis is None:
-        raise UsageError(f"{path} cannot be replayed: {read_document(path).get('replay')}")
+        raise UsageError(f"{path} cannot be replayed: {read_incident(path).get('replay')}")
     agrees = None if found is None else _agree(found, diagnosis)
-    return Replayed(diagnosis, _is_reproduced(read_document(path), diagnosis, agrees), agrees)
+    return Replayed(diagnosis, _is_reproduced(read_incident(path), diagnosis, agrees), agrees)
 
 
 def _is_reproduced(body: Mapping[str, Any], diagnosis: Diagnosis, agrees: bool | None) -> bool:
@@ -77,12 +77,13 @@ def _replay_part(
     notes = restore(path, body, model, device)
     if body.get("after"):
         notes.append("the parameters were recorded after the optimizer had stepped")
-    first, scale = int(body.get("first_pass", 0)), float(body.get("scale", 1.0))
+    first = body.get("first_pass") or 0
+    scale = float(body.get("scale") or 1.0)
     kind: Literal["spike", "nonfinite"] = "spike" if body.get("kind") == "spike" else "nonfinite"
     chosen = [_on_cpu(each) for each in passes[first:]]
     made = diagnose(model, chosen, DiagnosisOptions(seconds=seconds, kind=kind, scale=scale))
     return numbered(
-        replace(made, notes=(*notes, *made.notes)), int(body.get("rank", 0)), first, len(passes)
+        replace(made, notes=(*notes, *made.notes)), body.get("rank") or 0, first, len(passes)
     )
 
 
@@ -103,7 +104,7 @@ def _tensors(
     try:
         loaded: dict[str, Tensor] = load_file(file, device=str(device))
         return loaded
-    except (SafetensorError, ValueError, OSError) as error:
+    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError, OSError) as error:
         raise RunError(f"{file} is damaged: {error}") from error
 
 
@@ -112,11 +113,11 @@ def restore(
 ) -> list[str]:
     """Put the recorded parameters and buffers into a model; what could not be, in words."""
     state = state_of(model)
-    _check_fit(body.get("state", {}), state)
-    if PARAMETERS not in body.get("files", {}):
+    _check_fit(body.get("state") or {}, state)
+    if PARAMETERS not in (body.get("files") or {}):
         return [
             (
-                f"{body.get('parameters', 'no parameters were recorded')}: those of the build "
+                f"{body.get('parameters') or 'no parameters were recorded'}: those of the build "
                 "function are used as they are"
             )
         ]

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from gradsight.core.gradient_parts import gradient_parts
 from gradsight.core.group import shared_group
+from gradsight.core.held_parts import parts_left_out
 from gradsight.core.parameters import check_module, named_parameters
 from gradsight.core.problems import say
-from gradsight.core.shards import are_spread, local_part
+from gradsight.core.shards import are_spread
 from gradsight.measure.groups import by_module
 from gradsight.measure.histogram import HistogramReading, histograms, share_within_a_tenth
-from gradsight.measure.rank_table import left_out_here, norms_now
+from gradsight.measure.rank_table import norms_now
 from gradsight.values.measured import Floats
 from gradsight.values.steps import ScalarTracker, check_tracker
 from gradsight.values.whole_numbers import whole_number
@@ -63,10 +65,9 @@ def log_gradient_distribution(
 
 def _histogram_counters(tensors: Sequence[Tensor], step: int) -> Floats:
     """Counters of these parameters' gradients, summed over ranks where they are spread."""
-    parts = [local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
-    counters = HistogramReading(parts, offset=step).read()
+    counters = HistogramReading(gradient_parts(tensors), offset=step).read()
     group = shared_group() if are_spread(tensors) else None
     if group is None:
         return counters
-    counters[left_out_here(tensors)] = 0
+    counters[parts_left_out(group, tensors)] = 0
     return group.start_sum(counters).wait()[0]

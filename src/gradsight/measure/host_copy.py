@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradsight.core.shards import local_part
 from gradsight.values.measured import Floats
 
 
@@ -23,6 +24,7 @@ class HostCopy:
     @classmethod
     def of(cls, vector: Tensor) -> "HostCopy":
         """Start copying this vector, which nobody may write to any more."""
+        vector = local_part(vector)
         device = vector.device
         if device.type == "cpu":
             return cls(vector)

@@ -6,13 +6,15 @@ Under FSDP2 the parameters that backward reaches are temporary, and what is left
 reduced and scattered: there is nothing to see there.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradsight.core.guard import Guard
 from gradsight.measure.flatten import flat
 from gradsight.measure.host_copy import HostCopy
 from gradsight.values.measured import Floats
@@ -24,12 +26,11 @@ class LocalNorms:
     Micro-batches count one by one: their gradients are never added up here.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], guard: Guard) -> None:
         self._parameters = parameters
+        self._guard = guard
         self._handles: dict[int, Any] = {}
         self._squares: dict[int, Tensor] = {}
-        self.failure: Exception | None = None
-        """What went wrong in a hook: it must not reach the backward pass."""
 
     def watch(self, rows: Collection[int]) -> None:
         """See these parameters from now on, and no others."""
@@ -37,7 +38,7 @@ class LocalNorms:
             self._handles.pop(row).remove()
         for row in rows:
             if row not in self._handles:
-                hook = self._hook(row)
+                hook = partial(self._guard.run, self.see, row)
                 handle = self._parameters[row].register_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles[row] = handle
 
@@ -55,15 +56,6 @@ class LocalNorms:
         squares = self._squares
         self._squares = {}
         return LocalReading(squares)
-
-    def _hook(self, row: int) -> Callable[[Tensor], None]:
-        def seen(gradient: Tensor) -> None:
-            try:
-                self.see(row, gradient)
-            except Exception as error:
-                self.failure = error
-
-        return seen
 
 
 class LocalReading:

@@ -27,7 +27,7 @@ _DOT_IS_PRECISE = (torch.float32, torch.float64)
 class NormReading:
     """One look at a list of gradients: started on the device now, read on the host later."""
 
-    __slots__ = ("_arrivals", "_size", "peaks", "pieces")
+    __slots__ = ("_arrivals", "_size", "_stacked", "peaks", "pieces")
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self._size = len(gradients)
@@ -57,9 +57,10 @@ class NormReading:
                     scalars += measure(piece)
             # One stacked vector per device and one copy: a read per parameter would wait for the
             # device as often as there are parameters.
-            self._arrivals = [
-                (HostCopy.of(torch.stack(scalars)), rows) for scalars, rows in devices.values()
-            ]
+            self._stacked = [torch.stack(scalars) for scalars, _ in devices.values()]
+            arrivals = map(HostCopy.of, self._stacked)
+            rows_by_device = [rows for _, rows in devices.values()]
+            self._arrivals = list(zip(arrivals, rows_by_device, strict=True))
 
     @property
     def arrays(self) -> int:
@@ -73,6 +74,10 @@ class NormReading:
     def ready(self) -> bool:
         """Whether reading would not wait."""
         return all(arrival.ready() for arrival, _ in self._arrivals)
+
+    def extremes(self) -> list[Tensor]:
+        """Per device, the smallest and the largest entry of every piece, still on that device."""
+        return [stacked.view(-1, 3)[:, 1:] for stacked in self._stacked]
 
     def read(self) -> Norms:
         """The numbers as far as one pass gives them."""

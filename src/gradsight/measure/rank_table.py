@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from gradsight.core.gradient_parts import gradient_parts
 from gradsight.core.group import shared_group
-from gradsight.core.shards import are_spread, counts_here, local_part
+from gradsight.core.held_parts import parts_left_out
+from gradsight.core.shards import are_spread
 from gradsight.measure.norms import NormReading, combine, recount, with_total
 from gradsight.values.measured import Floats, Norms
 
@@ -57,20 +59,16 @@ def norms_in(table: Floats) -> tuple[list[int], Norms]:
     return rows.tolist(), norms
 
 
-def left_out_here(parameters: Sequence[Tensor]) -> list[bool]:
-    """Of which parameters this rank holds a replica that another rank's table counts."""
-    return [not counts_here(parameter) for parameter in parameters]
-
-
 def norms_now(parameters: Sequence[Tensor]) -> Norms:
     """Norms of the whole gradients of these parameters, which all have one; waits for them.
 
     Where parameters are sharded, every rank must call it.
     """
-    parts = [local_part(each.grad) for each in parameters if each.grad is not None]
+    parts = gradient_parts(parameters)
     norms = recount(parts, NormReading(parts).read())
     group = shared_group() if are_spread(parameters) else None
     if group is None:
         return norms
-    table = rank_table(norms, range(len(parts)), len(parts), left_out_here(parameters))
+    left_out = parts_left_out(group, parameters)
+    table = rank_table(norms, range(len(parts)), len(parts), left_out)
     return norms_in(merge_tables(np.stack(group.start_gather(table).wait())))[1]

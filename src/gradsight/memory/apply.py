@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gradsight.core.parameters import check_module, unwrapped
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.blocks import NamedModule, blocks_meant, find_blocks
 from gradsight.memory.policy import NONE, Mode, parse_policy
@@ -35,6 +36,7 @@ def apply_checkpointing(
       "first:K" recomputes the first K blocks; or a CheckpointingPlan.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    refuse_unknown_torch("memory")
     check_module(model)
     inner = unwrapped(model)
     refuse_second_checkpointing(inner)

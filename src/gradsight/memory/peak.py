@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.allocator import AllocatorPeak, OperatorMarks, allocator_peak
 from gradsight.memory.counter import Allocation, StorageCounter
@@ -49,6 +50,7 @@ def measure_peak_memory(fn: Callable[[], object], *, operators: bool = False) ->
     >>> measure_peak_memory(lambda: torch.zeros(250)).peak_bytes
     1000
     """
+    refuse_unknown_torch("memory")
     expected = "measure_peak_memory runs a function without arguments"
     if not callable(fn):
         raise UsageError(f"{expected}, got {type(fn).__name__}")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from gradsight.core.parameters import unwrapped
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
@@ -55,6 +56,7 @@ def plan_checkpointing(
     device: "cpu" or "cuda"; no GPU is needed.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    refuse_unknown_torch("memory")
     limit = parse_size(budget)
     with fake_device(device):
         workload = call_build(build)

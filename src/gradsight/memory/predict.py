@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.counter import StorageCounter
@@ -36,6 +37,7 @@ def predict_peak_memory(
       GPU is needed, also where build() puts the model on CUDA.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    refuse_unknown_torch("memory")
     if policy is None and blocks is not None:
         raise UsageError(
             "blocks are those that a policy recomputes, and policy=None recomputes nothing: give "

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gradsight.core.random_state import randomness_kept
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.blocks import blocks_meant, find_blocks
@@ -54,6 +55,7 @@ def verify_checkpointing(
     optimizer: its name; None is forward and backward only.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    refuse_unknown_torch("memory")
     if isinstance(policy, CheckpointingPlan):
         blocks = blocks_meant(policy, blocks)
         policy = policy.policy

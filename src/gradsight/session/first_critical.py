@@ -19,6 +19,8 @@ class FirstCritical:
     An output of the line like the record: findings come to it with their causes.
     """
 
+    title = "the terminal"
+
     def __init__(self, run_dir: str | os.PathLike[str] | None) -> None:
         self._run_dir = run_dir
         self._said = False

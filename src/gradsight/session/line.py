@@ -5,7 +5,7 @@
 What is handed on is a frozen value. Findings are returned, not told.
 """
 
-import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,13 +15,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core import moments
+from gradsight.core.guard import Guard
 from gradsight.core.problems import Problems
 from gradsight.dump.under_watch import MadeStep, WatchedDumps
 from gradsight.health.bad_steps import is_nan_loss
 from gradsight.health.early_findings import DumpDecision, Look
 from gradsight.health.health import Health
 from gradsight.incidents.recorder import FlightRecorder
-from gradsight.session.readings import GradientReading
+from gradsight.measure.clipping import ClipReading
+from gradsight.measure.host_copy import HostCopy
+from gradsight.session.brake import Brake
+from gradsight.session.readings import GradientReading, arrived
 from gradsight.session.signals import TrainingSignals
 from gradsight.session.step_builder import StepBuilder
 from gradsight.values.findings import Finding
@@ -29,9 +33,18 @@ from gradsight.values.health_report import Abstention
 from gradsight.values.measured import MeasuredStep, Norms, RankComparison, StepSignals
 from gradsight.values.steps import NO_GRADIENT
 
+_SEVERAL_THREADS = (
+    "several threads write the gradients of one model at once, so what an optimizer uses is known "
+    "to nobody: steps are counted and nothing is measured. Give each thread a model and a watch of "
+    "its own, or train in one thread."
+)
+
 
 class Output(Protocol):
     """Where finished steps go."""
+
+    title: str
+    """What a message calls it."""
 
     def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
         """One step, and every finding that is new or has changed."""
@@ -69,6 +82,7 @@ class StepLine:
         instruments: WatchedInstruments,
         outputs: Sequence[Output],
         problems: Problems,
+        brake: Brake | None,
         manual: bool,
     ) -> None:
         """`manual`: no optimizer is watched, so nothing is known of an update to come."""
@@ -79,46 +93,79 @@ class StepLine:
         self._dumps = instruments.dumps
         self._early = None if instruments.health is None else instruments.health.early
         self._decision = DumpDecision()
-        self._outputs = outputs
         self._problems = problems
+        self._brake = brake
         self._manual = manual
-        self.has_failed = False
-        """Whether a fault of ours has ended the looking."""
+        self.lock = threading.RLock()
+        """Held while a step goes on its way; who holds it finds all steps so far finished."""
         self.has_stepped = False
         """Whether any step was made since the run was opened."""
-        self._judges = instruments.health is not None
+        # Each has a guard of its own: what fails is missing alone, and the rest is recorded. Of an
+        # output even that is tried again at every step: one may have been the only bad one.
+        self._judging = Guard(problems, "judge", "Gradsight stopped judging")
+        self._dumping = Guard(problems, "dumps", "Gradsight stopped dumping gradients")
+        self._outputs = [(output, _output_guard(output, problems)) for output in outputs]
         self._last: Norms | None = None
         """The norms at the last look of the step under way, where they have arrived already."""
         self._factor = 1.0
         """The scaler's factor that was in the gradients then."""
 
+    def also_write_to(self, output: Output) -> None:
+        """Hand finished steps to this one too, from now on."""
+        self._outputs.append((output, _output_guard(output, self._problems)))
+
     # The moments of a step.
 
     def gradients_ready(
-        self, rows: Sequence[int], scaler: torch.amp.GradScaler | None, together: bool
+        self,
+        rows: Sequence[int],
+        scaler: torch.amp.GradScaler | None,
+        together: bool,
+        complete: bool = True,
     ) -> None:
         """The gradients of these parameters are true now.
 
         A scaler's factor is in them if one is given. `together`: every rank has come to this look.
+        `complete`: no other gradient was seen earlier in the step, and edited since.
         """
-        reading = self.builder.gradients_ready(rows, scaler)
-        norms = None if reading is None else reading.known
-        # Copied now: clipping and the optimizer will have changed it by the time it is judged.
-        if self._dumps is not None:
-            if reading is not None and together:
-                self._decide(reading, scaler is not None, self._dumps.is_wanted)
-            suspicion = self._decision.suspicion
-            self._dumps.gradients_ready(self.builder.step, scaler, suspicion, self._decision.wanted)
-        if self._incidents is None or reading is None or norms is None:
+        with self.lock:
+            reading = self.builder.gradients_ready(rows, scaler)
+            # Copied now: clipping and the optimizer will have changed it by the time it is judged.
+            self._dumping.run(self._stage_dump, reading, scaler, together, complete)
+            if self._incidents is not None and reading is not None:
+                scaled = scaler is not None
+                self._incidents.guard.run(self._look_for_incident, reading, scaled)
+
+    def _stage_dump(
+        self,
+        reading: GradientReading | None,
+        scaler: torch.amp.GradScaler | None,
+        together: bool,
+        complete: bool,
+    ) -> None:
+        dumps = self._dumps
+        if dumps is None:
+            return
+        if reading is not None and together:
+            self._decide(reading, scaler is not None, dumps.is_wanted)
+        suspicion = self._decision.suspicion
+        wanted = self._decision.wanted
+        dumps.gradients_ready(self.builder.step, scaler, suspicion, wanted, complete)
+
+    def _look_for_incident(self, reading: GradientReading, scaled: bool) -> None:
+        """A gradient that is not finite is diagnosed while everything is as it was."""
+        norms = reading.known
+        incidents = self._incidents
+        if norms is None or incidents is None:
             return
         self._factor = reading.factor()
         self._last = norms.divided_by(self._factor)
         if norms.counts is None:
-            self._incidents.gradients_are_finite()
+            incidents.gradients_are_finite()
         elif not moments.inside_backward():
-            code = self._not_finite(self._last, self._incidents.loss, scaler is not None)
+            code = self._not_finite(self._last, incidents.loss, scaled)
             if code is not None:
-                self._incidents.not_finite(self.builder.step, code, self._factor)
+                incidents.not_finite(self.builder.step, code, self._factor)
 
     def _decide(self, reading: GradientReading, scaled: bool, wanted: bool) -> None:
         """Whether this look is dumped for what will be found of it, or was found before."""
@@ -140,11 +187,13 @@ class StepLine:
 
         They are still scaled if a scaler is given.
         """
-        used = self.builder.before_update(rows, scaler)
-        if used is None or self._incidents is None or self._health is None:
-            return
-        reading, clip = used
-        if reading.known is None:
+        with self.lock:
+            used = self.builder.before_update(rows, scaler)
+            if used is not None and self._incidents is not None and self._health is not None:
+                self._incidents.guard.run(self._look_for_spike, *used)
+
+    def _look_for_spike(self, reading: GradientReading, clip: ClipReading) -> None:
+        if reading.known is None or self._incidents is None or self._health is None:
             return
         norms = reading.known.divided_by(reading.factor())
         code = self._health.alarm.too_large(norms, clip)
@@ -162,73 +211,77 @@ class StepLine:
 
         `rows` were looked at; `scaled`: a scaler's factor was in them then.
         """
-        self.builder.after_update(rows, optimizer, scaled, skipped)
+        with self.lock:
+            self.builder.after_update(rows, optimizer, scaled, skipped)
 
     def end_step(self, gradient: str) -> None:
         """The step is made, and `gradient` says what its gradients were."""
+        with self.lock:
+            self._end_step(gradient)
+
+    def _end_step(self, gradient: str) -> None:
         self.has_stepped = True
         step = self.builder.step
         signals = StepSignals()
         loss: Tensor | None = None
         comparisons: Sequence[RankComparison] = ()
         if self._signals is not None:
-            signals, loss = self._signals.take()
+            signals, loss = self._signals.guard.run(self._signals.take) or (signals, loss)
         if self._health is not None:
-            comparisons = self._health.compare_ranks(step)
-        self._end_incidents(step)
+            comparisons = self._judging.run(self._health.compare_ranks, step) or ()
+        if self._incidents is not None:
+            self._incidents.guard.run(self._end_incidents, step)
+            # Also where it is out: what it holds must not be held until the end.
+            self._incidents.guard.attempt(self._incidents.end_step)
         made = MadeStep(step, gradient)
-        if self._dumps is not None and self._dumps.is_staged:
-            made = replace(made, clip_coef=self.builder.clip_coefficient())
+        made = self._dumping.run(self._with_clipping, made) or made
         finished = self.builder.end_step(gradient, signals, loss, comparisons)
         for measured in finished:
             self._finish(measured)
-        self._end_dumps(made, finished)
+        self._dumping.run(self._end_dumps, made, finished)
+        # Last of all: this may be an exception, and the step is complete by now.
+        if self._brake is not None:
+            self._brake.end_step(judged_late=self.builder.is_merged)
+
+    def _with_clipping(self, made: MadeStep) -> MadeStep:
+        if self._dumps is None or not self._dumps.is_staged:
+            return made
+        return replace(made, clip_coef=self.builder.clip_coefficient())
 
     def _end_dumps(self, made: MadeStep, finished: Sequence[MeasuredStep]) -> None:
         """Write what was copied; what was found only now is dumped as it was left, if at all."""
         self._decision = DumpDecision()
         if self._early is not None:
             self._early.end_step()
-        if self._dumps is None:
+        dumps = self._dumps
+        if dumps is None:
             return
-        if self._dumps.is_wanted and not self._dumps.is_staged:
+        if dumps.is_wanted and not dumps.is_staged:
             for measured in finished:
                 if measured.step.step == made.step:
                     remaining = self.builder.remaining_share(measured)
                     clip = measured.step.clip_coef
                     made = replace(made, remaining=remaining, clip_coef=clip)
-        self._dumps.step_made(made)
+        dumps.step_made(made)
 
     def _end_incidents(self, step: int) -> None:
         norms = self._last
         self._last = None
-        if self._incidents is None:
-            return
-        if self._health is not None and norms is not None:
+        if self._incidents is not None and self._health is not None and norms is not None:
             if self._manual:
                 code = self._health.alarm.too_large(norms, None)
                 if code is not None:
                     self._incidents.too_large(step, code, self._factor)
             self._health.alarm.end_step(norms)
-        self._incidents.end_step()
 
-    def failed(self, error: Exception) -> None:
-        """A fault of ours: training goes on without us."""
-        self.has_failed = True
-        self.stop()
-        name = type(error).__name__
-        self._problems.report(
-            "capture", f"Gradsight stopped looking at gradients: {name}: {error} ({_place(error)})"
-        )
-
-    def stop(self, patience: float = 0.0) -> None:
-        """Look at nothing more; wait so many seconds for what other ranks are still sending."""
+    def look_away_from_threads(self) -> None:
+        """Several threads train these parameters at once: say so, and read nothing of them."""
+        # Nothing is unhooked here: the other threads may be walking through the hooks.
         if self._signals is not None:
-            self._signals.stop()
-        if self._health is not None:
-            self._health.stop(patience)
+            self._signals.guard.run(self._signals.look_away)
         if self._incidents is not None:
-            self._incidents.look_away()
+            self._incidents.guard.run(self._incidents.calls.look_away)
+        self._problems.report("threads", _SEVERAL_THREADS, step=self.builder.step)
 
     # A finished step.
 
@@ -242,30 +295,22 @@ class StepLine:
                 "trained.",
             )
         # Each finding goes through once and is written once, with all that is known of it.
-        findings = self._judge(measured)
+        findings: list[Finding] = []
+        if self._health is not None:
+            findings = self._judging.run(self._health.judge, measured) or []
         if self._incidents is not None:
-            findings = self._incidents.explain(measured, findings)
+            explain = self._incidents.explain
+            findings = self._incidents.guard.run(explain, measured, findings) or findings
         if self._dumps is not None:
-            self._dumps.judged(measured.step.step, findings)
-        for output in self._outputs:
-            output.write(measured, findings)
-
-    def _judge(self, measured: MeasuredStep) -> list[Finding]:
-        """The findings of a step. A fault of the judge's own ends the judging, not the record."""
-        if self._health is None or not self._judges:
-            return []
-        try:
-            return self._health.judge(measured)
-        except Exception as error:
-            self._judges = False
-            name = type(error).__name__
-            self._problems.report("judge", f"Gradsight stopped judging: {name}: {error}")
-            return []
+            self._dumping.run(self._dumps.judged, measured.step.step, findings)
+        for output, guard in self._outputs:
+            guard.attempt(output.write, measured, findings)
 
     def flush(self) -> None:
         """Wait for everything that is on its way, and finish it."""
-        for measured in self.builder.flush():
-            self._finish(measured)
+        with self.lock:
+            for measured in self.builder.flush():
+                self._finish(measured)
 
     def finish_judging(self) -> None:
         """The run is over: write the last word of every finding."""
@@ -273,16 +318,37 @@ class StepLine:
             return
         findings = self._health.finish()
         if self._incidents is not None:
-            findings = self._incidents.with_causes(findings)
-        for output in self._outputs:
-            output.finish(findings, self._health.abstentions())
+            with_causes = self._incidents.with_causes
+            findings = self._incidents.guard.run(with_causes, findings) or findings
+        abstained = self._health.abstentions()
+        for output, guard in self._outputs:
+            guard.attempt(output.finish, findings, abstained)
+
+    # What the user logs.
+
+    def log(self, values: Mapping[str, float | HostCopy]) -> None:
+        """Add to the step under way, or to the one just made if none has begun."""
+        with self.lock:
+            if self.builder.begun:
+                self.builder.log(values)
+                return
+            known = {name: arrived(value) for name, value in values.items()}
+            for output, guard in self._outputs:
+                guard.attempt(output.log, self.builder.step - 1, known)
+
+    def log_scalar(self, name: str, value: float, step: int) -> bool:
+        """A number of the step under way or just made; False where it is neither's.
+
+        Then it is kept apart from the steps.
+        """
+        with self.lock:
+            is_of_the_run = self.builder.step - 1 <= step <= self.builder.step
+            for output, guard in self._outputs:
+                log = output.log_scalar if is_of_the_run else output.log_tracked
+                guard.attempt(log, step, name, value)
+        return is_of_the_run
 
 
-def _place(error: Exception) -> str:
-    """Where an error of ours came from, for the message."""
-    trace = error.__traceback__
-    if trace is None:
-        return "unknown place"
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+def _output_guard(output: Output, problems: Problems) -> Guard:
+    """A fault of one output leaves the others at work."""
+    return Guard(problems, output.title, f"{output.title} could not be written to")

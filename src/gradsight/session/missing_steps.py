@@ -9,7 +9,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsight.core import moments
 from gradsight.core.group import rank
+from gradsight.core.guard import Guard
+from gradsight.core.hooks import put_hook
 from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.passes import BackwardPass
 from gradsight.core.problems import Problems
 from gradsight.session.line import StepLine
 
@@ -34,11 +37,13 @@ class MissingSteps:
         optimizers: Sequence[Any],
         line: StepLine,
         problems: Problems,
+        guard: Guard,
     ) -> None:
         self._parameters = {id(tensor): tensor for tensor in parameters}
         self._watched = [innermost_optimizer(each) for each in optimizers]
         self._line = line
         self._problems = problems
+        self._guard = guard
         self._said = False
         self._saw_gradients = False
         self._strangers: dict[str, int] = {}
@@ -47,8 +52,9 @@ class MissingSteps:
 
     def start(self) -> None:
         """Begin to look."""
-        moments.listen(self)
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        moments.listen(self, self._guard, list(self._parameters.values()))
+        register = register_optimizer_step_post_hook
+        self._handle = put_hook(self._guard, register, self._stepped)
 
     def stop(self) -> None:
         """Leave everything as it was found."""
@@ -63,11 +69,9 @@ class MissingSteps:
 
     # What torch tells.
 
-    def after_backward(self) -> None:
-        """A backward pass has returned."""
-        if not self._line.has_stepped and not self._saw_gradients:
-            tensors = self._parameters.values()
-            self._saw_gradients = any(tensor.grad is not None for tensor in tensors)
+    def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
+        """A backward pass has written gradients of the model."""
+        self._saw_gradients = True
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Some optimizer of this process has stepped."""
@@ -84,7 +88,7 @@ class MissingSteps:
     # The words.
 
     def _report_once(self, fact: str) -> None:
-        known = self._line.has_stepped or self._line.has_failed or self._said
+        known = self._line.has_stepped or self._guard.faults or self._said
         if known or rank() != 0:
             return
         self._said = True

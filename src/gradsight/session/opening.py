@@ -18,7 +18,6 @@ from gradsight.session.continuing import refuse_another_model, say_continued
 from gradsight.session.line import Output
 from gradsight.session.options import WatchOptions
 from gradsight.session.outputs import RecordOutput, SinkOutput
-from gradsight.store.run_files import write_config
 from gradsight.store.sinks import open_sinks
 from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.sinks.step_sink import SinkPlace
@@ -54,15 +53,18 @@ class OpenedRun:
 
 
 def open_run_outputs(
-    options: WatchOptions, parameters: Sequence[Named], group: ProcessGroup | None
+    options: WatchOptions, parameters: Sequence[Named], group: ProcessGroup
 ) -> OpenedRun:
-    """Open store and sinks, on rank 0; tell the first step, on all ranks."""
-    if group is None:
-        return _open_here(options, parameters)
+    """Open store and sinks, on the first rank; tell the first step, on all ranks."""
+    if group.size == 1:
+        if group.is_first:
+            return _open_here(options, parameters)
+        # Another rank writes the record, and nobody is there to tell where it begins.
+        return OpenedRun(options.start_step or 0, Problems())
     opened: OpenedRun | None = None
     first_step = _FAILED
     try:
-        if rank() == 0:
+        if group.is_first:
             opened = _open_here(options, parameters)
             first_step = opened.first_step
     finally:
@@ -71,6 +73,21 @@ def open_run_outputs(
     if first_step == _FAILED:
         raise RunError("rank 0 could not open the run; its own error says why")
     return OpenedRun(first_step, Problems()) if opened is None else opened
+
+
+def ranks_missing(group: ProcessGroup) -> str:
+    """What is said where a watch was not opened on every rank, and this one goes on alone."""
+    met = group.incomplete
+    if met is None:
+        return ""
+    writer = min(met.present)
+    text = f"gradsight.watch must be opened on every rank, but {met.sentence()}"
+    if not group.is_first:
+        return f"{text}. Rank {writer} records alone; what rank {rank()} sees is in no record"
+    return (
+        f"{text}. Training goes on, and rank {writer} records what it sees itself; ranks are not "
+        "compared. Call gradsight.watch outside of any `if rank == 0:`"
+    )
 
 
 def _open_here(options: WatchOptions, parameters: Sequence[Named]) -> OpenedRun:
@@ -114,6 +131,7 @@ def _claim(store: Store, options: WatchOptions, parameters: Sequence[Named]) -> 
     if not options.quiet:
         say_continued(options.run_dir, following, first_step)
     store.recording = True
+    store.limit(options.max_bytes)
     return first_step
 
 
@@ -140,7 +158,7 @@ def write_run_config(
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "parameters": [_fields(parameter) for parameter in described],
     }
-    write_config(store.path, config)
+    store.write_config(config)
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 A *round* is one step of the run: every watched optimizer steps in it at most once. Its gradients
 are looked at
 
-- when a backward pass has returned: accumulated so far, reduced, not yet clipped; the last look
-  before a step counts;
+- when a backward pass that wrote some of them has returned: accumulated so far, reduced, not yet
+  clipped; the last look before a step counts. What other passes have left alone since it was
+  looked at keeps its reading, clipped or not;
 - inside a closure handed to the optimizer: after its first evaluation, which is where the step
   starts from;
 - inside a backward pass whose hooks step the optimizer: just before each of those steps;
@@ -20,10 +21,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core import moments
+from gradsight.core.guard import Guard
+from gradsight.core.hooks import put_hook
 from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.passes import BackwardPass, FollowedParameters, tell_of_this_pass
 from gradsight.core.sharing import reduces_gradients
 from gradsight.session.line import StepLine
-from gradsight.values.steps import LATE_GRADIENT, LOCAL_GRADIENT, NO_GRADIENT, TRUE_GRADIENT
+from gradsight.session.seen_gradients import ScaledHere, SeenGradients
+from gradsight.session.skipping import UpdateSkipper
+from gradsight.values.steps import (
+    CHANGED_GRADIENT,
+    LATE_GRADIENT,
+    LOCAL_GRADIENT,
+    NO_GRADIENT,
+    SHARED_GRADIENT,
+    TRUE_GRADIENT,
+)
 
 
 class OptimizerSteps:
@@ -38,20 +51,25 @@ class OptimizerSteps:
         parameters: Sequence[Tensor],
         optimizers: Iterable[Optimizer],
         line: StepLine,
+        guard: Guard,
+        skipper: UpdateSkipper | None = None,
     ) -> None:
+        """`skipper`: leaves out updates that would do harm."""
+        self._skipper = skipper
         self._model = model
         self._parameters = list(parameters)
         self._optimizers = [innermost_optimizer(optimizer) for optimizer in optimizers]
         self._line = line
+        self._guard = guard
         self._handles: list[Any] = []
-        self._failed = False
+        self._followed: FollowedParameters | None = None
         self._rows: dict[int, tuple[int, list[int]]] = {}
-        self._seen: set[int] = set()  # rows looked at since their optimizer last stepped
+        self._seen = SeenGradients(self._parameters)  # since their optimizer last stepped
+        self._shared = False
         self._local = False
         self._stepped_in_backward = False
         self._closure_evaluated = False
-        # The scaler that multiplied a loss since an optimizer last stepped.
-        self._scaled_loss_by: torch.amp.GradScaler | None = None
+        self._here = ScaledHere()  # since an optimizer last stepped
         # The scaler whose factor was in the gradients at the last look.
         self._scaler: torch.amp.GradScaler | None = None
         self._unscaled: set[int] = set()
@@ -63,10 +81,11 @@ class OptimizerSteps:
         """Begin to watch."""
         # Hooks of the optimizer alone would not do: they see clipped gradients, scaled ones where
         # it is fused, none yet where a closure makes them, and no step that a scaler skips.
-        moments.listen(self)
+        self._followed = moments.listen(self, self._guard, self._parameters)
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._pre_hook))
-            self._handles.append(optimizer.register_step_post_hook(self._post_hook))
+            before = put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
+            after = put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
+            self._handles += [before, after]
 
     def stop(self) -> None:
         """Leave everything as it was found."""
@@ -75,15 +94,32 @@ class OptimizerSteps:
             handle.remove()
         self._handles.clear()
 
-    # What torch tells. Nothing of ours may reach the training loop.
+    # What torch tells, through the guard. The optimizers of one model may be stepped by several
+    # threads, so the line's lock is taken.
 
-    def gradients_ready(self) -> None:
-        """A backward pass has returned."""
-        self._guarded(self._after_backward)
+    def gradients_before(self, begun: BackwardPass) -> None:
+        """A backward pass begins, which may write these gradients or not; of whatever thread."""
+        # LBFGS evaluates its closure many times a step; the step starts from the first gradient.
+        if not self._closure_evaluated:
+            self._seen.pass_begins(begun)
+
+    def gradients_ready(self, begun: BackwardPass, rows: Sequence[int]) -> None:
+        """A backward pass has returned, and has written these rows."""
+        with self._line.lock:
+            self._after_backward(begun, rows)
+
+    def gradients_missed(self) -> None:
+        """Whatever was seen may not be what the optimizer will use."""
+        self._seen.clear()
+
+    def gradients_shared(self) -> None:
+        """Several threads write these gradients at once: they cannot even be read."""
+        with self._line.lock:
+            self._give_up()
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """The gradients of the next backward passes carry this scaler's factor."""
-        self._scaled_loss_by = scaler
+        """The gradients of this thread's next backward passes carry this scaler's factor."""
+        self._here.scaler = scaler
 
     def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         """This optimizer's gradients are without the factor again."""
@@ -91,14 +127,20 @@ class OptimizerSteps:
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """A scaler is about to step this optimizer, or to leave it out."""
-        self._by_scaler.add(id(innermost_optimizer(optimizer)))
-        self._called_by_scaler = False
+        inner = innermost_optimizer(optimizer)
+        if self._is_watched(inner):
+            self._by_scaler.add(id(inner))
+            self._called_by_scaler = False
 
     def scaler_stepped(self, optimizer: Optimizer) -> None:
         """It has done one or the other."""
         inner = innermost_optimizer(optimizer)
-        if not self._called_by_scaler and any(inner is known for known in self._optimizers):
-            self._guarded(self._stepped, inner, True)
+        if self._is_watched(inner) and not self._called_by_scaler:
+            with self._line.lock:
+                self._stepped(inner, True)
+
+    def _is_watched(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is known for known in self._optimizers)
 
     def _pre_hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -106,7 +148,8 @@ class OptimizerSteps:
         """`args` begins with the optimizer itself; a closure is the next one or a keyword."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._guarded(self._ready, optimizer)
+            with self._line.lock:
+                self._ready(optimizer)
             return None
         watched = self._ready_after(closure, optimizer)
         if "closure" in kwargs:
@@ -118,18 +161,8 @@ class OptimizerSteps:
     ) -> None:
         # Not in a pre-hook: under Lightning that one runs before backward.
         self._called_by_scaler = True
-        self._guarded(self._stepped, optimizer, getattr(optimizer, "found_inf", None))
-
-    def _guarded(self, action: Callable[..., None], *args: Any) -> None:
-        """After a fault nothing more is seen. Hooks stay: torch may be walking through them now."""
-        if self._failed:
-            return
-        try:
-            action(*args)
-        except Exception as error:
-            self._failed = True
-            moments.leave(self)
-            self._line.failed(error)
+        with self._line.lock:
+            self._stepped(optimizer, getattr(optimizer, "found_inf", None))
 
     # What it means.
 
@@ -138,27 +171,44 @@ class OptimizerSteps:
         self._any_seen = False
         self._any_late = False
         self._any_local = False
+        self._any_changed = False
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
         if self._stepped_in_backward:
             self._stepped_in_backward = False
             if self._done:
                 self._end_round()
-        # LBFGS evaluates its closure many times a step; the step starts from the first gradient.
         elif not self._closure_evaluated:
             self._local = not reduces_gradients(self._model)
-            rows = self._with_gradient(range(len(self._parameters)))
-            self._look(rows, together=not self._local)
+            self._look(self._seen.pass_ended(begun, rows), together=not self._local)
 
     def _with_gradient(self, rows: Iterable[int]) -> list[int]:
         return [row for row in rows if self._parameters[row].grad is not None]
 
     def _look(self, rows: list[int], together: bool) -> None:
         """`together`: a backward pass has reduced the gradients, so that all ranks are here now."""
+        if not rows:
+            return
+        self._seen.look(rows)
+        scaler = self._here.scaler
+        if scaler is not None and self._unscaled:
+            # The factor is out of these; what is added to them now, no division can put right.
+            without = {row for each in self._unscaled_optimizers() for row in self._rows_of(each)}
+            plain = [row for row in rows if row in without]
+            self._measure(plain, None, together)
+            rows = [row for row in rows if row not in without]
+        self._measure(rows, scaler, together)
+
+    def _measure(
+        self, rows: list[int], scaler: torch.amp.GradScaler | None, together: bool
+    ) -> None:
         if rows:
-            self._seen.update(rows)
-            self._scaler = self._scaled_loss_by
-            self._line.gradients_ready(rows, self._scaler, together)
+            self._scaler = scaler
+            complete = self._seen.are_all(rows)
+            self._line.gradients_ready(rows, scaler, together, complete)
+
+    def _unscaled_optimizers(self) -> list[Optimizer]:
+        return [each for each in self._optimizers if id(each) in self._unscaled]
 
     def _ready_after(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """The same closure, which also tells when its first evaluation is done."""
@@ -166,54 +216,86 @@ class OptimizerSteps:
         @functools.wraps(closure)
         def watched() -> Any:
             result = closure()
-            if not self._closure_evaluated:
-                self._closure_evaluated = True
-                self._guarded(self._ready, optimizer)
+            self._guard.run(self._evaluated, optimizer)
             return result
 
         return watched
+
+    def _evaluated(self, optimizer: Optimizer) -> None:
+        if not self._closure_evaluated:
+            self._closure_evaluated = True
+            with self._line.lock:
+                self._ready(optimizer)
 
     def _ready(self, optimizer: Optimizer) -> None:
         """The optimizer has its gradients and has not used them yet."""
         # It steps a second time before the others have: it has a rhythm of its own.
         if id(optimizer) in self._done:
             self._end_round()
+        if self._followed is not None and moments.is_written_elsewhere(self._followed):
+            self._give_up()
+        if self._shared:
+            return
         rows = self._rows_of(optimizer)
         # Optimizers that step inside backward free each gradient at once: this is the only chance.
         if moments.inside_backward():
             self._look(self._with_gradient(rows), together=False)
         else:
-            late = self._with_gradient(row for row in rows if row not in self._seen)
+            seen = self._seen.rows
+            late = self._with_gradient(row for row in rows if row not in seen)
             self._any_late |= bool(late)
             self._look(late, together=False)
         key = id(optimizer)
         still_scaled = key in self._by_scaler and key not in self._unscaled
         self._line.before_update(rows, self._scaler if still_scaled else None)
+        # A scaler leaves such steps out by itself.
+        if self._skipper is not None and key not in self._by_scaler:
+            self._skipper.before_update(optimizer, self._line.builder.readings_of(rows), rows)
 
     def _stepped(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
+        if self._skipper is not None and self._skipper.after_update(optimizer):
+            skipped = True
         rows = self._rows_of(optimizer)
         key = id(optimizer)
-        seen = [row for row in rows if row in self._seen]
+        looked_at = self._seen.rows
+        seen = [row for row in rows if row in looked_at]
         scaled = key in self._by_scaler or key in self._unscaled
         self._line.after_update(seen, optimizer, scaled, False if skipped is None else skipped)
         self._any_seen |= bool(seen)
         self._any_local |= self._local
-        self._seen.difference_update(rows)
+        self._any_changed |= self._seen.is_any_changed(seen)
+        self._seen.forget(rows)
         self._by_scaler.discard(key)
         self._unscaled.discard(key)
-        self._scaled_loss_by = None
+        self._here.scaler = None
         self._closure_evaluated = False
-        self._stepped_in_backward = moments.inside_backward()
+        self._note_step_in_backward()
         self._done.add(key)
         if len(self._done) == len(self._optimizers):
             self._end_round()
 
+    def _note_step_in_backward(self) -> None:
+        self._stepped_in_backward = moments.inside_backward()
+        if self._stepped_in_backward and self._followed is not None:
+            tell_of_this_pass(self._followed)
+
+    def _give_up(self) -> None:
+        """Look at nothing more: steps are counted, and the record says why there is no number."""
+        self._seen.clear()
+        if not self._shared:
+            self._shared = True
+            self._line.look_away_from_threads()
+
     def _end_round(self) -> None:
         gradient = TRUE_GRADIENT
-        if not self._any_seen:
+        if self._shared:
+            gradient = SHARED_GRADIENT
+        elif not self._any_seen:
             gradient = NO_GRADIENT
         elif self._any_late:
             gradient = LATE_GRADIENT
+        elif self._any_changed:
+            gradient = CHANGED_GRADIENT
         elif self._any_local:
             gradient = LOCAL_GRADIENT
         self._begin_round()

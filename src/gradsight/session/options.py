@@ -2,33 +2,44 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradsight.core.rundir import directory_path
 from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import UsageError
+from gradsight.incidents.recorder import SECONDS
+from gradsight.session.on_finding import SKIP, FindingActions, finding_actions
+from gradsight.values.sizes import format_size, parse_size
 from gradsight.values.steps import Schedule
 from gradsight.values.whole_numbers import whole_number
+
+LEAST_BYTES = 500_000
+"""A record below that would be nothing but its tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
     """What `watch` was asked for beside a model and its optimizers; `watch` documents each."""
 
-    run_dir: str | os.PathLike[str] | None
-    sinks: tuple[object, ...]
-    stats: Schedule
-    histograms: Schedule
-    health: bool | Mapping[str, object] | str | os.PathLike[str]
-    dump: GradientDumper | None
-    recorder: bool | str
-    start_step: int | None
-    sink_detail: str | None
-    diagnose_seconds: float
-    quiet: bool
+    run_dir: str | os.PathLike[str] | None = None
+    sinks: tuple[object, ...] = ()
+    stats: Schedule = field(default_factory=Schedule)
+    histograms: Schedule = field(default_factory=lambda: Schedule(step_interval=50))
+    health: bool | Mapping[str, object] | str | os.PathLike[str] = True
+    dump: GradientDumper | None = None
+    recorder: bool | str = True
+    start_step: int | None = None
+    sink_detail: str | None = None
+    diagnose_seconds: float = SECONDS
+    quiet: bool = False
+    on_finding: object = None
+    max_bytes: int | None = None
+    stop_raises: bool = True
+    """Whether stopping for a finding is an exception; a trainer's door stops its trainer itself."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sinks", sinks_given(self.sinks))
         if self.run_dir is not None:
             directory_path(self.run_dir, "run_dir")
         for name in ("stats", "histograms"):
@@ -61,9 +72,22 @@ class WatchOptions:
         if self.start_step is not None:
             number = whole_number(self.start_step, "start_step")
             object.__setattr__(self, "start_step", number)  # as Python's own, also if numpy's
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", _bytes_of_record(self.max_bytes))
+        self._check_actions()
+
+    def _check_actions(self) -> None:
+        actions = self.actions()
+        if actions is not None and self.health is False and not actions.is_only(SKIP):
+            raise UsageError("on_finding acts on findings, but health=False judges nothing")
+
+    def actions(self) -> FindingActions | None:
+        """What is to be done about findings; None where nothing is."""
+        return finding_actions(self.on_finding)
 
     def for_the_record(self, first_step: int) -> dict[str, Any]:
         """The settings as config.json keeps them."""
+        actions = self.actions()
         health = self.health
         if isinstance(health, os.PathLike):
             health = os.fspath(health)
@@ -74,8 +98,19 @@ class WatchOptions:
             "sink_detail": self.sink_detail,
             "recorder": self.recorder,
             "diagnose_seconds": self.diagnose_seconds,
+            "max_bytes": self.max_bytes,
             "health": health,
+            "on_finding": None if actions is None else actions.for_the_record(),
         }
+
+
+def _bytes_of_record(given: object) -> int:
+    """What a record may take, as a number of bytes."""
+    size = parse_size(given)  # type: ignore[arg-type]  # it refuses in words what is no size
+    if size < LEAST_BYTES:
+        least = format_size(LEAST_BYTES)
+        raise UsageError(f"max_bytes must be at least {least}, got {given!r}")
+    return size
 
 
 def sinks_given(sinks: object) -> tuple[object, ...]:

@@ -24,6 +24,8 @@ _HISTOGRAM = "gradients/histogram"
 class RecordOutput:
     """Writes steps to the run directory."""
 
+    title = "the record"
+
     def __init__(self, store: Store, names: Sequence[str], first_step: int) -> None:
         self._store = store
         self._names = names
@@ -67,6 +69,8 @@ class RecordOutput:
 
 class SinkOutput:
     """Shows steps in other trackers: parameters and modules, or blocks where there are many."""
+
+    title = "the sinks"
 
     def __init__(self, queue: SinkQueue, parameters: Sequence[Named], detail: str | None) -> None:
         self._queue = queue

@@ -1,23 +1,21 @@
-"""A run closes when the process exits or is asked to, and leaves both as they were.
+"""A run is told how its process ends, and leaves the process as it was.
 
 A forked child only lets go of it.
 """
 
 import atexit
-import contextlib
 import functools
 import os
-import signal
 import sys
-import threading
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from gradsight.core.locks import when_free
+from gradsight.core.guard import Guard, lock, put_back
 
-_installed: "weakref.WeakSet[ShutdownHooks]" = weakref.WeakSet()
+_open: list["ShutdownHooks"] = []
+_excepthook: list[tuple[Any, Any]] = []
+"""Ours and the original, while a run is open."""
 
 
 class Closable(Protocol):
@@ -29,90 +27,71 @@ class Closable(Protocol):
     def detach_in_child(self) -> None:
         """This process was forked from the one that is being recorded."""
 
-    def asked_to_end(self) -> None:
-        """SIGTERM has come; `close_at_exit` follows."""
-
     def ended_by(self, error: BaseException) -> None:
         """An exception that nobody has caught ends the process."""
 
 
 class ShutdownHooks:
-    """Tells a run of the process's end, unless cancelled before."""
+    """Tells a run of the process's end until its guard is closed."""
 
-    def __init__(self, run: Closable) -> None:
+    def __init__(self, run: Closable, guard: Guard) -> None:
         self._run = run
-        tell_forked_children()
-        _installed.add(self)
+        self._guard = guard
         self._process = os.getpid()
-        self._previous_handler: Any = None
-        self._handles_signals = False
-        self._previous_hook = sys.excepthook
-        self._hook = self._on_exception
-        # The bound method is kept: a new one is made at every access, and could not be told again.
-        sys.excepthook = self._hook
-        atexit.register(self._at_exit)
-        # Only the main thread may set handlers; a watch in another one closes at exit.
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
-            self._handles_signals = True
-
-    def cancel(self) -> None:
-        """Put everything back; where somebody has set a handler since, theirs stays."""
-        atexit.unregister(self._at_exit)
-        if sys.excepthook is self._hook:
-            sys.excepthook = self._previous_hook
-        _installed.discard(self)
-        in_main = threading.current_thread() is threading.main_thread()
-        is_ours = signal.getsignal(signal.SIGTERM) == self._on_signal
-        if self._handles_signals and in_main and is_ours:
-            previous = self._previous_handler
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-            self._handles_signals = False
+        tell_forked_children()
+        # Kept: a new one would be made at every access, and could not be unregistered.
+        self._exit = functools.partial(guard.attempt, self._at_exit)
+        with lock:
+            if not _open:
+                _replace_excepthook()
+            _open.append(self)
+        get = functools.partial(getattr, sys, "excepthook")
+        put = functools.partial(setattr, sys, "excepthook")
+        guard.at_end(put_back, _open, self, get, put, _excepthook[0])
+        atexit.register(self._exit)
+        guard.at_end(atexit.unregister, self._exit)
 
     def close_first(self) -> None:
         """Come before whatever has been registered since for the end of the process."""
-        atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)
+        atexit.unregister(self._exit)
+        atexit.register(self._exit)
 
     def detach_in_child(self) -> None:
         """This process was forked."""
-        self._run.detach_in_child()
+        self._guard.attempt(self._run.detach_in_child)
+
+    def ended_by(self, error: BaseException) -> None:
+        """Nobody has caught it."""
+        self._guard.attempt(self._ended_by, error)
+
+    def _ended_by(self, error: BaseException) -> None:
+        if os.getpid() == self._process:
+            self._run.ended_by(error)
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
             self._run.close_at_exit()
 
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        """Nobody has caught it: say so, then do what would have been done without us."""
-        if os.getpid() == self._process:
-            self._run.ended_by(error)
-        self._previous_hook(kind, error, trace)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        """Close, then do what would have been done without us.
-
-        A forked child (a data loader's worker) only does the latter.
-        """
-        when_free(functools.partial(self._end, number, frame))
-
-    def _end(self, number: int, frame: Any) -> None:
-        previous: Callable[..., Any] | int | None = self._previous_handler
-        if os.getpid() == self._process:
-            self._run.asked_to_end()
-            self._run.close_at_exit()
-        if callable(previous):
-            previous(number, frame)
-        elif previous != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
 
 def close_first_at_exit() -> None:
     """Have the open runs closed before trackers that were opened since end their own."""
-    for hooks in list(_installed):
+    for hooks in _open:
         hooks.close_first()
+
+
+def _replace_excepthook() -> None:
+    original: Callable[..., Any] = sys.excepthook
+
+    def ours(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Tell every open run, then do what would have been done without us."""
+        try:
+            for hooks in _open:
+                hooks.ended_by(error)
+        finally:
+            original(kind, error, trace)
+
+    sys.excepthook = ours
+    _excepthook[:] = [(ours, original)]
 
 
 @functools.cache
@@ -120,8 +99,8 @@ def tell_forked_children() -> None:
     """From now on, tell forked children: they inherit all that watches their parent."""
 
     def forked() -> None:
-        for hooks in list(_installed):
-            with contextlib.suppress(Exception):
-                hooks.detach_in_child()
+        for hooks in _open:
+            hooks.detach_in_child()
 
-    os.register_at_fork(after_in_child=forked)
+    guard = Guard(None, "fork", "a forked process has not let go of its parent's run")
+    os.register_at_fork(after_in_child=functools.partial(guard.attempt, forked))

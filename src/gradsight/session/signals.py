@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from gradsight.core import moments
 from gradsight.core.autocast import is_autocast_to
 from gradsight.core.calls import is_suspended
-from gradsight.core.hooks import ModuleHook
+from gradsight.core.guard import Guard
+from gradsight.core.hooks import put_hook, put_module_hook
+from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
 from gradsight.session.guess import loss_of_a_guess
 from gradsight.values.measured import StepSignals
@@ -31,12 +33,20 @@ _TENSORS = 4
 class TrainingSignals:
     """Watches one model and its optimizers; `take` gives what was noticed during a step."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        optimizers: Sequence[Optimizer],
+        guard: Guard,
+    ) -> None:
         self._model = model
+        self._parameters = parameters
         self._optimizers = optimizers
+        self.guard = guard
         self._handles: list[Any] = []
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
-        self._clearing = [Clearing(optimizer) for optimizer in optimizers]
+        self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
         self._batches = Batches()
         self._forward_handle: Any = None
         self._loss: Tensor | None = None
@@ -46,15 +56,17 @@ class TrainingSignals:
 
     def start(self) -> None:
         """Begin to watch."""
-        moments.listen(self)
+        moments.listen(self, self.guard, self._parameters)
         for optimizer, clearing in zip(self._optimizers, self._clearing, strict=True):
             clearing.start()
-            self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
-            self._handles.append(optimizer.register_step_post_hook(self._step_ends))
+            before = put_hook(self.guard, optimizer.register_step_pre_hook, self._step_begins)
+            after = put_hook(self.guard, optimizer.register_step_post_hook, self._step_ends)
+            self._handles += [before, after]
         # Hooks inside a compiled call would break its graph.
         if getattr(self._model, "_compiled_call_impl", None) is None:
-            self._forward_handle = self._model.register_forward_pre_hook(
-                ModuleHook(self._on_forward), with_kwargs=True
+            register = self._model.register_forward_pre_hook
+            self._forward_handle = put_module_hook(
+                self.guard, register, self._on_forward, with_kwargs=True
             )
 
     def stop(self) -> None:
@@ -71,8 +83,17 @@ class TrainingSignals:
         """What the last backward pass of the step under way was called on; on the device still."""
         return self._loss
 
+    def look_away(self) -> None:
+        """Notice nothing more, but leave the hooks in place."""
+        moments.leave(self)
+        for clearing in self._clearing:
+            clearing.look_away()
+
     def take(self) -> tuple[StepSignals, Tensor | None]:
         """What was noticed in the step that has just ended; its loss is still on the device."""
+        made_by = pass_under_way()
+        if made_by is not None:  # an optimizer that steps inside backward
+            self._note_loss(made_by)
         loss = self._loss
         guess = self._guess
         self._loss = None
@@ -93,20 +114,32 @@ class TrainingSignals:
 
     # What torch tells.
 
-    def before_backward(self, tensors: Any) -> None:
-        """A backward pass begins, from these tensors."""
+    def before_backward(self, begun: BackwardPass) -> None:
+        """A backward pass begins, of this model or of another."""
+        tensors = begun.tensors
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+        if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
+            guess = None
+            if self._guesses < _GUESSES:
+                # Now: backward frees what the guess is read from.
+                guess = loss_of_a_guess(roots[0])
+            # Whether the loss is of this model is known when the pass has ended.
+            begun.notes[self] = (roots[0].detach(), guess)
+
+    def gradients_before(self, begun: BackwardPass) -> None:
+        """Its gradients can be read, and are not written yet."""
+        for clearing in self._clearing:
+            clearing.before_backward(begun)
+
+    def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
+        """It has returned, and was of this model."""
         if self._evaluations is not None:
             self._evaluations += 1
         # A step starts from the first evaluation of its closure.
         if (self._evaluations or 0) <= 1:
-            self._note_loss(tensors)
+            self._note_loss(begun)
         for clearing in self._clearing:
-            clearing.before_backward()
-
-    def after_backward(self) -> None:
-        """It has returned."""
-        for clearing in self._clearing:
-            clearing.after_backward()
+            clearing.after_backward(begun)
 
     def _on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called with these arguments. After a few batches enough has been seen."""
@@ -125,13 +158,14 @@ class TrainingSignals:
     def _step_ends(self, *_: Any) -> None:
         self._evaluations = None
 
-    def _note_loss(self, tensors: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
-        if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
-            self._loss = roots[0].detach()
-            if self._guesses < _GUESSES:
-                self._guess = loss_of_a_guess(roots[0])
-                self._guesses += 1
+    def _note_loss(self, begun: BackwardPass) -> None:
+        noted: tuple[Tensor, float | None] | None = begun.notes.pop(self, None)
+        if noted is None:
+            return
+        self._loss = noted[0]
+        if self._guesses < _GUESSES:
+            self._guess = noted[1]
+            self._guesses += 1
 
     def _leave_model(self) -> None:
         if self._forward_handle is not None:
@@ -147,19 +181,22 @@ class Clearing:
     looked, nobody has touched it.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, guard: Guard) -> None:
         self._optimizer = optimizer
+        self._guard = guard
         self._parameter: Tensor | None = None
         # The gradient when we last looked, and its version.
         self._left: tuple[weakref.ref[Tensor], int] | None = None
         self._cleared = False
         self._passes = 0
         self._handle: Any = None
+        self._looks_away = False
         self.uncleared: bool | None = None
 
     def start(self) -> None:
         """Begin to watch the optimizer's steps."""
-        self._handle = self._optimizer.register_step_post_hook(self._stepped)
+        register = self._optimizer.register_step_post_hook
+        self._handle = put_hook(self._guard, register, self._stepped)
 
     def stop(self) -> None:
         """Stop watching."""
@@ -167,18 +204,25 @@ class Clearing:
             self._handle.remove()
         self._parameter = None
 
-    def before_backward(self) -> None:
-        """A backward pass is about to add to the gradients."""
+    def look_away(self) -> None:
+        """Read no gradient any more."""
+        self._looks_away = True
+        self._parameter = None
+
+    def before_backward(self, begun: BackwardPass) -> None:
+        """A backward pass may be about to add to the gradients."""
         if self._parameter is None or self._cleared:
             return
         gradient = self._parameter.grad
-        self._cleared = self._was_touched(gradient)
+        touched = self._was_touched(gradient)
         # Zeros that were always there look untouched, and are as good as cleared.
-        if not self._cleared and self._passes == 0 and gradient is not None:
-            self._cleared = not bool((gradient != 0).any())
+        if not touched and self._passes == 0 and gradient is not None:
+            touched = not bool((gradient != 0).any())
+        begun.notes[self] = touched
 
-    def after_backward(self) -> None:
-        """A backward pass may have added to them."""
+    def after_backward(self, begun: BackwardPass) -> None:
+        """It has added to them. Where there were none, or nobody could look, all is well."""
+        self._cleared = self._cleared or begun.notes.get(self, True)
         self._passes += 1
         self._look()
 
@@ -189,7 +233,7 @@ class Clearing:
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         # An optimizer inside backward clears each gradient by itself.
-        if moments.inside_backward():
+        if self._looks_away or moments.inside_backward():
             return
         if self._parameter is not None and self._passes:
             self.uncleared = not self._cleared

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsight.core.group import PendingArrays, ProcessGroup, rank
+from gradsight.core.gradient_parts import gradient_parts, lies_like_its_parameter
+from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
 from gradsight.measure.clipping import ClipProbe, ClipReading, remaining_share
@@ -22,7 +23,7 @@ from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading, recount
-from gradsight.measure.rank_table import left_out_here, merge_tables, norms_in, rank_table
+from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
 from gradsight.measure.update import UpdateReading
 from gradsight.session.readings import (
@@ -37,7 +38,7 @@ from gradsight.session.readings import (
     scale_of,
 )
 from gradsight.values.measured import Floats, MeasuredStep, Norms, RankComparison, StepSignals
-from gradsight.values.steps import CloserLooks, Schedule, Step
+from gradsight.values.steps import PART_GRADIENT, TRUE_GRADIENT, CloserLooks, Schedule, Step
 
 _LAG = 1
 """Steps that may be on their way from the device before somebody waits for the oldest."""
@@ -56,6 +57,8 @@ class MeasuringPlan:
     """Weights whose dead units are counted."""
     on_every_rank: bool = False
     """Whether ranks look at their gradients also where rank 0's are the same."""
+    every_step: bool = False
+    """Whether norms are read on every step, due or not: a bad one is to be left out."""
     at_once: bool = False
     """Whether norms are read as soon as backward has returned, though that waits for the device."""
 
@@ -79,14 +82,24 @@ class StepBuilder:
     """Takes the readings of the step under way; returns finished steps."""
 
     def __init__(
-        self, parameters: Sequence[Named], plan: MeasuringPlan, group: ProcessGroup | None
+        self,
+        parameters: Sequence[Named],
+        plan: MeasuringPlan,
+        group: ProcessGroup,
+        left_out: Sequence[bool] = (),
     ) -> None:
+        """`left_out`: the parameters of which another rank's part is counted."""
         self._parameters = [named.tensor for named in parameters]
         self._names = [named.name for named in parameters]
         self._plan = plan
-        self._group = group if are_spread(self._parameters) else None
-        self._left_out = left_out_here(self._parameters) if self._group is not None else []
-        self._measures = self._group is not None or rank() == 0
+        spread = are_spread(self._parameters)
+        self._sharded = spread and group.size > 1
+        self._group = group if self._sharded else None
+        self._left_out = list(left_out)
+        self._is_first = group.is_first
+        self._measures = self._group is not None or self._is_first
+        # Replicated gradients are whole on every rank; of sharded ones this rank has its part.
+        self._sees_part = spread and group.incomplete is not None
         self._units = UnitLife(plan.unit_rows)
         self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
         self._queue: deque[StepInProgress] = deque()
@@ -103,10 +116,10 @@ class StepBuilder:
         """Measure these gradients now, if anything is due."""
         self._looked = True
         wants_details = self._measures and self._plan.wants_details(self.step)
-        wants_norms = self._plan.norms.due(self.step) or wants_details
+        wants_norms = self._plan.norms.due(self.step) or wants_details or self._plan.every_step
         if not wants_norms or not (self._measures or self._plan.on_every_rank):
             return None
-        gradients = [self._gradient(row) for row in rows]
+        gradients = self._gradients(rows)
         reading = GradientReading(list(rows), NormReading(gradients), scale_of(scaler))
         # A recount reads the gradients themselves, so it must happen while they are what they were.
         if self._plan.at_once or reading.ready():
@@ -119,6 +132,11 @@ class StepBuilder:
             self._readings[row] = reading
         return reading
 
+    def readings_of(self, rows: Sequence[int]) -> list[GradientReading]:
+        """The readings in which these rows were looked at last, each once."""
+        known = [self._readings[row] for row in rows if row in self._readings]
+        return list({id(reading): reading for reading in known}.values())
+
     def before_update(
         self, rows: Sequence[int], scaler: torch.amp.GradScaler | None
     ) -> tuple[GradientReading, ClipReading] | None:
@@ -128,8 +146,7 @@ class StepBuilder:
         `scaler`: its factor is still in them.
         """
         current = self._current
-        known = [self._readings[row] for row in rows if row in self._readings]
-        readings = {id(reading): reading for reading in known}
+        readings = self.readings_of(rows)
         if not readings:
             return None
         if self._measures and self._plan.wants_details(self.step):
@@ -139,10 +156,10 @@ class StepBuilder:
         # Gradients of several looks have no one clip coefficient.
         if len(readings) > 1:
             return None
-        reading = known[0]
+        reading = readings[0]
         mine = None
-        if len(rows) < len(reading.rows):
-            mine = {reading.rows.index(row) for row in rows if row in reading.rows}
+        if len(rows) < len(reading.rows) or self._sharded:
+            mine = {reading.rows.index(row) for row in rows if self._can_be_probed(row, reading)}
         probe = ClipProbe(reading.norms, mine, lambda place: self._gradient(reading.rows[place]))
         current.clip = ClipReading(probe, reading.norms, reading.scale, scaler is not None)
         return reading, current.clip
@@ -191,6 +208,8 @@ class StepBuilder:
         made = self._current
         made.time = time.time()
         made.gradient = gradient
+        if self._sees_part and gradient == TRUE_GRADIENT:
+            made.gradient = PART_GRADIENT
         made.signals = signals
         made.rank_comparisons = tuple(rank_comparisons)
         if loss is not None:
@@ -216,7 +235,7 @@ class StepBuilder:
         rows: Sequence[int] = range(len(self._parameters))
         if measured.rows is not None:
             rows = measured.rows
-        gradients = [self._gradient(row) for row in rows]
+        gradients = self._gradients(rows)
         if any(gradient.numel() == 0 for gradient in gradients):
             return None
         return remaining_share(measured.norms, recount(gradients, NormReading(gradients).read()))
@@ -256,6 +275,15 @@ class StepBuilder:
         """Add to the step under way."""
         self._current.scalars.update(values)
 
+    def _gradients(self, rows: Sequence[int]) -> list[Tensor]:
+        if self._sharded:
+            return gradient_parts([self._parameters[row] for row in rows])
+        return [self._gradient(row) for row in rows]
+
+    def _can_be_probed(self, row: int, reading: GradientReading) -> bool:
+        """Whether a rank can look at this gradient again by itself."""
+        return row in reading.rows and lies_like_its_parameter(self._parameters[row])
+
     def _gradient(self, row: int) -> Tensor:
         """This rank's part of a gradient; empty where it is gone by now."""
         gradient = self._parameters[row].grad
@@ -289,7 +317,7 @@ class StepBuilder:
         self._merge = None
         table = merge_tables(np.stack(merge.tables.wait()))
         sums = None if merge.details is None else merge.details.wait()[0]
-        if rank() != 0:
+        if not self._is_first:
             return []
         rows, norms = norms_in(table)
         return [self._finished(merge.step, rows, norms, sums)]
@@ -326,11 +354,19 @@ def _step_record(made: StepInProgress, total_norm: float | None) -> Step:
         lr=scalars.pop("lr", lr),
         total_norm=total_norm,
         clip_coef=clip_coefficient(made.used),
-        scale=next((used.reading.factor() for used in made.used if used.scaled), None),
+        scale=_scale(made.used),
         skipped=any(bool(skipped) for skipped in made.skipped),
         gradient=made.gradient,
         scalars=scalars | dict(made.group_lrs),
     )
+
+
+def _scale(all_used: Sequence[UsedGradients]) -> float | None:
+    """The loss scale that was in the gradients when they were looked at."""
+    for used in all_used:
+        if used.scaled and used.reading.scale is not None:
+            return used.reading.factor()
+    return None
 
 
 def _sequence_number() -> int:

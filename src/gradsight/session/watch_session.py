@@ -1,6 +1,7 @@
 """A watched run: puts the parts of a session together, and takes them apart again."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gradsight.core import moments
-from gradsight.core.group import ProcessGroup, rank, world_size
+from gradsight.core.group import LeavingProblems, ProcessGroup
+from gradsight.core.guard import Guard
+from gradsight.core.held_parts import parts_left_out
+from gradsight.core.hooks import put_hook
+from gradsight.core.open_watches import note_closed, note_open
 from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.parameters import Named
-from gradsight.core.problems import say
+from gradsight.core.problems import Problems, say
+from gradsight.core.shards import are_spread
+from gradsight.core.switch import is_switched_off
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.under_watch import WatchedDumps
@@ -23,26 +30,41 @@ from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
+from gradsight.session.brake import Brake
+from gradsight.session.cost import CostOutput
 from gradsight.session.first_critical import FirstCritical
-from gradsight.session.line import StepLine, WatchedInstruments
+from gradsight.session.left_behind import close_left_behind, remember
+from gradsight.session.line import Output, StepLine, WatchedInstruments
 from gradsight.session.manual_steps import ManualSteps
 from gradsight.session.missing_steps import MissingSteps
-from gradsight.session.opening import OpenedRun, open_run_outputs, write_run_config
+from gradsight.session.on_finding import SKIP
+from gradsight.session.opening import (
+    OpenedRun,
+    open_run_outputs,
+    ranks_missing,
+    write_run_config,
+)
 from gradsight.session.optimizer_steps import OptimizerSteps
-from gradsight.session.options import WatchOptions, sinks_given
-from gradsight.session.readings import arrived, take_scalars
+from gradsight.session.options import WatchOptions
+from gradsight.session.readings import take_scalars
 from gradsight.session.shutdown import ShutdownHooks
 from gradsight.session.signals import TrainingSignals
+from gradsight.session.skipping import UpdateSkipper
 from gradsight.session.step_builder import MeasuringPlan, StepBuilder
 from gradsight.session.subjects import watched_optimizers, watched_parameters
+from gradsight.session.termination import TERMINATION
+from gradsight.session.unseeable import refuse_unseeable
 from gradsight.store.incidents import with_ranks
-from gradsight.values.health_report import HealthReport
+from gradsight.values.findings import Finding
+from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
 from gradsight.values.steps import CloserLooks, Schedule
 from gradsight.values.whole_numbers import single_number, whole_number
 
 _PATIENCE = 5.0
 """Seconds to wait at the end for what other ranks are still sending, where all end together."""
 _SHORT_PATIENCE = 0.2
+_FOR_THE_STEP = 1.0
+"""Seconds that training gets to come out of our code when the process is asked to end."""
 _FORKED = (
     "this process was forked from one that is being recorded; what it trains is not. "
     "To record it too, call gradsight.watch in it, with a run_dir of its own."
@@ -66,6 +88,8 @@ def watch(
     sink_detail: Literal["parameters", "blocks"] | None = None,
     diagnose_seconds: float = SECONDS,
     quiet: bool = False,
+    on_finding: object = None,
+    max_bytes: int | str | None = None,
 ) -> "Watch":
     """Record what the gradients of a model do while it trains, at next to no cost.
 
@@ -94,10 +118,18 @@ def watch(
     diagnose_seconds: how long a diagnosis may hold training up; 0 diagnoses nothing.
     quiet: whether to say nothing on standard error. Otherwise one line says that an old run is
       continued, and one line the first critical finding: step, code, cause, and where to read on.
+    on_finding: what to do about a finding: "stop" raises StopTraining out of `optimizer.step()`,
+      "skip" leaves out steps whose gradient is not finite, "alert" tells W&B and Trackio, an
+      http(s) address gets a POST, a callable gets the Finding; or a list of these, or such by code
+      and severity: {"GS103": "skip", "critical": ["alert", "stop"]}.
+    max_bytes: what the record may take, such as "2GB"; None has no limit. Old steps are then put
+      together by their minimum and maximum, apart from those near findings.
+
+    With GRADSIGHT=0 in the environment nothing is watched and nothing is written.
     """
     options = WatchOptions(
         run_dir=run_dir,
-        sinks=sinks_given(sinks),
+        sinks=sinks,  # type: ignore[arg-type]  # it takes them as they are given
         stats=stats,
         histograms=histograms,
         health=health,
@@ -107,8 +139,20 @@ def watch(
         sink_detail=sink_detail,
         diagnose_seconds=diagnose_seconds,
         quiet=quiet,
+        on_finding=on_finding,
+        max_bytes=max_bytes,  # type: ignore[arg-type]  # a text such as "2GB" becomes a number
     )
-    return Watch(model, optimizer, options)
+    return open_watch(model, optimizer, options)
+
+
+def open_watch(model: nn.Module, optimizer: object, options: WatchOptions) -> "Watch":
+    """A watch with these options, or one that does nothing where Gradsight is switched off."""
+    if is_switched_off():
+        return SwitchedOff()
+    close_left_behind(model, options.run_dir)
+    watched = Watch(model, optimizer, options)
+    remember(watched, model, options.run_dir)
+    return watched
 
 
 class Watch:
@@ -118,37 +162,88 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, optimizer: object, options: WatchOptions) -> None:
+        refuse_unknown_torch("watch")
+        refuse_unseeable(model, optimizer)
         parameters = watched_parameters(model)
         self._optimizers = watched_optimizers(optimizer, model, parameters)
         # Wrong settings are an error before anything is opened.
         checks = None if options.health is False else checks_at_work(options.health)
         self._closed = False
         self._forked = False
+        self._ended_early = False
+        self._record_is_closed = False
+        self._waits = True
         self._run_dir = None if options.run_dir is None else Path(options.run_dir).resolve()
-        self._group = ProcessGroup() if world_size() > 1 else None
+        self._group = ProcessGroup.or_alone("watch")
+        left_out = self._parts_left_out(parameters)
         self._opened = open_run_outputs(options, parameters, self._group)
         self._problems = self._opened.problems
-        self._outputs = self._opened.outputs(parameters, options.sink_detail)
-        if rank() == 0 and not options.quiet:
-            self._outputs.append(FirstCritical(options.run_dir))
+        if self._group.incomplete is not None:
+            self._problems.report("ranks", ranks_missing(self._group))
+        looking = "Gradsight stopped looking at gradients"
+        self._guard = Guard(LeavingProblems(self._problems), "capture", looking)
+        self._calls = Guard(self._problems, "call", "a call of the watch failed", UsageError)
+        self._closing = Guard(self._problems, "closing", "closing the watch failed")
+        try:
+            self._start(model, parameters, options, checks, left_out)
+        except BaseException:
+            self._closed = True
+            self._ended_early = True
+            self._closing.close()
+            raise
+
+    def _start(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Named],
+        options: WatchOptions,
+        checks: Sequence[CheckSettings] | None,
+        left_out: Sequence[bool],
+    ) -> None:
+        if self._opened.sinks is not None:
+            # Last of all: an interrupt may have come when the sinks were about to be closed.
+            self._closing.at_end(self._opened.sinks.worker.end.set)
+        # Twice: an interrupt may have come when the first was about to begin.
+        self._closing.at_end(self._close_record)
+        self._closing.at_end(self._close_record)
+        outputs = self._opened.outputs(parameters, options.sink_detail)
+        if self._group.is_first and not options.quiet:
+            outputs.append(FirstCritical(options.run_dir))
+        tensors = [named.tensor for named in parameters]
+        if self._opened.store is not None:
+            outputs.append(CostOutput(self._opened.store, self, tensors))
+        self._brake = self._make_brake(options)
+        if self._brake is not None:
+            outputs.append(self._brake)
         self._instruments = self._make_instruments(model, parameters, options, checks)
         plan = _measuring_plan(options, self._opened, self._instruments)
         self._line = StepLine(
-            StepBuilder(parameters, plan, self._group),
+            StepBuilder(parameters, plan, self._group, left_out),
             self._instruments,
-            self._outputs,
+            outputs,
             self._problems,
+            self._brake,
             manual=not self._optimizers,
         )
-        tensors = [named.tensor for named in parameters]
         self._steps: OptimizerSteps | ManualSteps
         if self._optimizers:
-            self._steps = OptimizerSteps(model, tensors, self._optimizers, self._line)
+            self._steps = OptimizerSteps(
+                model,
+                tensors,
+                self._optimizers,
+                self._line,
+                self._guard,
+                self._make_skipper(options, tensors),
+            )
         else:
-            self._steps = ManualSteps(model, tensors, self._line)
-        self._missing_steps = MissingSteps(tensors, self._optimizers, self._line, self._problems)
-        self._ended_early = False
-        self._shutdown = ShutdownHooks(_ProcessEnd(self))
+            self._steps = ManualSteps(model, tensors, self._line, self._guard)
+        self._missing_steps = MissingSteps(
+            tensors, self._optimizers, self._line, self._problems, self._guard
+        )
+        self._leave_for_the_end()
+        process = _Process(self)
+        ShutdownHooks(process, self._closing)
+        TERMINATION.add(process, self._closing)
         if self._opened.store is not None:
             first_step = self._opened.first_step
             write_run_config(self._opened.store, options, first_step, parameters, self._optimizers)
@@ -158,11 +253,75 @@ class Watch:
             by_hand = not self._optimizers
             steps = WatchedSteps(self._opened.first_step, self._line.builder, by_hand)
             count_steps_of(self._run_dir, steps)
+            self._closing.at_end(stop_counting, self._run_dir)
+        note_open(self, self._run_dir, tensors)
+        self._closing.at_end(note_closed, self)
         self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
         if self._instruments.signals is not None:
             self._instruments.signals.start()
+        _open.append(self)
+        self._closing.at_end(_open.remove, self)
+
+    def _parts_left_out(self, parameters: Sequence[Named]) -> list[bool]:
+        """Of which parameters another rank's part is counted; refused alike on all ranks."""
+        tensors = [named.tensor for named in parameters]
+        try:
+            return parts_left_out(self._group, tensors, [named.name for named in parameters])
+        except BaseException:
+            self._group.close()
+            raise
+
+    def _make_brake(self, options: WatchOptions) -> Brake | None:
+        actions = options.actions()
+        if actions is None:
+            return None
+        return Brake(
+            actions,
+            self._run_dir,
+            self._opened.sinks,
+            self._group,
+            self._problems,
+            options.stop_raises,
+        )
+
+    def _make_skipper(
+        self, options: WatchOptions, tensors: Sequence[torch.Tensor]
+    ) -> UpdateSkipper | None:
+        actions = options.actions()
+        if actions is None or not actions.includes(SKIP):
+            return None
+        # Where nothing is sharded all ranks hold the same gradients, and so decide alike.
+        together = self._group if are_spread(tensors) else None
+        return UpdateSkipper(together, self._problems)
+
+    def _leave_for_the_end(self) -> None:
+        """What `close` does, the last first; each under the guard by itself."""
+        end = self._closing.at_end
+        parts = self._instruments
+        if self._brake is not None:
+            end(self._brake.close)
+        if parts.incidents is not None:
+            end(parts.incidents.stop)
+        end(self._line.finish_judging)
+        end(self._finish_steps)
+        if parts.dumps is not None:
+            end(parts.dumps.close)
+        # Whoever was interrupted before the first step knows why there is none.
+        end(self._say_what_is_missing)
+        end(self._stop_comparing)
+        for guard in self._guards():
+            end(guard.close)
+
+    def _guards(self) -> list[Guard]:
+        """Those of hooks, which they take away."""
+        guards = [self._guard]
+        if self._instruments.signals is not None:
+            guards.append(self._instruments.signals.guard)
+        if self._instruments.incidents is not None:
+            guards.append(self._instruments.incidents.guard)
+        return guards
 
     def _make_instruments(
         self,
@@ -182,16 +341,23 @@ class Watch:
                 model, parameters, self._optimizers, judged, self._group, self._problems
             )
             inner = [innermost_optimizer(optimizer) for optimizer in self._optimizers]
-            signals = TrainingSignals(model, inner)
+            noticing = Guard(
+                self._problems, "signals", "Gradsight no longer sees losses and batches"
+            )
+            tensors = [named.tensor for named in parameters]
+            signals = TrainingSignals(model, tensors, inner, noticing)
         if options.recorder is not False:
             recorded = RecorderOptions(
                 with_batch=options.recorder == "batch",
                 seconds=options.diagnose_seconds,
                 rules={} if health is None else health.incident_rules(),
                 names=[named.name for named in parameters],
+                first=self._group.is_first,
             )
             incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
         if options.dump is not None:
+            if self._group.incomplete is not None:
+                options.dump.dump_alone(self._group)
             dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
             if health is None and options.dump.dump_on is not None:
                 self._problems.report(
@@ -208,13 +374,16 @@ class Watch:
 
         step: your own number for this step; steps only go forward.
         """
+        self._calls.run(self._step, step, scalars)
+
+    def _step(self, step: int | None, scalars: Mapping[str, object]) -> None:
         if isinstance(self._steps, OptimizerSteps):
             self._problems.report(
                 "step-by-hand",
                 "Watch.step() does nothing beside a watched optimizer but log: its steps are "
                 "counted already",
             )
-            self.log(**scalars)
+            self._log(scalars)
             return
         builder = self._line.builder
         if step is not None:
@@ -228,29 +397,26 @@ class Watch:
         values = take_scalars(scalars)
         if self._is_over():
             return
-        builder.log(values)
-        self._steps.step()
+        with self._line.lock:
+            builder.log(values)
+            self._steps.step()
 
     def ids(self, sample_ids: Sequence[int | str] | torch.Tensor) -> None:
         """Name the samples of the next call of the model, for a diagnosis to call them so."""
         if self._instruments.incidents is not None and not self._closed:
-            self._instruments.incidents.calls.name_samples(sample_ids)
+            self._calls.run(self._instruments.incidents.calls.name_samples, sample_ids)
 
     def log(self, **scalars: object) -> None:
         """Add loss=, lr= or anything else to the current step.
 
         That is the one under way, or the one just made if none has begun.
         """
+        self._calls.run(self._log, scalars)
+
+    def _log(self, scalars: Mapping[str, object]) -> None:
         values = take_scalars(scalars)
-        if not values or self._is_over():
-            return
-        builder = self._line.builder
-        if builder.begun:
-            builder.log(values)
-            return
-        known = {name: arrived(value) for name, value in values.items()}
-        for output in self._outputs:
-            output.log(builder.step - 1, known)
+        if values and not self._is_over():
+            self._line.log(values)
 
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """One number of a step, as trackers take it: a watch is one too.
@@ -258,24 +424,21 @@ class Watch:
         step: the one under way, or the one just made. What is counted otherwise, such as epochs,
           is kept apart from the steps; it belongs into a MetricsTracker.
         """
+        self._calls.run(self._log_scalar, name, value, step)
+
+    def _log_scalar(self, name: str, value: float, step: int) -> None:
         number = single_number(value, name)
         step = whole_number(step, "step")
-        if self._is_over() or rank() != 0:
+        if self._is_over() or not self._group.is_first:
             return
         now = self._line.builder.step
-        is_of_the_run = now - 1 <= step <= now
-        if not is_of_the_run:
+        if not self._line.log_scalar(name, number, step):
             self._problems.report(
                 "other-steps",
                 f"{name} was logged under step {step}, but the watch is at step {now}: it is kept "
                 "apart from the steps, as a tracker's own (Scalar.source). Give the step of the "
                 "watch; for epochs and other counts use gradsight.MetricsTracker",
             )
-        for output in self._outputs:
-            if is_of_the_run:
-                output.log_scalar(step, name, number)
-            else:
-                output.log_tracked(step, name, number)
 
     def _is_over(self) -> bool:
         """Whether nothing is recorded any more; whoever goes on as if it were is told so, once."""
@@ -299,9 +462,12 @@ class Watch:
             findings = with_ranks(self._run_dir, findings)
         return replace(report, findings=tuple(findings))
 
+    # Called by the user: nothing of ours is called from these but guards.
+
     def close(self) -> None:
-        """Write what is left, take every hook away. Closing again does nothing."""
-        self._close(wait=True)
+        """Write what is left, take every hook away. Closing again does nothing; nothing raises."""
+        self._closed = True
+        self._closing.close()
 
     def __enter__(self) -> "Watch":
         return self
@@ -310,117 +476,222 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         if error is not None:
-            self._ended_by(error)
-        self._close(wait=kind is None)
+            self._closing.attempt(self._ended_by, error)
+            # Other ranks may be gone.
+            self._waits = False
+        self._closed = True
+        self._closing.close()
 
     # For those who open watches of their own.
+
+    def give_way(self) -> None:
+        """Close for a watch that takes its place: it may well not have seen a single step."""
+        self._ended_early = True
+        self.close()
+
+    @property
+    def step_under_way(self) -> int:
+        """The number of the step that is being made, or comes next."""
+        return self._line.builder.step
+
+    def go_to(self, step: int) -> None:
+        """Give the next step this number; for trainers that leave some out. Never back."""
+        if step > self.step_under_way:
+            self._line.builder.jump_to(step)
+
+    @property
+    def step_to_log(self) -> int:
+        """The number of the step that `log` adds to: under way, or just made if none has begun."""
+        builder = self._line.builder
+        return builder.step if builder.begun else builder.step - 1
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether ranks are missing that train too: what is asked of all of them would wait."""
+        return self._group.incomplete is not None
+
+    @property
+    def problems(self) -> Problems:
+        """The faults of the run, for whoever adds to it."""
+        return self._problems
+
+    def also_writes_to(self, output: Output) -> None:
+        """Hand finished steps and their findings to this one too."""
+        self._line.also_write_to(output)
+
+    def finish_steps(self, on_disk: bool = False) -> None:
+        """Finish all steps that were made, though that waits for the device; on all ranks alike.
+
+        on_disk: whether readers are to find them at once, and not a moment later.
+        """
+        if self._closed:
+            return
+        self._line.flush()
+        if on_disk and self._opened.store is not None:
+            self._opened.store.flush()
+
+    @property
+    def asked_to_stop(self) -> Finding | None:
+        """The finding that training is to stop for: on_finding="stop" has asked for it."""
+        return None if self._brake is None else self._brake.asked_to_stop
 
     def also_optimized_by(self, optimizer: object) -> None:
         """An optimizer that holds some of these parameters, but is watched elsewhere."""
         if self._instruments.health is not None:
             self._instruments.health.also_optimized_by(optimizer)
 
-    # When the process ends.
+    # When the run ends.
 
     def _ended_by(self, error: BaseException) -> None:
         """An exception ends the run: the flight recorder writes down how things stood."""
-        self._ended_early = True
-        if self._instruments.incidents is not None and not self._closed:
+        if self._instruments.incidents is not None and not (self._closed or self._ended_early):
             self._instruments.incidents.failed(self._line.builder.step, error)
-
-    def _asked_to_end(self) -> None:
-        """SIGTERM has come: the flight recorder writes down how things stood."""
         self._ended_early = True
-        if self._instruments.incidents is not None and not self._closed:
-            self._instruments.incidents.asked_to_end(self._line.builder.step)
 
-    def _detach_in_child(self) -> None:
-        """In a forked child: the record is the parent's.
-
-        Whoever trains on here is told that nothing of it is recorded.
-        """
-        self._closed = True
-        self._forked = True
-        moments.renew_lock()
-        self._stop_counting()
-        self._steps.stop()
-        self._missing_steps.stop()
-        self._line.stop()
-        for optimizer in self._optimizers:
-            _say_at_next_step(optimizer, _FORKED)
-
-    def _close(self, wait: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._stop_counting()
-        self._steps.stop()
-        self._missing_steps.stop()
-        self._line.stop(_PATIENCE if wait else _SHORT_PATIENCE)
-        # Whoever was interrupted before the first step knows why there is none.
+    def _say_what_is_missing(self) -> None:
         if not self._ended_early:
             self._missing_steps.report()
-        self._shutdown.cancel()
-        if self._instruments.dumps is not None:
-            with self._survives("dumps"):
-                self._instruments.dumps.close()
-        with self._survives("closing"):
-            if wait or not self._line.builder.is_merged:
-                self._line.flush()
-            # Without waiting the other ranks may be gone; the group closes when the process does.
-            if wait and self._group is not None:
-                self._group.close()
-        with self._survives("judging"):
-            self._line.finish_judging()
-        if self._instruments.incidents is not None:
-            with self._survives("recorder"):
-                self._instruments.incidents.stop()
-        if self._opened.sinks is not None:
-            with self._survives("sinks"):
-                self._opened.sinks.close()
-        self._close_store()
 
-    def _stop_counting(self) -> None:
-        if self._run_dir is not None:
-            stop_counting(self._run_dir)
+    def _stop_comparing(self) -> None:
+        if self._instruments.health is not None:
+            self._instruments.health.stop(_PATIENCE if self._waits else _SHORT_PATIENCE)
 
-    def _close_store(self) -> None:
-        store = self._opened.store
-        if store is None:
+    def _finish_steps(self) -> None:
+        if self._waits or not self._line.builder.is_merged:
+            self._line.flush()
+        # Without waiting the other ranks may be gone; the group closes when the process does.
+        if self._waits:
+            self._group.close()
+
+    def _close_record(self) -> None:
+        if self._record_is_closed:
             return
-        with self._survives("store"):
-            store.recording = False
-            store.close()
-
-    @contextlib.contextmanager
-    def _survives(self, what: str) -> Iterator[None]:
         try:
-            yield
-        except Exception as error:
-            self._problems.report(what, f"{what} failed: {type(error).__name__}: {error}")
+            if self._opened.sinks is not None:
+                self._opened.sinks.close()
+        finally:
+            if self._opened.store is not None:
+                self._opened.store.recording = False
+                self._opened.store.close()
+            self._record_is_closed = True
 
 
-class _ProcessEnd:
-    """What the process's end means for a watch."""
+_open: list[Watch] = []
+
+
+def open_watches() -> list[Watch]:
+    """The watches of this process that are open, the oldest first."""
+    return [watch for watch in _open if not watch._closed]
+
+
+class SwitchedOff(Watch):
+    """What `watch` gives where GRADSIGHT=0 is set: it takes everything and does nothing."""
+
+    def __init__(self) -> None:
+        """Nothing is opened."""
+
+    def step(self, step: int | None = None, **scalars: object) -> None:
+        """Nothing is recorded."""
+
+    def ids(self, sample_ids: Sequence[int | str] | torch.Tensor) -> None:
+        """Nobody asks for them."""
+
+    def log(self, **scalars: object) -> None:
+        """Nothing is recorded."""
+
+    def log_scalar(self, name: str, value: float, step: int) -> None:
+        """Nothing is recorded."""
+
+    def report(self) -> HealthReport:
+        """The report of a run without a step."""
+        return make_report(0, math.nan, ParameterCounts(0, 0, 0, 0), (), steps=0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def also_optimized_by(self, optimizer: object) -> None:
+        """Nothing is judged."""
+
+    @property
+    def asked_to_stop(self) -> Finding | None:
+        """Nothing is found."""
+        return None
+
+
+class _Process:
+    """What becomes of the process, as a watch is told of it."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
     def close_at_exit(self) -> None:
         """Close without waiting: other ranks may be gone."""
-        self._watch._close(wait=False)
+        self._watch._waits = False
+        self._watch.close()
 
     def detach_in_child(self) -> None:
-        """This process was forked from the one that is being recorded."""
-        self._watch._detach_in_child()
+        """This process was forked: the record is its parent's.
 
-    def asked_to_end(self) -> None:
-        """SIGTERM has come; `close_at_exit` follows."""
-        self._watch._asked_to_end()
+        Whoever trains on here is told that nothing of it is recorded.
+        """
+        watch = self._watch
+        watch._closed = True
+        watch._forked = True
+        for guard in watch._guards():
+            guard.close()
+        # What else there is to close is the parent's.
+        watch._closing = Guard(watch._problems, "closing", "closing the watch failed")
+        if watch._run_dir is not None:
+            stop_counting(watch._run_dir)
+        for optimizer in watch._optimizers:
+            _say_at_next_step(optimizer, _FORKED)
 
     def ended_by(self, error: BaseException) -> None:
         """An exception that nobody has caught ends the process."""
         self._watch._ended_by(error)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """In here training makes no step, if it could be held in time."""
+        lock = self._watch._line.lock
+        held = lock.acquire(timeout=_FOR_THE_STEP)
+        try:
+            yield
+        finally:
+            if held:
+                lock.release()
+
+    def flush(self) -> None:
+        """Bring all steps that were made into the record."""
+        watch = self._watch
+        if not watch._closed:
+            watch._line.flush()
+        if watch._opened.store is not None:
+            watch._opened.store.flush()
+
+    def asked_to_end(self) -> None:
+        """SIGTERM has come: the flight recorder writes down how things stood."""
+        watch = self._watch
+        watch._ended_early = True
+        # Steps that are merged need the other ranks, which may not answer any more.
+        merged = watch._line.builder.is_merged
+        if not merged:
+            watch._closing.attempt(self.flush)
+        if watch._instruments.incidents is not None and not watch._closed:
+            watch._instruments.incidents.asked_to_end(watch._line.builder.step)
+        if merged:
+            watch._closing.attempt(self.flush)
+
+    def wait_for_writers(self) -> None:
+        """Dumps are finished and sinks closed."""
+        watch = self._watch
+        if watch._instruments.dumps is not None:
+            watch._closing.attempt(watch._instruments.dumps.close)
+        if watch._opened.sinks is not None:
+            watch._closing.attempt(watch._opened.sinks.close)
 
 
 def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:
@@ -432,20 +703,28 @@ def _measuring_plan(
 ) -> MeasuringPlan:
     health = instruments.health
     known_early = health is not None and health.early is not None
+    actions = options.actions()
+    skips = actions is not None and actions.includes(SKIP)
     return MeasuringPlan(
         first_step=opened.first_step,
         norms=options.stats,
         histograms=options.histograms,
         closer_looks=None if health is None else CloserLooks(opened.first_step),
         unit_rows=() if health is None else health.unit_rows,
-        on_every_rank=instruments.incidents is not None or known_early,
+        on_every_rank=instruments.incidents is not None or known_early or skips,
+        every_step=skips,
         at_once=known_early,
     )
 
 
 def _say_at_next_step(optimizer: Any, message: str) -> None:
-    def stepped(*_: Any) -> None:
-        handle.remove()
-        say(message)
+    said = False
 
-    handle = innermost_optimizer(optimizer).register_step_post_hook(stepped)
+    def stepped(*_: Any) -> None:
+        nonlocal said
+        if not said:
+            said = True
+            say(message)
+
+    guard = Guard(None, "forked", message)
+    put_hook(guard, innermost_optimizer(optimizer).register_step_post_hook, stepped)

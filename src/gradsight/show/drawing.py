@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from xml.etree import ElementTree
 
+from gradsight.values.texts import for_terminal
+
 Point = tuple[float, float]
 """A step and its value."""
 
@@ -164,9 +166,9 @@ def element(
 
 
 def safe(text: str) -> str:
-    """Text without signs that XML has no place for; what has a meaning in it is escaped later.
+    r"""Text without signs that XML has no place for; what has a meaning in it is escaped later.
 
     >>> safe("a" + chr(0) + "b")
-    'a?b'
+    'a\\x00b'
     """
-    return _NOT_XML.sub("?", text)
+    return _NOT_XML.sub("?", for_terminal(text))

@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -26,7 +29,7 @@ def figure(value: float | None) -> str:
     return f"{value:.2e}"
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Sequence[float] | npt.NDArray[np.float64], width: int = 24) -> str:
     """A curve on a logarithmic scale, one sign per stretch of steps; '!' where one is not finite.
 
     A stretch is as high as its largest value: a single step's spike must be seen.
@@ -38,6 +41,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     >>> sparkline([1, float("nan"), 1])
     '▄!▄'
     """
+    values = np.asarray(values, dtype=np.float64)  # a long run's are too many for a loop
     count = min(len(values), width)
     edges = [len(values) * place // max(count, 1) for place in range(count + 1)]
     heights = [_height(values[start:end]) for start, end in pairwise(edges)]
@@ -49,12 +53,12 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     )
 
 
-def _height(stretch: Sequence[float]) -> float | None:
+def _height(stretch: npt.NDArray[np.float64]) -> float | None:
     """The logarithm of a stretch's largest value; None where something in it is not finite."""
-    if not all(math.isfinite(value) for value in stretch):
+    if not np.isfinite(stretch).all():
         return None
     # Zero has no logarithm; this is the smallest number that a float32 holds.
-    return math.log10(max(*stretch, 1e-45))
+    return math.log10(max(float(stretch.max()), 1e-45))
 
 
 def _level(height: float, low: float, high: float) -> int:

@@ -1,24 +1,30 @@
 """report.md: what a run's gradients did, for someone who has one minute. No torch."""
 
-import math
-from collections.abc import Iterable
-from statistics import median
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from gradsight.show.figures import bar, figure, sparkline
 from gradsight.show.memory_and_dumps import dumps_section, memory_section
+from gradsight.show.run_statistics import BlockNorms
 from gradsight.show.samples import TextOf, markdown_section
-from gradsight.show.summary import BlockNorms, Summary
+from gradsight.show.summary import Summary
 from gradsight.values.findings import Problem
 from gradsight.values.health_report import markdown_sections
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import listed, quoted
 from gradsight.values.steps import Step
-from gradsight.values.wording import diagnosis_lines
+from gradsight.values.texts import for_markdown, in_code
+from gradsight.values.wording import markdown_lines
 
 _MOST_ROWS = 40
 _MOST_STEPS = 8
 _MOST_NAMES = 3
+_MOST_LISTED = 200
+"""Incidents, or problems, of which a page tells."""
 _LABEL = 16
 """Columns of a histogram's labels."""
 _LEAST_SHARE = 0.0005
@@ -33,7 +39,10 @@ def no_text(sample_id: str) -> str | None:
 
 def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     """The whole report as markdown; text_of gives the samples' text, where it is known."""
-    sections = [["# Gradsight report", "", f"**{summary.verdict}**"], _overview(summary)]
+    sections = [
+        ["# Gradsight report", "", f"**{for_markdown(summary.verdict)}**"],
+        _overview(summary),
+    ]
     sections.append(_norm_chart(summary))
     if summary.steps and summary.is_judged:
         sections += markdown_sections(summary.health)
@@ -76,9 +85,8 @@ def _overview_rows(summary: Summary) -> list[tuple[str, str]]:
         ("Learning rate", _from_to(step.lr for step in steps)),
         ("Steps with clipping", f"{clipped} of {len(steps)}"),
     ]
-    skipped = sum(step.skipped for step in steps)
-    if skipped:
-        rows.append(("Steps left out by the GradScaler", str(skipped)))
+    for who, count in Counter(step.left_out_by for step in steps if step.skipped).items():
+        rows.append((f"Steps left out by {who}", str(count)))
     within = [step.scalars[_WITHIN] for step in steps if _WITHIN in step.scalars]
     if within:
         rows.append(("Entries within ±0.1", f"{within[-1]:.1%} at the last look"))
@@ -102,8 +110,8 @@ def _measured_on(steps: list[Step], config: dict[str, Any]) -> str:
     text = f"the gradient {config.get('gradient', '')}".strip()
     if other:
         kinds = sorted({step.gradient for step in other})
-        text += f"; but on {len(other)} steps: {', '.join(kinds)}"
-    return text
+        text += f"; but on {len(other)} steps: {listed(kinds, _MOST_STEPS)}"
+    return for_markdown(text)
 
 
 def _from_to(values: Iterable[float | None]) -> str:
@@ -131,9 +139,9 @@ def _block_table(summary: Summary) -> list[str]:
 
 def _block_row(name: str, block: BlockNorms) -> str:
     norms = block.norms
-    finite = [norm for norm in norms if math.isfinite(norm)]
+    finite = norms[np.isfinite(norms)]
     cells = [
-        f"`{name}`",
+        f"`{in_code(name)}`",
         figure(norms[0]),
         _middle(finite),
         figure(norms[-1]),
@@ -144,8 +152,8 @@ def _block_row(name: str, block: BlockNorms) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _middle(values: list[float]) -> str:
-    return figure(median(values) if values else None)
+def _middle(values: Sequence[float] | npt.NDArray[np.float64]) -> str:
+    return figure(float(np.median(values)) if len(values) else None)
 
 
 def _histogram(histogram: Histogram | None) -> list[str]:
@@ -186,9 +194,9 @@ def _broken(summary: Summary) -> list[str]:
     if not summary.broken:
         return []
     lines = ["## Steps whose gradient is not finite", ""]
-    skipped = {step.step for step in summary.steps if step.skipped}
+    skipped = {step.step: step.left_out_by for step in summary.steps if step.skipped}
     for step, names in list(summary.broken.items())[:_MOST_STEPS]:
-        note = " (left out by the GradScaler)" if step in skipped else ""
+        note = f" (left out by {skipped[step]})" if step in skipped else ""
         lines.append(f"- step {step}{note}: {listed(quoted(names), _MOST_NAMES)}")
     if len(summary.broken) > _MOST_STEPS:
         lines.append(f"- and {len(summary.broken) - _MOST_STEPS} more steps")
@@ -201,22 +209,27 @@ def _incidents(summary: Summary) -> list[str]:
         return []
     lines = ["## Incidents", ""]
     said = {finding.incident for finding in summary.health.findings}
-    for incident in summary.incidents:
+    for incident in summary.incidents[:_MOST_LISTED]:
         place = f"incidents/step{incident.step}-{incident.code}"
         again = "; `gradsight replay` can run it again" if incident.replayable else ""
-        what = incident.damage or incident.reason
-        lines.append(f"- step {incident.step}, {incident.code}: {what} (`{place}`{again})")
+        what = for_markdown(f"{incident.code}: {incident.damage or incident.reason}")
+        lines.append(f"- step {incident.step}, {what} (`{in_code(place)}`{again})")
         if incident.diagnosis is not None and place not in said:
-            # Markdown is wrapped by whoever shows it.
-            lines += [f"    - {line}" for line in diagnosis_lines(incident.diagnosis, width=10_000)]
-    return lines
+            lines += [f"    - {line}" for line in markdown_lines(incident.diagnosis)]
+    return lines + _more(len(summary.incidents))
 
 
 def _problems(problems: list[Problem]) -> list[str]:
     if not problems:
         return []
     lines = ["## What Gradsight could not do", ""]
-    for problem in problems:
+    for problem in problems[:_MOST_LISTED]:
         since = f"from step {problem.first_step}, {problem.count}x"
-        lines.append(f"- {problem.message} ({since})")
-    return lines
+        lines.append(f"- {for_markdown(problem.message)} ({since})")
+    return lines + _more(len(problems))
+
+
+def _more(count: int) -> list[str]:
+    if count <= _MOST_LISTED:
+        return []
+    return [f"- and {count - _MOST_LISTED} more"]

@@ -6,6 +6,7 @@ from gradsight.values.dumps import DumpMetadata
 from gradsight.values.plain import listed
 from gradsight.values.sizes import format_size
 from gradsight.values.steps import Scalar
+from gradsight.values.texts import for_markdown
 
 _MOST_DUMPS = 12
 _MONITORED = {
@@ -85,7 +86,7 @@ def dumps_section(dumps: Sequence[DumpMetadata]) -> list[str]:
     shown = _most_telling(dumps)
     for dump in shown:
         cells = [str(dump.step), dump.kind, format_size(dump.bytes), dump.reason, dump.gradient]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append(f"| {' | '.join(for_markdown(cell) for cell in cells)} |")
     what = f"{len(dumps)} in all, {total}"
     if len(shown) < len(dumps):
         what += f"; {len(dumps) - len(shown)} of the schedule's are not listed here"

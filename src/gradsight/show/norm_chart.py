@@ -1,6 +1,7 @@
 """norms.svg: the gradient's norm over training, with what was found where it began. No torch."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -264,10 +265,9 @@ def _notes(summary: Summary, steps: Sequence[Step]) -> list[tuple[str, str]]:
         notes.append((f"and {len(findings) - _MOST_LISTED} more in report.md", "small"))
     broken = [step for step in steps if not math.isfinite(_before(step)[1])]
     if broken:
-        skipped = sum(step.skipped for step in broken)
         text = f"✕ not finite on {counted(len(broken), 'step')}, first at {broken[0].step}"
-        if skipped:
-            text += f"; {skipped} left out by the GradScaler"
+        for who, count in Counter(step.left_out_by for step in broken if step.skipped).items():
+            text += f"; {count} left out by {who}"
         notes.append((text, "small"))
     zero = sum(step.total_norm == 0 for step in steps)
     if zero:

@@ -9,12 +9,15 @@ from rich.cells import cell_len
 
 from gradsight.show.figures import bar, figure, trend
 from gradsight.show.influence import UNSETTLED, Domain, Influence
-from gradsight.show.text import BOLD, GREEN, RED, one_line, shortened, tinted
+from gradsight.show.text import BOLD, GREEN, RED, shortened, tinted
+from gradsight.values.plain import listed
+from gradsight.values.texts import for_markdown, in_a_column, in_code
 
 TextOf = Callable[[str], str | None]
 """A sample's text by its id; None where that is not known."""
 _WIDTH = 79
 _MOST_DOMAINS = 30
+_MOST_TARGETS = 30
 _OFTEN = 3
 """Times that a typical sample must have been seen for its mean to say much."""
 
@@ -51,9 +54,9 @@ def influence_lines(
 def markdown_section(influence: Influence, text_of: TextOf, top: int = 3) -> list[str]:
     """A short section of report.md: the domains, and the samples at both ends."""
     lines = [
-        f"## Samples: their influence on {influence.target!r}",
+        f"## Samples: their influence on {for_markdown(repr(influence.target))}",
         "",
-        f"{_extent(influence)}. {' '.join(_notes(influence))}",
+        f"{_extent(influence)}. {for_markdown(' '.join(_notes(influence)))}",
         "",
     ]
     if influence.domains:
@@ -62,8 +65,8 @@ def markdown_section(influence: Influence, text_of: TextOf, top: int = 3) -> lis
     lines += ["| sample | domain | score | seen | text |", "| --- | --- | ---: | ---: | --- |"]
     for place in (*_best(influence, top), *reversed(_worst(influence, top))):
         row = _sample(influence, place, text_of)
-        text = "–" if row.text is None else f"`{_cell(shortened(row.text, 48)).rstrip()}`"
-        cells = [_cell(row.sample_id), _cell(row.domain), row.score, row.seen, text]
+        text = "–" if row.text is None else f"`{in_code(shortened(row.text, 48))}`"
+        cells = [for_markdown(row.sample_id), for_markdown(row.domain), row.score, row.seen, text]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -76,7 +79,7 @@ def _markdown_domains(influence: Influence) -> list[str]:
     low, high = _scale(influence.domains)
     for domain in influence.domains[:_MOST_DOMAINS]:
         cells = [
-            _cell(domain.name),
+            for_markdown(domain.name),
             _number(influence, domain.score),
             f"{domain.samples:,}",
             f"{domain.below_zero:.0%}",
@@ -105,11 +108,6 @@ def _worst(influence: Influence, top: int) -> range:
     return range(_few(influence, top))
 
 
-def _cell(text: str) -> str:
-    """Text that stays in its cell of a markdown table."""
-    return one_line(text).replace("|", "¦").replace("`", "'")
-
-
 def _extent(influence: Influence) -> str:
     scores = f"{influence.rows:,} scores of {len(influence.scores):,} samples"
     return f"{scores}, steps {influence.first_step} to {influence.last_step}"
@@ -128,9 +126,9 @@ def _notes(influence: Influence) -> list[str]:
         lines.append("Few looks at most samples: one score is mostly noise. Domains are surer.")
     if influence.not_finite:
         lines.append(f"{influence.not_finite:,} scores are NaN or infinite; they count nowhere.")
-    others = [name for name in influence.targets if name != influence.target]
+    others = [in_a_column(name) for name in influence.targets if name != influence.target]
     if others:
-        lines.append(f"Further targets: {', '.join(others)} (see --target).")
+        lines.append(f"Further targets: {listed(others, _MOST_TARGETS)} (see --target).")
     return lines
 
 
@@ -185,8 +183,8 @@ def _column_width(texts: Sequence[str], most: int) -> int:
 def _sample(influence: Influence, place: int, text_of: TextOf) -> _Row:
     sample_id = str(influence.sample_ids[place])
     return _Row(
-        sample_id=one_line(sample_id),
-        domain=one_line(influence.sample_domains[place] or "–"),
+        sample_id=in_a_column(sample_id),
+        domain=in_a_column(influence.sample_domains[place] or "–"),
         score=_number(influence, float(influence.scores[place])),
         seen=f"{influence.seen[place]}x",
         text=text_of(sample_id),
@@ -200,7 +198,7 @@ def _domain_table(influence: Influence, most: int, colour: bool) -> list[str]:
     shown = domains
     if len(domains) > most:
         shown = domains[: most // 2] + domains[-(most // 2) :]
-    width = _column_width([one_line(domain.name) for domain in shown], 24)
+    width = _column_width([in_a_column(domain.name) for domain in shown], 24)
     low, high = _scale(shown)
     lines = [tinted("Domains, the best first", BOLD, colour)]
     lines.append(f"  {'score':>9}  {'samples':>8}  {'below 0':>7}  {'domain':<{width}}  over time")

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
 from gradsight.show.influence import Influence, influence_of
+from gradsight.show.run_statistics import BlockNorms, RunStatistics
+from gradsight.store.stat_chunks import StatChunk
 from gradsight.values.diagnoses import Incident
 from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
@@ -21,7 +23,7 @@ from gradsight.values.health_report import (
 )
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import counted
-from gradsight.values.steps import ParameterStat, Scalar, Step, block_of
+from gradsight.values.steps import Scalar, Step
 
 
 class ReadableRun(Protocol):
@@ -30,37 +32,16 @@ class ReadableRun(Protocol):
     @property
     def config(self) -> dict[str, Any]: ...
     def steps(self) -> Iterable[Step]: ...
-    def parameter_stats(self) -> Iterable[ParameterStat]: ...
+    def stat_chunks(self) -> Iterable[StatChunk]: ...
     def histograms(self, parameter: str | None = ...) -> Iterable[Histogram]: ...
+    def histogram_steps(self) -> list[int]: ...
+    def histograms_at(self, steps: Iterable[int]) -> Iterable[Histogram]: ...
     def problems(self) -> Iterable[Problem]: ...
     def findings(self) -> Iterable[Finding]: ...
     def abstentions(self) -> Iterable[Abstention]: ...
     def incidents(self) -> Iterable[Incident]: ...
     def memory(self) -> Iterable[Scalar]: ...
     def score_table(self) -> tuple[Any, list[str]] | None: ...
-
-
-@dataclass
-class BlockNorms:
-    """The gradient norm of one block over the steps, added up parameter by parameter."""
-
-    squares: dict[int, float] = field(default_factory=dict)
-    largest: float = 0.0
-    ratios: list[float] = field(default_factory=list)
-
-    def add(self, stat: ParameterStat) -> None:
-        """One parameter's gradient at one step."""
-        # A product, not a power: x**2 raises where the square is beyond the largest number.
-        self.squares[stat.step] = self.squares.get(stat.step, 0.0) + stat.l2 * stat.l2
-        if math.isfinite(stat.max_abs):
-            self.largest = max(self.largest, stat.max_abs)
-        if stat.update_ratio is not None:
-            self.ratios.append(stat.update_ratio)
-
-    @property
-    def norms(self) -> list[float]:
-        """The norm at every step."""
-        return [math.sqrt(square) for square in self.squares.values()]
 
 
 @dataclass(frozen=True)
@@ -80,6 +61,8 @@ class Summary:
     """What the samples did to the target with most scores; None where none were scored."""
     memory: list[Scalar] = field(default_factory=list)
     dumps: list[DumpMetadata] = field(default_factory=list)
+    received: frozenset[str] = frozenset()
+    """Parameters that have had a gradient."""
 
     @property
     def severity(self) -> str:
@@ -109,6 +92,20 @@ class Summary:
         return headline(self.health)
 
     @property
+    def sentence(self) -> str:
+        """The verdict as one plain sentence: the worst finding, since when, and how many more."""
+        findings = self.health.findings
+        if not findings:
+            # The sign in front of it is for those who read a terminal.
+            text = self.verdict.split(" ", 1)[1]
+            return f"{text[:1].upper()}{text[1:]}"
+        first = findings[0]
+        sentence = f"{first.name[:1].upper()}{first.name[1:]}, first at step {first.first_step:,}"
+        if len(findings) > 1:
+            sentence += f", and {counted(len(findings) - 1, 'more finding')}"
+        return sentence
+
+    @property
     def exit_code(self) -> int:
         """0 fine; 1 warning, or nothing recorded; 2 critical, or a non-finite gradient."""
         return SEVERITIES.index(self.severity)
@@ -127,37 +124,47 @@ class Summary:
 
 def summarize(run: ReadableRun, dumps: Sequence[DumpMetadata] = ()) -> Summary:
     """Read a run once; `dumps` are those that lie beside its record."""
-    # In one pass: a long run has millions of rows, and only what is added up of them is kept.
-    blocks: dict[str, BlockNorms] = {}
-    broken: dict[int, list[str]] = {}
-    last: list[ParameterStat] = []
-    for stat in run.parameter_stats():
-        if last and last[0].step != stat.step:
-            last.clear()
-        last.append(stat)
-        blocks.setdefault(block_of(stat.parameter), BlockNorms()).add(stat)
-        if stat.nan != 0 or stat.inf != 0:
-            broken.setdefault(stat.step, []).append(stat.parameter)
-    histogram: Histogram | None = None
-    for candidate in run.histograms(None):
-        # The last one is shown; a tracker's, whose steps are others, only where there is no other.
-        if histogram is None or candidate.source == "watch" or histogram.source == "tracker":
-            histogram = candidate
-    steps = list(run.steps())
+    statistics = RunStatistics()
+    for chunk in run.stat_chunks():
+        statistics.add(chunk)
+    return summary_of(run, list(run.steps()), statistics, dumps)
+
+
+def summary_of(
+    run: ReadableRun,
+    steps: list[Step],
+    statistics: RunStatistics,
+    dumps: Sequence[DumpMetadata] = (),
+) -> Summary:
+    """The summary of a run whose steps and statistics have been read already."""
     samples, troubles = _samples(run)
     return Summary(
         steps=steps,
-        blocks=blocks,
-        broken=broken,
-        histogram=histogram,
+        blocks=statistics.blocks(),
+        broken=statistics.broken,
+        histogram=_last_histogram(run),
         problems=[*run.problems(), *troubles],
         config=run.config,
-        health=_health(run, steps, last),
+        health=_health(run, steps, statistics.last_counts()),
         incidents=list(run.incidents()),
         samples=samples,
         memory=list(run.memory()),
         dumps=list(dumps),
+        received=frozenset(statistics.received),
     )
+
+
+def _last_histogram(run: ReadableRun) -> Histogram | None:
+    """The last one over all parameters; a tracker's, whose steps are others, for want of one."""
+    histogram = None
+    for step in run.histogram_steps()[-1:]:
+        for candidate in run.histograms_at([step]):
+            if candidate.parameter is None:
+                histogram = candidate
+    if histogram is None:
+        for candidate in run.histograms(None):
+            histogram = candidate
+    return histogram
 
 
 def _samples(run: ReadableRun) -> tuple[Influence | None, list[Problem]]:
@@ -174,14 +181,8 @@ def _samples(run: ReadableRun) -> tuple[Influence | None, list[Problem]]:
     return samples, [Problem("scores", text, 0, 1) for text in troubles]
 
 
-def _health(run: ReadableRun, steps: list[Step], last: list[ParameterStat]) -> HealthReport:
+def _health(run: ReadableRun, steps: list[Step], counts: ParameterCounts) -> HealthReport:
     """The health report of a record: its findings, and the counts of its last measured step."""
-    counts = ParameterCounts(
-        nan=sum(stat.nan != 0 for stat in last),
-        inf=sum(stat.inf != 0 for stat in last),
-        zero=sum(stat.l2 == 0 for stat in last),
-        parameters=len(last),
-    )
     number = 0
     norm = math.nan
     for step in steps:

@@ -1,24 +1,34 @@
 """A health report on a terminal of 80 columns: verdict, findings, what to do. No torch."""
 
 import textwrap
+from collections.abc import Iterable
 
 from gradsight.show.text import BOLD, GREEN, RED, YELLOW, tinted
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SIGNS, HealthReport, headline
 from gradsight.values.plain import listed
+from gradsight.values.texts import cleaned, for_terminal, on_one_line
 from gradsight.values.wording import diagnosis_lines
 
 _WIDTH = 79
 _MOST_NAMES = 4
+_MOST_FINDINGS = 200
 _COLOURS = {"healthy": GREEN, "warning": YELLOW, "critical": RED}
 
 
 def health_lines(report: HealthReport, colour: bool = False) -> list[str]:
-    """The report as lines of plain text."""
-    lines = [_title(headline(report), report.status, colour), f"   {report}"]
-    for finding in report.findings:
+    """The report as lines of plain text, in which nothing steers a terminal."""
+    title = _title(headline(report), report.status, colour)
+    return [title, f"   {report}", *findings_lines(report.findings, colour)]
+
+
+def findings_lines(findings: Iterable[Finding], colour: bool = False) -> list[str]:
+    """Findings as lines of plain text, each after an empty one."""
+    lines = []
+    found = list(findings)
+    for finding in (cleaned(each, for_terminal) for each in found[:_MOST_FINDINGS]):
         name = f"{SIGNS[finding.severity]} {finding.code} {finding.name}"
-        title = f"{name}, since step {finding.first_step}"
+        title = on_one_line(f"{name}, since step {finding.first_step}")
         lines += ["", _title(title, finding.severity, colour)]
         lines += _wrapped(finding.message)
         lines += _wrapped(finding.evidence, "seen: ")
@@ -27,6 +37,8 @@ def health_lines(report: HealthReport, colour: bool = False) -> list[str]:
         lines += _cause(finding)
         lines += _wrapped(finding.recommendation, "do: ")
         lines += [f"      {line}".rstrip() for line in finding.fix.splitlines()]
+    if len(found) > _MOST_FINDINGS:
+        lines += ["", f"{len(found) - _MOST_FINDINGS} more are in the record."]
     return lines
 
 

@@ -1,10 +1,13 @@
 """Text on a terminal: colour, and lines of a width. No torch."""
 
+import json
 import os
-import re
 from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
+
+from gradsight.values.plain import plain
+from gradsight.values.texts import for_terminal, in_a_column
 
 BOLD = "1"
 GREEN = "32"
@@ -26,15 +29,14 @@ def tinted(text: str, code: str, colour: bool) -> str:
     ('\\x1b[32mfine\\x1b[0m', 'fine')
     """
     if not colour or not text:
-        return text
-    return f"\033[{code}m{text}\033[0m"
+        return for_terminal(text)
+    return f"\033[{code}m{for_terminal(text)}\033[0m"
 
 
-def one_line(text: str) -> str:
-    """Text on one line; a sample's text is a stranger's, so what could move the cursor is a dot."""
-    # Indentation goes with its line break, for width is scarce.
-    line = re.sub(r"\s*\n\s*", "⏎", text.strip(" \t")).replace("\t", " ")
-    return "".join(sign if sign.isprintable() else "·" for sign in line)
+def json_text(value: object) -> str:
+    """Records and values as strict JSON that a terminal can show: nothing in it steers one."""
+    # json escapes what is not ASCII, but not DEL, which is.
+    return json.dumps(plain(value), indent=1, allow_nan=False).replace("\x7f", "\\u007f")
 
 
 def shortened(text: str, width: int) -> str:
@@ -45,7 +47,7 @@ def shortened(text: str, width: int) -> str:
     >>> shortened("abcdefgh", 5)
     'abcd…'
     """
-    line = one_line(text)
+    line = in_a_column(text)
     # Columns of the terminal, not characters: some take two, some none.
     if cell_len(line) <= width:
         return set_cell_size(line, width)

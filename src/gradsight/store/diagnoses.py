@@ -1,49 +1,21 @@
 """Diagnoses as they are stored, and those of several ranks as one. No torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.core.records import read_record
+from gradsight.values.diagnoses import Diagnosis, GuiltySample
 
 _MOST_SAMPLES = 64
 
 
-def unpack_diagnosis(value: Any) -> Diagnosis | None:
-    """Back from JSON; raises TypeError, ValueError or KeyError where it is none."""
+def unpack_diagnosis(value: Any, name: str = "a diagnosis") -> Diagnosis | None:
+    """Back from JSON; an error that names the place where it is none of ours."""
     if value is None:
         return None
-    return Diagnosis(
-        operation=_operation(value["operation"]),
-        samples=tuple(_sample(each) for each in value["samples"]),
-        seconds=float(value["seconds"]),
-        notes=tuple(str(note) for note in value["notes"]),
-        micro_batches=int(value.get("micro_batches", 1)),
-    )
-
-
-def _operation(value: Mapping[str, Any] | None) -> GuiltyOperation | None:
-    if value is None:
-        return None
-    return GuiltyOperation(**{**value, "inputs": tuple(_summary(each) for each in value["inputs"])})
-
-
-def _summary(value: Mapping[str, Any]) -> TensorSummary:
-    smallest = _number(value["smallest"])
-    largest = _number(value["largest"])
-    shape = tuple(value["shape"])
-    return TensorSummary(**{**value, "shape": shape, "smallest": smallest, "largest": largest})
-
-
-def _sample(value: Mapping[str, Any]) -> GuiltySample:
-    norm = float(value["norm"])
-    return GuiltySample(**{**value, "norm": norm, "share": _number(value["share"])})
-
-
-def _number(value: Any) -> float | None:
-    """A number of JSON; one that is not finite is kept as text there."""
-    return None if value is None else float(value)
+    return read_record(Diagnosis, value, name)
 
 
 def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagnosis:

@@ -1,35 +1,39 @@
 """Reads a run, also while it is being written. No torch."""
 
-import fcntl
+import heapq
 import itertools
-import json
 import os
-import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradsight.core import rundir
+from gradsight.core import limits, rundir
+from gradsight.core.documents import load_object
+from gradsight.core.records import read_record
 from gradsight.errors import RunError, UsageError, WrongPlace
-from gradsight.store import schema
 from gradsight.store import tail_format as frames
-from gradsight.store.diagnoses import unpack_diagnosis
 from gradsight.store.incidents import read_incidents, with_ranks
+from gradsight.store.record_view import RecordView, Row
 from gradsight.store.run_files import read_run_config
 from gradsight.store.scores import each_step_once, readable_scores, score_files, step_after
-from gradsight.store.store import recover
+from gradsight.store.stat_chunks import StatChunk, stat_chunks
 from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.diagnoses import Incident
 from gradsight.values.findings import Finding, Problem
-from gradsight.values.health_report import Abstention
+from gradsight.values.health_report import SEVERITIES, Abstention
 from gradsight.values.histograms import Histogram
-from gradsight.values.plain import nearest
+from gradsight.values.notebook import html_card
+from gradsight.values.plain import counted, nearest
 from gradsight.values.scores import SampleScore
-from gradsight.values.steps import ParameterStat, Scalar, Step
+from gradsight.values.steps import Cost, ParameterStat, Scalar, Step
 
 if TYPE_CHECKING:
     import pyarrow
 
+
+T = TypeVar("T")
+_NOTHING: Mapping[str, float] = {}
+"""The scalars of a step that has none: one for all, as millions of steps have none."""
 
 _KINDS: dict[str, type] = {
     "steps": Step,
@@ -44,14 +48,16 @@ _KINDS: dict[str, type] = {
 
 
 def open_run(run_dir: str | os.PathLike[str]) -> "Run":
-    """A run directory for reading.
-
-    A run that was killed is put in order first, so that all it had handed over is in it.
+    """A run directory for reading: live, killed or closed, also where nothing may be written.
 
     run_dir: the directory that `watch` was given.
     """
     path = rundir.directory_path(run_dir, "run_dir")
-    if not path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise WrongPlace(f"{path} cannot be read: {error.strerror}") from error
+    if not is_folder:
         raise WrongPlace(f"there is no run directory at {path}")
     file = path / rundir.RECORD
     if not file.is_file():
@@ -60,61 +66,69 @@ def open_run(run_dir: str | os.PathLike[str]) -> "Run":
 
 
 class Run:
-    """A recorded run. Every method gives an iterator of frozen records, in the order of steps."""
+    """A recorded run. Every method gives an iterator of frozen records, in the order of steps.
+
+    Each looks at what has been written until it is called; nothing in the run directory is changed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            _finish_killed_run(path)
-            self._connection = _connect(path)
-            schema.check_version(self._connection, path / rundir.RECORD)
-        except sqlite3.Error as error:
-            raise _damaged(path, error) from error
+        self._view = RecordView(path)
 
     @property
     def config(self) -> dict[str, Any]:
         """What config.json says; empty where there is none."""
         return read_run_config(self.path)
 
+    def refresh(self) -> bool:
+        """Look at what was written meanwhile; tell whether there was anything.
+
+        Costs next to nothing where there was not. Whoever is reading goes on with what there was.
+        """
+        if self._view.is_replaced():
+            self._view = RecordView(self.path)
+            return True
+        return self._view.read_tail()
+
     def next_step(self) -> int:
         """The step after the last one that was recorded or scored."""
-        try:
-            return step_after(schema.last_step(self._connection), self.path)
-        except sqlite3.Error as error:
-            raise _damaged(self.path, error) from error
+        self.refresh()
+        return step_after(self._view.last_step(), self.path)
 
-    def steps(self) -> Iterator[Step]:
-        """Every optimizer step."""
-        scalars = self._scalars_by_step()
+    def steps(self, after: int = -1) -> Iterator[Step]:
+        """Every optimizer step; with `after`, those after this one."""
+        self.refresh()
+        scalars = self._scalars_by_step(after)
         upcoming = next(scalars, None)
-        columns = "step, time, loss, lr, total_norm, clip_coef, scale, skipped, gradient"
-        # A step that was only logged to has no time yet: it has not been made.
-        query = f"SELECT {columns} FROM steps WHERE time IS NOT NULL ORDER BY step"
-        for row in self._rows(query):
+        for row in self._view.rows("steps", after):
             step, time, loss, lr, total_norm, clip_coef, scale, skipped, gradient = row
+            # A step that was only logged to has no time yet: it has not been made.
+            if time is None:
+                continue
             # Both come in the order of steps, so that neither has to be held in memory as a whole.
             while upcoming is not None and upcoming[0] < step:
                 upcoming = next(scalars, None)
-            extra = {}
+            extra: Mapping[str, float] = _NOTHING
             if upcoming is not None and upcoming[0] == step:
                 extra = upcoming[1]
             yield Step(
                 step=step,
                 time=time,
-                loss=_number(loss),
-                lr=_number(lr),
-                total_norm=_number(total_norm),
-                clip_coef=_number(clip_coef),
-                scale=_number(scale),
+                loss=loss,
+                lr=lr,
+                total_norm=total_norm,
+                clip_coef=clip_coef,
+                scale=scale,
                 skipped=bool(skipped),
-                gradient=gradient,
+                gradient=gradient or "",
                 scalars=extra,
             )
 
     def parameter_stats(self, parameter: str | None = None) -> Iterator[ParameterStat]:
         """The gradient of every parameter (or of one) at every step."""
         if parameter is not None:
-            recorded = [name for names in self._layouts().values() for name in names]
+            self.refresh()
+            recorded = [name for names in _layouts(self._view).values() for name in names]
             self._refuse_unknown(parameter, recorded)
         return self._stats(parameter)
 
@@ -123,6 +137,39 @@ class Run:
             for stat in frames.statistics(step, names, packed):
                 if parameter is None or stat.parameter == parameter:
                     yield stat
+
+    def stat_chunks(self, after: int = -1) -> Iterator[StatChunk]:
+        """The same as arrays, many steps at once: for runs too long for a record per number.
+
+        after: only of the steps after this one.
+        """
+        return stat_chunks(self._packed_stats(after))
+
+    def measured_steps(self) -> list[int]:
+        """The steps that have statistics of parameters."""
+        self.refresh()
+        return self._view.steps_in("stats")
+
+    def measured_parameters(self) -> list[str]:
+        """The names that statistics are recorded under, in the model's own order."""
+        self.refresh()
+        recorded = {name for names in _layouts(self._view).values() for name in names}
+        known = [name for name in self._parameters() if name in recorded]
+        return list(dict.fromkeys([*known, *sorted(recorded)]))
+
+    def histogram_steps(self) -> list[int]:
+        """The steps at which a watch counted the gradients' entries."""
+        self.refresh()
+        return self._view.steps_in("histograms", "source = ''")
+
+    def histograms_at(self, steps: Iterable[int]) -> Iterator[Histogram]:
+        """All histograms of some of these steps: to read every one of a long run takes long.
+
+        It ends early where they are more than a report can take.
+        """
+        rows = (row for wanted in steps for row in self._view.rows_at("histograms", wanted))
+        watched = (row for row in rows if not row[1])
+        yield from itertools.islice(_unpacked(watched), limits.HISTOGRAMS)
 
     def histograms(self, parameter: str | None = "*") -> Iterator[Histogram]:
         """All histograms, those of one parameter, or (None) those over all parameters together."""
@@ -133,16 +180,19 @@ class Run:
         return self._histograms(parameter)
 
     def _histograms(self, parameter: str | None) -> Iterator[Histogram]:
-        query = "SELECT step, source, packed FROM histograms ORDER BY step, source"
-        for step, name, packed in self._rows(query):
-            source = "tracker" if name else "watch"
-            for histogram in frames.unpack_histograms(step, packed, source):
-                if parameter in ("*", histogram.parameter):
-                    yield histogram
+        self.refresh()
+        found = _unpacked(self._view.rows("histograms"), has_end=parameter is None)
+        for histogram in found:
+            if parameter in ("*", histogram.parameter):
+                yield histogram
 
     def _parameters(self) -> list[str]:
         """The parameters that the run was opened with."""
-        return [each["name"] for each in self.config.get("parameters", ())]
+        described = self.config.get("parameters", ())
+        if not isinstance(described, list):
+            return []
+        names = [each.get("name") for each in described if isinstance(each, dict)]
+        return [name for name in names if isinstance(name, str)]
 
     def _refuse_unknown(self, parameter: object, recorded: Sequence[str]) -> None:
         """A name that the run does not know would give nothing, as a clean parameter does."""
@@ -156,29 +206,36 @@ class Run:
 
         Also what trackers were given: their steps are their own, and their source says so.
         """
-        tables = {"watch": "scalars"}
-        if schema.has_tracked(self._connection):
-            tables["tracker"] = "tracked"
-        yield from self._scalars(tables, name)
+        self.refresh()
+        watched = self._scalars("scalars", "watch")
+        tracked = self._scalars("tracked", "tracker")
+        for scalar in heapq.merge(watched, tracked, key=lambda each: (each.step, each.name)):
+            if name is None or scalar.name == name:
+                yield scalar
 
     def findings(self) -> Iterator[Finding]:
         """What the health instrument judged."""
-        findings = []
-        for value in self._records("finding"):
-            value["parameters"] = tuple(value["parameters"])
-            value["diagnosis"] = unpack_diagnosis(value.get("diagnosis"))
-            findings.append(Finding(**value))
+        findings = [self._record(Finding, row) for row in self._records("finding")]
+        for finding in findings:
+            if finding.severity not in SEVERITIES:
+                raise self._damaged(f"a finding has the severity {finding.severity!r}")
         yield from with_ranks(self.path, findings)
 
     def problems(self) -> Iterator[Problem]:
         """Faults of Gradsight's own that training survived."""
-        for value in self._records("problem"):
-            yield Problem(**value)
+        for row in self._records("problem"):
+            yield self._record(Problem, row)
 
     def abstentions(self) -> Iterator[Abstention]:
         """The checks that could not judge this run, and why."""
-        for value in self._records("abstention"):
-            yield Abstention(**value)
+        for row in self._records("abstention"):
+            yield self._record(Abstention, row)
+
+    def cost(self) -> Cost | None:
+        """What the watch took of the training; None of runs that did not record it."""
+        for row in self._records("cost"):
+            return self._record(Cost, row)
+        return None
 
     def memory(self) -> Iterator[Scalar]:
         """The memory monitor's numbers, and those of verifying activation checkpointing."""
@@ -217,105 +274,81 @@ class Run:
             raise UsageError(f"a run has no table {name!r}; it has {known}")
         return records_table(_KINDS[name], getattr(self, name)())
 
+    def _repr_html_(self) -> str:
+        """For notebooks: how long the run is, and what was found."""
+        findings = list(self.findings())
+        rows = [
+            (finding.code, finding.name, finding.severity, finding.first_step, finding.evidence)
+            for finding in findings
+        ]
+        after = self.next_step()
+        extent = f"steps up to {after - 1}" if after else "no steps"
+        title = f"{self.path.name}: {extent}, {counted(len(findings), 'finding')}"
+        headings = ("code", "finding", "severity", "since step", "evidence")
+        return html_card(title, rows, headings, "gradsight report --open shows every layer")
+
     def close(self) -> None:
         """Close the file."""
-        self._connection.close()
+        self._view.close()
 
-    def _rows(self, query: str, values: Any = ()) -> Iterator[tuple[Any, ...]]:
-        try:
-            yield from self._connection.execute(query, values)
-        except sqlite3.Error as error:
-            raise _damaged(self.path, error) from error
+    def _records(self, kind: str) -> list[Row]:
+        self.refresh()
+        return self._view.records(kind)
 
-    def _records(self, kind: str) -> Iterator[dict[str, Any]]:
-        for (value,) in self._rows(
-            "SELECT value FROM records WHERE kind = ? ORDER BY step, key", (kind,)
-        ):
-            yield json.loads(value)
+    def _record(self, kind: type[T], row: Row) -> T:
+        """A record out of its JSON."""
+        key, _, value = row
+        name = f"{self.path / rundir.RECORD}: the {kind.__name__.lower()} {key!r}"
+        return read_record(kind, load_object(value.encode(), name), name)
 
-    def _scalars(self, tables: dict[str, str], name: str | None = None) -> Iterator[Scalar]:
-        """The scalars of these tables, by source."""
-        parts = []
-        for source, table in tables.items():
-            where = "" if name is None else "WHERE name = :name"
-            parts.append(f"SELECT step, name, value, '{source}' FROM {table} {where}")
-        query = f"{' UNION ALL '.join(parts)} ORDER BY step, name"
-        for step, logged, value, source in self._rows(query, {"name": name}):
-            yield Scalar(step, logged, float(value), source)
+    def _scalars(self, table: str, source: str, after: int = -1) -> Iterator[Scalar]:
+        for step, logged, value in self._view.rows(table, after):
+            yield Scalar(step, logged, 0.0 if value is None else value, source)
 
-    def _scalars_by_step(self) -> Iterator[tuple[int, dict[str, float]]]:
+    def _scalars_by_step(self, after: int) -> Iterator[tuple[int, dict[str, float]]]:
         # Trackers count epochs, or what they like: none of it is of an optimizer step.
-        logged = self._scalars({"watch": "scalars"})
+        logged = self._scalars("scalars", "watch", after)
         for step, scalars in itertools.groupby(logged, key=lambda scalar: scalar.step):
             yield step, {scalar.name: scalar.value for scalar in scalars}
 
-    def _packed_stats(self) -> Iterator[PackedStats]:
-        layouts: dict[int, list[str]] = {}
-        for step, layout, packed in self._rows(
-            "SELECT step, layout, packed FROM stats ORDER BY step"
-        ):
+    def _packed_stats(self, after: int = -1) -> Iterator[PackedStats]:
+        self.refresh()
+        # Kept, so that what is read and its layouts are of the same moment.
+        view = self._view
+        layouts = _layouts(view)
+        for step, layout, packed in view.rows("stats", after):
             if layout not in layouts:
                 # A run that is being written can get another layout while it is read.
-                layouts = self._layouts()
+                layouts = _layouts(view)
             if layout not in layouts:
-                what = f"step {step} has an unknown layout {layout}"
-                raise RunError(f"{self.path / rundir.RECORD} is damaged: {what}")
+                raise self._damaged(f"step {step} has an unknown layout {layout}")
             yield step, layouts[layout], packed
 
-    def _layouts(self) -> dict[int, list[str]]:
-        """The lists of parameter names by number."""
-        rows = self._rows("SELECT layout, names FROM layouts")
-        return {number: json.loads(names) for number, names in rows}
+    def _damaged(self, what: str) -> RunError:
+        return RunError(f"{self.path / rundir.RECORD} is damaged: {what}")
 
 
-def _number(value: Any) -> float | None:
-    """A number of the record; NaN is kept as text there."""
-    return None if value is None else float(value)
+def _unpacked(rows: Iterable[Row], has_end: bool = True) -> Iterator[Histogram]:
+    """The histograms of packed rows.
+
+    has_end: a report asks for them, and must come to an end, whatever they unpack to.
+    """
+    left = limits.HISTOGRAMS_BYTES
+    for step, name, packed in rows:
+        text = frames.histogram_text(step, packed)
+        left -= len(text)
+        if has_end and left < 0:
+            return
+        yield from frames.load_histograms(step, text, "tracker" if name else "watch")
 
 
-def _damaged(path: Path, error: sqlite3.Error) -> RunError:
-    return RunError(f"{path / rundir.RECORD} is damaged or is not a run: {error}")
-
-
-def _finish_killed_run(path: Path) -> None:
-    """Bring in the tail of a run that nobody is writing any more."""
-    tail = path / rundir.TAIL
-    if not _has_bytes(tail) or not os.access(tail, os.W_OK) or not os.access(path, os.W_OK):
-        return
-    descriptor = os.open(tail, os.O_RDWR)
-    # Whoever writes the run holds this lock, so that getting it proves that nobody does.
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        connection = sqlite3.connect(path / rundir.RECORD, timeout=10)
-        try:
-            schema.check_version(connection, path / rundir.RECORD)
-            recover(connection, descriptor)
-        finally:
-            connection.close()
-    except BlockingIOError:
-        pass  # it is being written: its own thread brings the tail in
-    finally:
-        os.close(descriptor)
-
-
-def _has_bytes(file: Path) -> bool:
-    return file.exists() and file.stat().st_size > 0
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Open the record for reading; in a folder that cannot be written, together with its tail."""
-    address = f"{(path / rundir.RECORD).resolve().as_uri()}?mode=ro"
-    if os.access(path, os.W_OK):
-        return sqlite3.connect(address, uri=True, timeout=10, check_same_thread=False)
-    # With a write-ahead log SQLite makes files beside the record even to read it, unless it is told
-    # that nothing changes.
-    unchanging = sqlite3.connect(f"{address}&immutable=1", uri=True, check_same_thread=False)
-    tail = path / rundir.TAIL
-    if not _has_bytes(tail):
-        return unchanging
-    # The tail cannot be brought into a record that cannot be written, but into a copy of it.
-    copy = sqlite3.connect(":memory:", check_same_thread=False)
-    unchanging.backup(copy)
-    last = schema.last_frame(copy)
-    schema.apply(copy, [frame for frame in frames.unpack(tail.read_bytes()) if frame[0] > last])
-    return copy
+def _layouts(view: RecordView) -> dict[int, list[str]]:
+    """The lists of parameter names by number."""
+    layouts = {}
+    size = 0
+    for number, names in view.rows("layouts"):
+        size += len(names)
+        if size > limits.DOCUMENT_BYTES:
+            raise RunError("the lists of parameters are longer than any of ours")
+        layouts[number] = frames.load_names(names)
+    return layouts

@@ -21,7 +21,7 @@ class RunProblems:
         self._run_dir = run_dir
         self._problems = Problems()
 
-    def report(self, key: str, message: str, step: int) -> None:
+    def report(self, key: str, message: str, step: int | None = None) -> None:
         """Say a fault the first time, count and record it every time."""
         self._problems.report(key, message, step)
         if self._run_dir is not None:
@@ -37,4 +37,5 @@ class RunProblems:
             for problem in self._problems.take_changed():
                 store.add_problem(problem)
         finally:
-            store.close()
+            # A record is not copied for one fault: it stays in the tail until a run ends.
+            store.close(publish=False)

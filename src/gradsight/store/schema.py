@@ -5,33 +5,89 @@ parameters. SQLite stores no NaN (it becomes NULL), so a NaN is kept as the text
 """
 
 import sqlite3
+import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gradsight.errors import WrongPlace
+from gradsight.errors import RunError, WrongPlace
 from gradsight.store import tail_format as frames
+from gradsight.store.record_file import APPLICATION
+from gradsight.store.tail_file import Frame
 
-VERSION = 1
+FIRST = 1
+VERSION = 2
+"""The first: in WAL mode, without a checksum; 2: published whole, with one."""
+READER = "0.2.0"
+"""The first version of Gradsight that reads this schema."""
 
-_TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE layouts (layout INTEGER PRIMARY KEY, names TEXT NOT NULL);
-CREATE TABLE steps (step INTEGER PRIMARY KEY, time REAL, loss REAL, lr REAL, total_norm REAL,
-                    clip_coef REAL, scale REAL, skipped INTEGER, gradient TEXT);
-CREATE TABLE stats (step INTEGER PRIMARY KEY, layout INTEGER NOT NULL, packed BLOB NOT NULL);
-CREATE TABLE histograms (step INTEGER NOT NULL, source TEXT NOT NULL, packed BLOB NOT NULL,
-                         PRIMARY KEY (step, source));
-CREATE TABLE scalars (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,
-                      PRIMARY KEY (step, name)) WITHOUT ROWID;
-CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
-                      value TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID;
-"""
 
-_TRACKED = """
-CREATE TABLE IF NOT EXISTS tracked (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,
-                                    PRIMARY KEY (step, name)) WITHOUT ROWID
-"""
-"""What trackers were given, under a count of their own; records of earlier versions lack it."""
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of the record."""
+
+    definition: str
+    columns: tuple[str, ...]
+    key: tuple[str, ...]
+    """Rows come in the order of these columns, each combination once."""
+    forgotten: str = ""
+    """Which rows `forget` removes: a condition with the step as its only value."""
+
+
+TABLES = {
+    "meta": Table(
+        "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID", ("key", "value"), ("key",)
+    ),
+    "layouts": Table(
+        "CREATE TABLE layouts (layout INTEGER PRIMARY KEY, names TEXT NOT NULL)",
+        ("layout", "names"),
+        ("layout",),
+    ),
+    "steps": Table(
+        "CREATE TABLE steps (step INTEGER PRIMARY KEY, time REAL, loss REAL, lr REAL, "
+        "total_norm REAL, clip_coef REAL, scale REAL, skipped INTEGER, gradient TEXT)",
+        ("step", "time", "loss", "lr", "total_norm", "clip_coef", "scale", "skipped", "gradient"),
+        ("step",),
+        forgotten="step >= ?",
+    ),
+    "stats": Table(
+        "CREATE TABLE stats (step INTEGER PRIMARY KEY, layout INTEGER NOT NULL, "
+        "packed BLOB NOT NULL)",
+        ("step", "layout", "packed"),
+        ("step",),
+        forgotten="step >= ?",
+    ),
+    "histograms": Table(
+        "CREATE TABLE histograms (step INTEGER NOT NULL, source TEXT NOT NULL, "
+        "packed BLOB NOT NULL, PRIMARY KEY (step, source))",
+        ("step", "source", "packed"),
+        ("step", "source"),
+        # A tracker's histograms have a name, and a count of their own.
+        forgotten="step >= ? AND source = ''",
+    ),
+    "scalars": Table(
+        "CREATE TABLE scalars (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, "
+        "PRIMARY KEY (step, name)) WITHOUT ROWID",
+        ("step", "name", "value"),
+        ("step", "name"),
+        forgotten="step >= ?",
+    ),
+    "records": Table(
+        "CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL, "
+        "value TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID",
+        ("kind", "key", "step", "value"),
+        ("kind", "key"),
+        forgotten="step >= ?",
+    ),
+    # What trackers were given, under a count of their own; records of earlier versions lack it.
+    "tracked": Table(
+        "CREATE TABLE tracked (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, "
+        "PRIMARY KEY (step, name)) WITHOUT ROWID",
+        ("step", "name", "value"),
+        ("step", "name"),
+    ),
+}
 
 _ADD_STEP = """
 INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (step) DO UPDATE SET
@@ -46,91 +102,124 @@ INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (step) DO UPDAT
 """
 """Loss and learning rate may have been logged before the step was made: those stay."""
 
-_STEPPED = ("steps", "stats", "scalars", "records")
 _OWN_COLUMNS = ("loss", "lr")
 
 
-def create_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in an empty file; refuse one that is not ours or too new."""
+def create_tables(connection: sqlite3.Connection, run: int) -> None:
+    """Create the tables of a new run in an empty database."""
     # With the default pages of 4 KiB a long run took half as much again on the disk.
     connection.execute("PRAGMA page_size = 16384")
-    # With a write-ahead log readers do not stop the writer, and a commit needs no fsync.
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = NORMAL")
-    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-        connection.executescript(_TABLES)
-        connection.execute("INSERT INTO meta VALUES ('schema', ?), ('last_frame', 0)", (VERSION,))
-        connection.commit()
-    check_version(connection, path)
-    connection.execute(_TRACKED)
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
+    with connection:
+        for table in TABLES.values():
+            connection.execute(table.definition)
+        rows = {"schema": VERSION, "reader": READER, "last_frame": 0, "run": run}
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
 
 
-def has_tracked(connection: sqlite3.Connection) -> bool:
-    """Whether the record has the table of trackers."""
-    query = "SELECT count(*) FROM sqlite_master WHERE name = 'tracked'"
-    return bool(connection.execute(query).fetchone()[0])
+def upgrade(connection: sqlite3.Connection, run: int) -> None:
+    """Make a record of today's schema of one of the first."""
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
+    with connection:
+        if not has_table(connection, "tracked"):
+            connection.execute(TABLES["tracked"].definition)
+        rows = {"schema": VERSION, "reader": READER, "run": run}
+        connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows.items())
 
 
-def check_version(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a file that is not a run, or was written by a newer Gradsight."""
-    try:
-        row = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-    except sqlite3.OperationalError as error:
-        if "no such table" not in str(error):
-            raise
-        row = None
-    if row is None:
+def has_table(connection: sqlite3.Connection, name: str) -> bool:
+    """Whether the record has this table; those of earlier versions lack one."""
+    query = "SELECT count(*) FROM sqlite_master WHERE name = ?"
+    return bool(connection.execute(query, (name,)).fetchone()[0])
+
+
+def check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file that is not a run, was written by a newer Gradsight, or holds more than tables.
+
+    A view in the place of a table would have SQLite compute whatever a stranger likes.
+    """
+    found = connection.execute("SELECT type, name, sql FROM sqlite_master LIMIT 64").fetchall()
+    if not any(name == "meta" for _, name, _ in found):
         raise WrongPlace(f"{path} is a SQLite file, but not the record of a run")
-    if row[0] > VERSION:
+    tables = [(name, sql) for kind, name, sql in found if kind != "index" or sql is not None]
+    known = {name: table.definition for name, table in TABLES.items()}
+    of_meta = [" ".join(str(sql).split()) for name, sql in tables if name == "meta"]
+    if of_meta != [known["meta"]]:
+        raise RunError(f"{path} is damaged or is not ours: its table of versions is another")
+    _check_version(connection, path)
+    for name, sql in tables:
+        if known.pop(name, None) != " ".join(str(sql).split()):
+            raise RunError(f"{path} is damaged or is not ours: {name!r} is none of our tables")
+    if known.keys() - {"tracked"}:
+        raise RunError(f"{path} is damaged: it has no table {min(known)!r}")
+
+
+def _check_version(connection: sqlite3.Connection, path: Path) -> None:
+    meta = read_meta(connection)
+    schema = meta.get("schema")
+    if type(schema) is not int or type(meta.get("last_frame")) is not int:
+        raise RunError(f"{path} is damaged: it does not say which schema it has")
+    if schema > VERSION:
+        needed = str(meta.get("reader"))[:40]
         raise WrongPlace(
-            f"{path} has schema {row[0]}, this Gradsight reads up to {VERSION}: "
-            "it was written by a newer version. Update with: pip install --upgrade gradsight"
+            f"{path} has schema {schema}, this Gradsight reads up to {VERSION}: it was written by "
+            f"a newer version, and takes Gradsight {needed} or later. "
+            "Update with: pip install --upgrade gradsight"
         )
 
 
-def last_frame(connection: sqlite3.Connection) -> int:
-    """The number of the last frame that has reached the tables."""
-    return int(connection.execute("SELECT value FROM meta WHERE key = 'last_frame'").fetchone()[0])
+def read_meta(connection: sqlite3.Connection) -> dict[str, Any]:
+    """What the record says of itself."""
+    return dict(connection.execute("SELECT key, value FROM meta LIMIT 64"))
 
 
-def apply(connection: sqlite3.Connection, batch: Iterable[frames.Frame]) -> None:
+def apply(connection: sqlite3.Connection, batch: Iterable[Frame]) -> None:
     """Bring frames into the tables, all of them or none."""
     # One transaction with the number of the last frame: a frame cannot be brought in twice.
     with connection:
         last = None
         for number, kind, payload in batch:
-            _APPLY[kind](connection, payload)
+            _apply_one(connection, kind, payload)
             last = number
         if last is not None:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'last_frame'", (last,))
 
 
-def last_step(connection: sqlite3.Connection) -> int | None:
-    """The last step of the record; one that was only logged to has not been made."""
-    row = connection.execute("SELECT max(step) FROM steps WHERE time IS NOT NULL").fetchone()
-    last: int | None = row[0]
-    return last
+def _apply_one(connection: sqlite3.Connection, kind: int, payload: bytes) -> None:
+    if kind not in _APPLY:
+        raise RunError(f"a frame of kind {kind} is unknown: a newer Gradsight may have written it")
+    try:
+        _APPLY[kind](connection, payload)
+    except (struct.error, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RunError(f"a frame of kind {kind} is malformed: {error}") from error
+    except (sqlite3.InterfaceError, sqlite3.IntegrityError, OverflowError) as error:
+        raise RunError(f"a frame of kind {kind} cannot be stored: {error}") from error
 
 
-def forget_from(connection: sqlite3.Connection, step: int) -> None:
-    """Remove this step and all later ones: they are going to be run again."""
-    with connection:
-        for table in _STEPPED:
-            connection.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
-        # A tracker's histograms have a name, and a count of their own.
-        connection.execute("DELETE FROM histograms WHERE step >= ? AND source = ''", (step,))
+def last_step(connection: sqlite3.Connection, before: int) -> int | None:
+    """The last step of the record before another; one that was only logged to was not made."""
+    query = "SELECT step FROM steps WHERE time IS NOT NULL AND step < ? ORDER BY step DESC LIMIT 1"
+    row = connection.execute(query, (before,)).fetchone()
+    return None if row is None else row[0]
+
+
+def _apply_forget(connection: sqlite3.Connection, payload: bytes) -> None:
+    """Remove a step and all later ones: they are going to be run again."""
+    step = frames.unpack_forget(payload)
+    for name, table in TABLES.items():
+        if table.forgotten:
+            connection.execute(f"DELETE FROM {name} WHERE {table.forgotten}", (step,))
 
 
 def _apply_step(connection: sqlite3.Connection, payload: bytes) -> None:
-    step, layout, packed = frames.unpack_step(payload)
-    numbers = (step.loss, step.lr, step.total_norm, step.clip_coef, step.scale)
-    row = (step.step, step.time, *map(_storable, numbers), int(step.skipped), step.gradient)
-    connection.execute(_ADD_STEP, row)
-    _add_scalars(connection, step.step, dict(step.scalars))
+    fields, scalars, layout, packed = frames.unpack_step(payload)
+    # SQLite would make NULL of a NaN.
+    connection.execute(_ADD_STEP, ["nan" if each != each else each for each in fields])
+    if scalars:
+        _add_scalars(connection, fields[0], scalars)
     if packed:
-        connection.execute(
-            "INSERT OR REPLACE INTO stats VALUES (?, ?, ?)", (step.step, layout, packed)
-        )
+        row = (fields[0], layout, packed)
+        connection.execute("INSERT OR REPLACE INTO stats VALUES (?, ?, ?)", row)
 
 
 def _apply_scalars(connection: sqlite3.Connection, payload: bytes) -> None:
@@ -185,6 +274,7 @@ _APPLY = {
     frames.TRACKED: _apply_tracked,
     frames.HISTOGRAMS: _apply_histograms,
     frames.RECORD: _apply_record,
+    frames.FORGET: _apply_forget,
 }
 
 

@@ -6,16 +6,19 @@ stands beside a file goes with it: it holds the same rows or is not there.
 """
 
 import contextlib
-import fcntl
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsight.core import rundir
-from gradsight.core.files import whole_file
+from gradsight.core.file_locks import lock_alone, unlock_and_close
+from gradsight.core.files import make_folder, remove_abandoned, whole_file
+from gradsight.core.places import names_in, open_folder, remove_below
 from gradsight.errors import GradsightError, RunError, UsageError
 from gradsight.store.score_pickle import remove_pickle, write_pickle
+from gradsight.store.score_seal import sealed
 from gradsight.store.scores import (
     ScoreFile,
     column_names,
@@ -49,7 +52,7 @@ class ScoreFolder:
         self._interval = interval
         self._pickles = pickles
         self._written = False
-        self._lock = _lock(run_dir / rundir.SCORES)
+        self._lock = _lock(run_dir)
 
     def forget_from(self, step: int) -> list[str]:
         """Remove the scores of this step and of all later ones, as `forget_scores` does."""
@@ -80,10 +83,7 @@ class ScoreFolder:
         lock = self._lock
         self._lock = None
         if lock is not None:
-            # Closing alone is not enough: a forked child, such as a data loader's, has a copy.
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
+            unlock_and_close(lock)
 
     def __del__(self) -> None:
         # An engine that nobody closed and nobody has any more must not lock the next one out.
@@ -181,13 +181,16 @@ def _remove(file: Path) -> None:
 
 
 def _write(path: Path, table: "pyarrow.Table") -> None:
+    import pyarrow
     import pyarrow.parquet
 
+    buffer = pyarrow.BufferOutputStream()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, buffer)
+        make_folder(path.parent, below=path.parents[1])
         remove_pickle(path)
-        with whole_file(path, path.with_suffix(".partial")) as partial:
-            pyarrow.parquet.write_table(table, partial)
+        with whole_file(path, below=path.parents[1]) as partial:
+            partial.write_bytes(sealed(buffer.getvalue().to_pybytes()))
     except OSError as error:
         raise GradsightError(f"the scores could not be written to {path}: {error}") from error
 
@@ -217,15 +220,18 @@ def _whole_table(path: Path) -> "pyarrow.Table":
     return table
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder against other writers, until the process ends; None where it cannot be."""
+def _lock(run_dir: Path) -> int | None:
+    """Lock the folder against other writers, until the process ends; None where it cannot be."""
+    folder = run_dir / rundir.SCORES
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
+        make_folder(folder, below=run_dir)
+        with open_folder(run_dir, rundir.SCORES) as opened:
+            handle = os.dup(opened)
     except OSError:
         return None  # writing will say why
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_alone(handle)
+        _remove_leftovers(run_dir)
     except BlockingIOError as error:
         os.close(handle)
         raise UsageError(
@@ -233,5 +239,13 @@ def _lock(folder: Path) -> int | None:
             "close() it first, give this one a run_dir of its own, or give one engine all targets"
         ) from error
     except OSError:
-        pass  # a file system without locks
+        pass  # a file system that refuses it in ways of its own
     return handle
+
+
+def _remove_leftovers(run_dir: Path) -> None:
+    """Remove what killed writers have left, also under the names of version 0.1."""
+    remove_abandoned(run_dir / rundir.SCORES)
+    for name in names_in(run_dir, rundir.SCORES):
+        if re.fullmatch(r"iter_[0-9]+\.partial", name):
+            remove_below(run_dir, Path(rundir.SCORES, name))

@@ -32,7 +32,7 @@ def write_pickle(score_file: Path) -> str | None:
         return None
     try:
         columns = as_arrays(read_score_file(score_file))
-        with whole_file(path) as partial:
+        with whole_file(path, below=path.parents[1]) as partial:
             partial.write_bytes(pickle.dumps(columns))
     except (OSError, RunError) as error:
         return f"{path} could not be written: {error}; {score_file.name} has the scores"

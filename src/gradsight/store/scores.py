@@ -11,6 +11,7 @@ so they are read as columns. No torch.
 """
 
 import dataclasses
+import fnmatch
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +22,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.core import rundir
+from gradsight.core import limits, rundir
+from gradsight.core.documents import load_json
+from gradsight.core.places import names_in, read_file
 from gradsight.errors import RunError, WrongPlace
+from gradsight.store.parquet_footer import read_footer
+from gradsight.store.score_seal import as_plain_text, footer_start, prove, read_sealed
 from gradsight.values.scores import SampleScore
 
 if TYPE_CHECKING:
     import pyarrow
 
 _PARAMETERS = "gradsight.parameters"
+_ALWAYS = ("step", "sample_id", "target", "score")
 _COLUMNS = [field.name for field in dataclasses.fields(SampleScore)]
 
 
@@ -48,11 +54,15 @@ def score_path(run_dir: Path, iteration: int) -> Path:
 
 def score_files(run_dir: Path) -> list[Path]:
     """The files of a run's scores, in the order of steps."""
-    return _files_in(run_dir / rundir.SCORES)
+    return _files_in(run_dir, rundir.SCORES)
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob(rundir.SCORE_FILES), key=_order)
+def _files_in(root: Path, folder: str = "") -> list[Path]:
+    try:
+        names = fnmatch.filter(names_in(root, folder), rundir.SCORE_FILES)
+    except NotADirectoryError:  # a file of that name: whoever writes says so
+        return []
+    return sorted([root / folder / name for name in names], key=_order)
 
 
 def iteration_of(file: Path) -> int | None:
@@ -108,25 +118,63 @@ def each_step_once(run_dir: Path) -> "Iterator[pyarrow.Table]":
     for number, file in enumerate(files):
         last_with.update(dict.fromkeys(np.unique(_column(file, "step")).tolist(), number))
     for number, file in enumerate(files):
-        table = read_score_file(file, _COLUMNS)
+        table = _typed(read_score_file(file, _COLUMNS), file)
         own = [last_with.get(step, number) == number for step in table["step"].to_pylist()]
         yield table if all(own) else table.filter(pyarrow.array(own))
 
 
 def read_score_file(file: Path, columns: list[str] | None = None) -> "pyarrow.Table":
-    """The rows of one file; with columns, those alone and in that order."""
+    """The rows of one file, proven whole; with columns, those alone and in that order."""
+    try:
+        data = read_sealed(file)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    return load_scores(data, str(file), columns)
+
+
+def load_scores(data: bytes, name: str, columns: list[str] | None = None) -> "pyarrow.Table":
+    """The rows in the bytes of a score file; `name` is what errors call it."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
-        table = ParquetFile(file).read(columns=columns)
+        texts = read_footer(data, footer_start(data)).texts
+        # Texts as dictionaries: a long one that stands in every row is there once.
+        source = ParquetFile(pyarrow.BufferReader(data), read_dictionary=list(texts))
+        table = source.read(columns=columns, use_threads=False)
+        table.validate(full=True)  # texts that are none, and indices that lead nowhere
+        table = as_plain_text(table, name)
         return table if columns is None else table.select(columns)
-    except (OSError, KeyError, pyarrow.ArrowException) as error:
+    except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException) as error:
+        raise _unreadable(name, error) from error
+
+
+def is_sealed(file: Path) -> bool:
+    """Whether a file was written with one."""
+    return prove(read_file(file.parent, file.name, limits.SCORE_FILE_BYTES), str(file))
+
+
+def _typed(table: "pyarrow.Table", file: Path) -> "pyarrow.Table":
+    """Rows with every column of its type, and without gaps where there always is a value."""
+    import pyarrow
+
+    sample_id = pyarrow.string()
+    if table.schema.field("sample_id").type == pyarrow.int64():
+        sample_id = pyarrow.int64()
+    try:
+        typed = table.cast(score_schema(sample_id, ScoreFile()))
+    except (ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(file, error) from error
+    for name in _ALWAYS:
+        if typed[name].null_count:
+            raise RunError(f"{file} cannot be read: a row has no {name}")
+    return typed
 
 
-def _unreadable(file: Path, error: Exception) -> RunError:
-    return RunError(f"{file} cannot be read: {str(error).splitlines()[0]}")
+def _unreadable(file: Path | str, error: Exception) -> RunError:
+    return RunError(f"{file} cannot be read: {next(iter(str(error).splitlines()), error)}")
 
 
 def _joined(files: Sequence[Path], every_column: bool) -> "tuple[pyarrow.Table, list[str]]":
@@ -135,17 +183,31 @@ def _joined(files: Sequence[Path], every_column: bool) -> "tuple[pyarrow.Table, 
 
     parts: dict[Path, pyarrow.Table] = {}
     unreadable = []
+    rows = 0
     for file in files:
         try:
-            parts[file] = read_score_file(file, None if every_column else _COLUMNS)
+            part = read_score_file(file, None if every_column else _COLUMNS)
+        except FileNotFoundError:
+            continue  # a writer has taken it into another file meanwhile
         except RunError as error:
             unreadable.append(str(error))
+            continue
+        rows += len(part)
+        if rows > limits.SCORE_ROWS_SHOWN and not every_column:
+            text = f"from {file.name} on, scores are left out: more than"
+            unreadable.append(f"{text} {limits.SCORE_ROWS_SHOWN} rows are not shown")
+            break
+        parts[file] = part
     schema = _common_schema([part.schema for part in parts.values()])
     tables = [schema.empty_table()]
     for file, part in parts.items():
         try:
+            if not every_column:
+                part = _typed(part, file)
             tables.append(_as_in(schema, part))
-        except (KeyError, pyarrow.ArrowException) as error:
+        except RunError as error:
+            unreadable.append(str(error))
+        except (KeyError, ValueError, pyarrow.ArrowException) as error:
             unreadable.append(str(_unreadable(file, error)))
     return _latest_of_each_step(tables), unreadable
 
@@ -269,5 +331,8 @@ def format_of(schema: "pyarrow.Schema") -> ScoreFile:
     parameters = None
     names = (schema.metadata or {}).get(_PARAMETERS.encode())
     if names is not None:
-        parameters = tuple(json.loads(names))
+        listed = load_json(names, "the names of a score file")
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise RunError("the names of a score file are no list of texts")
+        parameters = tuple(listed)
     return ScoreFile(parameters, has_direction="direction" in schema.names)

@@ -1,14 +1,11 @@
-"""What the training thread hands over, as bytes: the frames of a run's tail. No torch.
+"""What the training thread hands over, as bytes: the payloads of the tail's frames. No torch.
 
-    frame      u32 length of the payload, u32 crc32 of number, kind and payload, u64 number,
-               u8 kind, payload
-    number     counts up by one from frame to frame of a run
     kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON,
                5 scalars of a step (also loss, lr), 6 layout: the names of the parameters that rows
-               of statistics stand for, 7 scalars under a tracker's own count
+               of statistics stand for, 7 scalars under a tracker's own count, 8 a step from which
+               on everything is forgotten
 
-All numbers are little-endian. A frame that is cut off or damaged ends the reading: what follows it
-is not trusted.
+All numbers are little-endian.
 """
 
 import dataclasses
@@ -22,6 +19,8 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from gradsight.core import limits
+from gradsight.core.documents import load_json
 from gradsight.errors import RunError
 from gradsight.values.histograms import Histogram
 from gradsight.values.steps import ParameterStat, Step
@@ -33,13 +32,14 @@ RECORD = 4
 STEP_SCALARS = 5
 LAYOUT = 6
 TRACKED = 7
-Frame = tuple[int, int, bytes]
-"""Number, kind, payload."""
+FORGET = 8
 
-_HEAD = struct.Struct("<IIQB")
 _STEP = struct.Struct("<qdddddd?BqHI")
+_STEP_NUMBER = struct.Struct("<q")
+_ROWS = struct.Struct("<BBI")
 _OPTIONAL = ("loss", "lr", "total_norm", "clip_coef", "scale")
 
+_NUMBERS = frozenset((float, int))
 _COUNTED = tuple(field.name for field in dataclasses.fields(Histogram)[1:-1])
 _STATISTICS = dataclasses.fields(ParameterStat)[2:]
 COLUMNS = tuple(field.name for field in _STATISTICS)
@@ -48,29 +48,6 @@ COUNTS = frozenset(field.name for field in _STATISTICS if int in get_args(field.
 """Columns of counts, where -1 stands for a count that is not known."""
 OPTIONAL = frozenset(field.name for field in _STATISTICS if field.default is None)
 """Columns that are not always measured, where NaN stands for none."""
-
-
-def pack(number: int, kind: int, payload: bytes) -> bytes:
-    """A frame ready to be appended to the tail."""
-    return _HEAD.pack(len(payload), _checksum(number, kind, payload), number, kind) + payload
-
-
-def unpack(data: bytes) -> Iterator[Frame]:
-    """The whole frames at the beginning of `data`."""
-    position = 0
-    while position + _HEAD.size <= len(data):
-        length, checksum, number, kind = _HEAD.unpack_from(data, position)
-        position += _HEAD.size
-        payload = data[position : position + length]
-        if len(payload) < length or _checksum(number, kind, payload) != checksum:
-            # The length may be what is damaged, so that nobody knows where the next frame begins.
-            return
-        position += length
-        yield number, kind, payload
-
-
-def _checksum(number: int, kind: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<QB", number, kind)))
 
 
 def pack_step(step: Step, layout: int, statistics: bytes) -> bytes:
@@ -94,27 +71,20 @@ def pack_step(step: Step, layout: int, statistics: bytes) -> bytes:
     return head + gradient + scalars + statistics
 
 
-def unpack_step(payload: bytes) -> tuple[Step, int, bytes]:
-    """Step, layout and packed statistics."""
+def unpack_step(payload: bytes) -> tuple[list[Any], dict[str, float], int, bytes]:
+    """The fields of a step but its scalars, in their order; these; layout; packed statistics."""
+    # Not as a record: a long run brings in a hundred thousand of them.
     number, time, *values, skipped, present, layout, gradient_size, scalars_size = (
         _STEP.unpack_from(payload)
     )
-    known = {}
-    for position, name in enumerate(_OPTIONAL):
-        if present >> position & 1:
-            known[name] = values[position]
+    known = [value if present >> place & 1 else None for place, value in enumerate(values)]
     scalars_start = _STEP.size + gradient_size
     statistics_start = scalars_start + scalars_size
-    scalars = payload[scalars_start:statistics_start]
-    step = Step(
-        step=number,
-        time=time,
-        **known,
-        skipped=skipped,
-        gradient=payload[_STEP.size : scalars_start].decode(),
-        scalars=json.loads(scalars or b"{}"),
-    )
-    return step, layout, payload[statistics_start:]
+    scalars = {}
+    if scalars_size:
+        scalars = _load_scalars(payload[scalars_start:statistics_start])
+    gradient = payload[_STEP.size : scalars_start].decode()
+    return [number, time, *known, skipped, gradient], scalars, layout, payload[statistics_start:]
 
 
 def pack_statistics(
@@ -130,35 +100,46 @@ def pack_statistics(
     # Four bytes halve a long run; wide norms would become infinite in them.
     kind = np.dtype("<f8" if wide else "<f4")
     size = len(columns["l2"])
-    parts = [struct.pack("<BBI", mask, wide | (rows is not None) << 1, size)]
+    parts = [_ROWS.pack(mask, wide | (rows is not None) << 1, size)]
     if rows is not None:
         parts.append(np.asarray(rows, dtype="<u4").tobytes())
     parts += [columns[name].astype(kind).tobytes() for name in names]
     return b"".join(parts)
 
 
+def check_statistics(packed: bytes, size: int) -> tuple[list[str], np.dtype[Any], int]:
+    """The columns of packed statistics, their type and how many rows; an error where they lie.
+
+    Asked before anything is made of them: six bytes may claim four thousand million rows.
+    """
+    if len(packed) < _ROWS.size:
+        raise RunError("a row of statistics is damaged: it is cut off")
+    mask, flags, count = _ROWS.unpack_from(packed)
+    names = [name for position, name in enumerate(COLUMNS) if mask >> position & 1]
+    kind = np.dtype("<f8" if flags & 1 else "<f4")
+    has_rows = bool(flags & 2)
+    if len(packed) != _ROWS.size + count * (4 * has_rows + len(names) * kind.itemsize):
+        raise RunError("a row of statistics is damaged: its length does not fit")
+    largest = count - 1
+    if has_rows and count:
+        largest = int(np.frombuffer(packed, "<u4", count, _ROWS.size).max())
+    if count > size or largest >= size:
+        raise RunError("a row of statistics is damaged: it has more parameters than there are")
+    return names, kind, count
+
+
 def unpack_statistics(
     packed: bytes, size: int
 ) -> tuple[npt.NDArray[np.intp], dict[str, npt.NDArray[np.float64]]]:
     """Rows of the layout (which has `size` parameters) and the columns measured for them."""
-    try:
-        mask, flags, count = struct.unpack_from("<BBI", packed)
-        offset = 6
-        rows = np.arange(count)
-        if flags & 2:
-            rows = np.frombuffer(packed, "<u4", count, offset).astype(np.intp)
-            offset += 4 * count
-        kind = np.dtype("<f8" if flags & 1 else "<f4")
-        columns = {}
-        for position, name in enumerate(COLUMNS):
-            if mask >> position & 1:
-                columns[name] = np.frombuffer(packed, kind, count, offset).astype(np.float64)
-                offset += count * kind.itemsize
-        if offset != len(packed) or (count and rows.max() >= size):
-            raise ValueError("its length does not fit")
-    except (struct.error, ValueError) as error:
-        raise RunError(f"a row of statistics is damaged: {error}") from error
-    return rows, columns
+    names, kind, count = check_statistics(packed, size)
+    has_rows = bool(packed[1] & 2)
+    rows = np.arange(count)
+    if has_rows:
+        rows = np.frombuffer(packed, "<u4", count, _ROWS.size).astype(np.intp)
+    values = np.frombuffer(packed, kind, offset=_ROWS.size + 4 * has_rows * count)
+    table = values.reshape(len(names), count).astype(np.float64)
+    return rows, dict(zip(names, table, strict=True))
 
 
 def statistics(step: int, names: Sequence[str], packed: bytes) -> Iterator[ParameterStat]:
@@ -196,22 +177,63 @@ def pack_layout(names: Sequence[str]) -> tuple[int, bytes]:
     text = json.dumps(list(names)).encode()
     # Seven bytes, so that the number fits the signed 64 bits of an SQLite key.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    return number, struct.pack("<q", number) + text
+    return number, _STEP_NUMBER.pack(number) + text
 
 
 def unpack_layout(payload: bytes) -> tuple[int, str]:
     """Number and names, these still as JSON."""
-    return struct.unpack_from("<q", payload)[0], payload[8:].decode()
+    number: int = _STEP_NUMBER.unpack_from(payload)[0]
+    return number, payload[_STEP_NUMBER.size :].decode()
+
+
+def load_names(text: str) -> list[str]:
+    """The names of a layout."""
+    names = load_json(text.encode(), "the list of parameters")
+    if not isinstance(names, list) or len(names) > limits.NAMES:
+        raise RunError("the list of parameters is damaged: it is no list, or too long")
+    if not all(isinstance(name, str) for name in names):
+        raise RunError("the list of parameters is damaged: a name is no text")
+    return names
+
+
+def pack_forget(step: int) -> bytes:
+    """A step from which on everything is forgotten."""
+    return _STEP_NUMBER.pack(step)
+
+
+def unpack_forget(payload: bytes) -> int:
+    """The step."""
+    step: int = _STEP_NUMBER.unpack(payload)[0]
+    return step
 
 
 def pack_scalars(step: int, values: Mapping[str, float]) -> bytes:
     """Scalars logged for a step."""
-    return struct.pack("<q", step) + json.dumps(dict(values)).encode()
+    return _STEP_NUMBER.pack(step) + json.dumps(dict(values)).encode()
 
 
 def unpack_scalars(payload: bytes) -> tuple[int, dict[str, float]]:
     """Step and values."""
-    return struct.unpack_from("<q", payload)[0], json.loads(payload[8:])
+    values = _load_scalars(payload[_STEP_NUMBER.size :])
+    return _STEP_NUMBER.unpack_from(payload)[0], values
+
+
+def _load_scalars(data: bytes) -> dict[str, float]:
+    values = load_json(data, "a frame of scalars")
+    if not isinstance(values, dict):
+        raise ValueError("scalars are no object")
+    # Names come from users: one that is no valid text must not end the record.
+    return {_storable_text(name): _finite_or_not(value) for name, value in values.items()}
+
+
+def _storable_text(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _finite_or_not(value: object) -> float:
+    if not isinstance(value, float | int):
+        raise ValueError(f"a scalar is {value!r}")
+    return float(value)
 
 
 def pack_histograms(step: int, source: str, histograms: Sequence[Histogram]) -> bytes:
@@ -230,15 +252,64 @@ def unpack_histogram_step(payload: bytes) -> tuple[int, str, bytes]:
 
 def unpack_histograms(step: int, packed: bytes, source: str) -> Iterator[Histogram]:
     """The packed histograms of one step as records; `source` says who counted it."""
-    try:
-        rows = json.loads(zlib.decompress(packed))
-    except (zlib.error, ValueError) as error:
-        raise RunError(f"the histograms of step {step} are damaged: {error}") from error
+    yield from load_histograms(step, histogram_text(step, packed), source)
+
+
+def load_histograms(step: int, text: bytes, source: str) -> Iterator[Histogram]:
+    """The same of what `histogram_text` gives."""
+    name = f"the histograms of step {step}"
+    rows = load_json(text, name)
+    if not isinstance(rows, list):
+        raise RunError(f"{name} are damaged: they are no list")
     for row in rows:
-        counted = dict(zip(_COUNTED, row, strict=True))
-        for sign in ("negative", "positive"):
-            counted[sign] = tuple(counted[sign])
-        yield Histogram(step=step, source=source, **counted)
+        if not _is_histogram(row):
+            raise RunError(f"{name} are damaged: one of them has other fields or bins")
+        parameter, low, negative, positive, zero, nan, inf, underflow, size, sampled = row
+        yield Histogram(
+            step,
+            parameter,
+            low,
+            tuple(map(float, negative)),
+            tuple(map(float, positive)),
+            float(zero),
+            float(nan),
+            float(inf),
+            float(underflow),
+            size,
+            sampled,
+            source,
+        )
+
+
+def _is_histogram(row: object) -> bool:
+    """Whether a list has the fields of a histogram, of their types, with bins that can be."""
+    # By hand and not by `read_record`: a report looks at hundreds of thousands.
+    if not isinstance(row, list) or len(row) != len(_COUNTED):
+        return False
+    kinds = tuple(map(type, row))
+    if kinds[0] not in (str, type(None)) or kinds[2:4] != (list, list):
+        return False
+    if {kinds[1], *kinds[-2:]} != {int} or not _NUMBERS.issuperset(kinds[4:-2]):
+        return False
+    negative, positive = row[2:4]
+    if not _NUMBERS.issuperset(map(type, negative + positive)):
+        return False
+    # Powers of two that a double can hold.
+    fits = row[1] >= -1100 and row[1] + len(positive) <= 1023
+    return fits and len(negative) == len(positive) and max(map(abs, row[-2:])) <= limits.NUMBER
+
+
+def histogram_text(step: int, packed: bytes) -> bytes:
+    """Decompressed, up to a limit: two kilobytes can unpack to two megabytes, and so on."""
+    name = f"the histograms of step {step}"
+    unpacking = zlib.decompressobj()
+    try:
+        text = unpacking.decompress(packed, limits.HISTOGRAM_BYTES)
+    except zlib.error as error:
+        raise RunError(f"{name} are damaged: {error}") from error
+    if not unpacking.eof:
+        raise RunError(f"{name} are damaged, or more than {limits.HISTOGRAM_BYTES} bytes")
+    return text
 
 
 def pack_record(kind: str, key: str, step: int, value: Mapping[str, object]) -> bytes:
@@ -248,5 +319,9 @@ def pack_record(kind: str, key: str, step: int, value: Mapping[str, object]) -> 
 
 def unpack_record(payload: bytes) -> tuple[str, str, int, str]:
     """Kind, key, step, and the value still as JSON."""
-    kind, key, step, value = json.loads(payload)
-    return kind, key, step, json.dumps(value)
+    kind, key, step, value = load_json(payload, "a record")
+    if not (isinstance(kind, str) and isinstance(key, str) and type(step) is int):
+        raise ValueError("its kind, key or step is of another type")
+    if abs(step) > limits.NUMBER:
+        raise ValueError(f"its step is {step}")
+    return _storable_text(kind), _storable_text(key), step, json.dumps(value)

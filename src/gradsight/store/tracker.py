@@ -8,8 +8,8 @@ from gradsight.core.problems import Problems
 from gradsight.core.rundir import directory_path
 from gradsight.errors import MissingPackage, UsageError
 from gradsight.store.sinks import open_sinks
-from gradsight.store.sinks.guard import GuardedSinks
 from gradsight.store.sinks.step_sink import SinkPlace
+from gradsight.store.sinks.switching_off import GuardedSinks
 from gradsight.store.store import Store, open_store
 from gradsight.values.histograms import Histogram
 from gradsight.values.whole_numbers import single_number, whole_number

@@ -1,156 +1,240 @@
-"""Checkpoints: all that a run needs to go on bit for bit, complete or not there at all.
+"""Checkpoints on disk: complete or not there at all, with checksums. No torch at import.
+
+checkpoints/step_{N}/
+    tensors.safetensors    parameters, the optimizer's state, every process's random generators
+    checkpoint.json        a document (`core.documents`): how far the run had come, and the bytes
+                           and the checksum of the tensors; without these two it is an older one
 
 Safetensors and JSON, no pickle.
 """
 
-import json
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gradsight.core import rundir
+from gradsight.core.documents import document_text, read_document
 from gradsight.core.files import whole_folder
-from gradsight.core.parameters import named_parameters
-from gradsight.core.random_state import device_state, set_device_state
-from gradsight.core.shards import held_like, whole
-from gradsight.errors import RunError, UsageError
-from gradsight.train.processes import Processes
+from gradsight.core.places import kind_below, names_in, open_file, refuse_links, remove_below
+from gradsight.errors import RunError
+from gradsight.train.training_log import find_log_damage
+from gradsight.values.damage import Damage
+from gradsight.values.whole_numbers import LARGEST
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TENSORS = "tensors.safetensors"
 _FACTS = "checkpoint.json"
+_COMPLETE = re.compile(r"step_[0-9]{6,19}")
+_LEFTOVER = re.compile(r"(old-)?partial_step_[0-9]+")
+_BLOCK = 1 << 22
+_MOST_PROCESSES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """How far a run had come."""
+
+    step: int
+    """Steps made, in all."""
+    position: int
+    """Samples used, in all."""
+    seconds: float
+    """Time spent, in all."""
+    data: str
+    """The fingerprint of the data."""
+    processes: int | None = None
+    """How many had a random generator; None in checkpoints that did not say so yet."""
+
+
+def checkpoint_names(run_dir: Path) -> list[str]:
+    """The folders of all checkpoints, newest first; an error where they are behind a link."""
+    try:
+        names = names_in(run_dir, rundir.CHECKPOINTS)
+    except OSError as error:
+        place = run_dir / rundir.CHECKPOINTS
+        raise RunError(f"{place} cannot be read: {error.strerror}") from error
+    return sorted(filter(_COMPLETE.fullmatch, names), key=_step, reverse=True)
 
 
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step; None where there is none."""
-    folders = (run_dir / rundir.CHECKPOINTS).glob(rundir.CHECKPOINT_FOLDERS)
-    complete = [folder for folder in folders if (folder / _FACTS).is_file()]
-    return max(complete, key=_step, default=None)
+    folders = [run_dir / rundir.CHECKPOINTS / name for name in checkpoint_names(run_dir)]
+    return next((folder for folder in folders if (folder / _FACTS).is_file()), None)
 
 
-def save(
-    run_dir: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    processes: Processes,
-    facts: dict[str, Any],
-    keep: int,
-) -> str | None:
-    """Write a checkpoint of the step in `facts`; to be called by all processes.
+def is_leftover(name: str) -> bool:
+    """Whether this is what a writer has left that was killed."""
+    return _LEFTOVER.fullmatch(name) is not None
 
-    The oldest beyond `keep` go. Returns the fault where the checkpoint could not be written.
+
+def read_facts(run_dir: Path, name: str) -> CheckpointFacts:
+    """What a checkpoint says of itself, once its files are seen to be as they were written.
+
+    Where they are not, the error says so: *damaged*, and which checkpoint.
     """
-    fault = None
-    tensors = {name: value for name, value in _gathered(model, optimizer) if processes.first}
-    # Each process draws its own dropout, so that bit for bit takes the generators of all.
-    for kind, state in _random_state(processes.device).items():
-        for rank, one in enumerate(processes.gather(state) or ()):
-            tensors[f"rng/{rank}/{kind}"] = one
-    if processes.first:
-        folder = run_dir / rundir.CHECKPOINTS / rundir.checkpoint_folder(facts["step"])
-        try:
-            _write(folder, tensors, facts)
-        except (OSError, SafetensorError) as error:
-            # A full disk must not end what the checkpoint was to protect.
-            fault = f"the checkpoint {folder} cannot be written: {error}. "
-            fault += "Training goes on; the one before stays"
-        for old in sorted(folder.parent.glob(rundir.CHECKPOINT_FOLDERS), key=_step)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
-    processes.wait()
-    return fault
+    damage = _find_damage(run_dir, name)
+    if damage is not None:
+        raise damaged_checkpoint(name, f"{PurePath(damage.path).name}: {damage.what}")
+    return _facts_in(_read(run_dir, name))
 
 
-def load(
-    folder: Path, model: nn.Module, optimizer: Optimizer | None, processes: Processes
-) -> dict[str, Any]:
-    """Fill model, optimizer and random generators from a checkpoint; returns its facts."""
+def damaged_checkpoint(name: str, what: str) -> RunError:
+    """The error for a checkpoint that cannot be gone on from."""
+    return RunError(f"the checkpoint {name} is damaged and cannot be read: {what}")
+
+
+def tensors_file(run_dir: Path, name: str) -> Path:
+    """Where a checkpoint's tensors are; an error where a link is on the way."""
+    return refuse_links(run_dir, PurePath(rundir.CHECKPOINTS, name, _TENSORS))
+
+
+def verify_checkpoints(run_dir: Path) -> list[Damage]:
+    """The files of the trainer that are not as they were written. Reads all of them."""
     try:
-        facts: dict[str, Any] = json.loads((folder / _FACTS).read_text())
-        tensors = load_file(folder / _TENSORS)
-    except Exception as error:
-        raise RunError(f"the checkpoint {folder} cannot be read: {error}") from error
-    with torch.no_grad():
-        for name, parameter in _parameters(model):
-            _fill(parameter, tensors, f"model/{name}", folder)
-    if optimizer is None:
-        return facts
-    for name, parameter in _parameters(model):
-        prefix = f"optimizer/{name}/"
-        keys = [key for key in tensors if key.startswith(prefix)]
-        optimizer.state[parameter] = {
-            key.removeprefix(prefix): _state(parameter, tensors[key]) for key in keys
-        }
-    for device in _devices(processes.device):
-        key = f"rng/{processes.rank}/{device.type}"
-        if key in tensors:
-            set_device_state(device, tensors[key])
-    return facts
+        names = checkpoint_names(run_dir)
+    except RunError as error:
+        return [Damage(rundir.CHECKPOINTS, str(error))]
+    found = [find_log_damage(run_dir)]
+    for name in reversed(names):
+        damage = _find_damage(run_dir, name)
+        # Asked afterwards: a training that goes on may have removed it meanwhile.
+        if name in checkpoint_names(run_dir):
+            found.append(damage)
+    return [damage for damage in found if damage is not None]
 
 
-def _step(folder: Path) -> int:
-    text = folder.name.removeprefix("step_")
-    return int(text) if text.isdigit() else -1
+def without_checksums(run_dir: Path) -> list[str]:
+    """The intact checkpoints that were written before there were checksums."""
+    names = [] if kind_below(run_dir, rundir.CHECKPOINTS) == "link" else checkpoint_names(run_dir)
+    return [
+        name
+        for name in reversed(names)
+        if _find_damage(run_dir, name) is None and "tensors" not in _read(run_dir, name)
+    ]
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((parameter.name, parameter.tensor) for parameter in named_parameters(model))
+def write(
+    run_dir: Path, tensors: Mapping[str, "Tensor"], facts: CheckpointFacts, keep: int
+) -> None:
+    """Write a checkpoint; afterwards the oldest beyond `keep` go, and what killed runs have left.
+
+    So do those of later steps: they are of a course that training has left by going back.
+    """
+    name = rundir.checkpoint_folder(facts.step)
+    folder = refuse_links(run_dir, PurePath(rundir.CHECKPOINTS, name))
+    refuse_links(run_dir, PurePath(rundir.CHECKPOINTS))
+    with whole_folder(folder, below=run_dir) as partial:
+        _write_files(partial, tensors, facts)
+    earlier = [other for other in checkpoint_names(run_dir) if _step(other) <= facts.step]
+    kept = set(earlier[:keep])
+    for other in names_in(run_dir, rundir.CHECKPOINTS):
+        is_old = _COMPLETE.fullmatch(other) and other not in kept
+        if is_old or is_leftover(other):
+            remove_below(run_dir, PurePath(rundir.CHECKPOINTS, other))
 
 
-def _gathered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor to be kept, whole; of sharded ones every process sends its part."""
-    for name, parameter in _parameters(model):
-        yield f"model/{name}", _kept(parameter)
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"optimizer/{name}/{key}", _kept(value)
+def _write_files(folder: Path, tensors: Mapping[str, "Tensor"], facts: CheckpointFacts) -> None:
+    from safetensors.torch import save_file
+
+    document = folder / _FACTS
+    document.touch()
+    save_file(dict(tensors), folder / _TENSORS)
+    # safetensors writes for its owner's eyes only; the user's umask decides, as of any file.
+    (folder / _TENSORS).chmod(document.stat().st_mode & 0o777)
+    with open(folder / _TENSORS, "rb") as opened:
+        checksum = _checksum(opened)
+    body = {
+        "step": facts.step,
+        "position": facts.position,
+        "seconds": facts.seconds,
+        "data": facts.data,
+        "processes": facts.processes,
+        "tensors": {"bytes": (folder / _TENSORS).stat().st_size, "checksum": checksum},
+    }
+    document.write_text(document_text(body))
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return whole(tensor).detach().cpu().contiguous()
+def _read(run_dir: Path, name: str) -> dict[str, Any]:
+    return read_document(run_dir, PurePath(rundir.CHECKPOINTS, name, _FACTS))
 
 
-def _state(parameter: Tensor, stored: Tensor) -> Tensor:
-    """A tensor of the optimizer's, sharded as its parameter is."""
-    if stored.dim() == 0:  # AdamW's count of steps is one number, which stays on the CPU
-        return stored
-    return held_like(parameter, stored)
+def _find_damage(run_dir: Path, name: str) -> Damage | None:
+    """What is wrong with a checkpoint's files, the first of it."""
+    folder = PurePath(rundir.CHECKPOINTS, name)
+    try:
+        body = _read(run_dir, name)
+        facts = _facts_in(body)
+    except RunError as error:
+        return Damage(str(folder / _FACTS), str(error))
+    if _step(name) != facts.step:
+        what = f"it says step {facts.step}, in the folder {name}"
+        return Damage(str(folder / _FACTS), what)
+    tensors = folder / _TENSORS
+    try:
+        difference = _difference(open_file(run_dir, tensors), body.get("tensors"))
+    except (OSError, RunError) as error:
+        return Damage(str(tensors), str(error))
+    return None if difference is None else Damage(str(tensors), difference)
 
 
-def _fill(parameter: Tensor, tensors: dict[str, Tensor], key: str, folder: Path) -> None:
-    """Copy a stored tensor into a parameter; refuse one of another shape or type."""
-    stored = tensors.get(key)
-    what = "does not have it"
-    if stored is not None:
-        if stored.shape == parameter.shape and stored.dtype == parameter.dtype:
-            parameter.copy_(held_like(parameter, stored))
-            return
-        what = f"has {tuple(stored.shape)} {stored.dtype}"
-    raise UsageError(
-        f"the checkpoint {folder} is of another model: {key.removeprefix('model/')} is "
-        f"{tuple(parameter.shape)} {parameter.dtype} here, and the checkpoint {what}. "
-        f"Give the settings that the run was started with"
+def _facts_in(body: Mapping[str, Any]) -> CheckpointFacts:
+    """The facts in a document, of the types that they must have."""
+    seconds = body.get("seconds")
+    data = body.get("data")
+    processes = body.get("processes")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise RunError(f"seconds should be a number, and is {seconds!r:.80}")
+    if not math.isfinite(seconds) or seconds < 0:
+        raise RunError(f"seconds should be 0 or more, and is {seconds!r:.80}")
+    if not isinstance(data, str):
+        raise RunError(f"data should be a fingerprint, and is {data!r:.80}")
+    if processes is not None:
+        processes = _whole(body, "processes", least=1, most=_MOST_PROCESSES)
+    return CheckpointFacts(
+        _whole(body, "step"), _whole(body, "position"), float(seconds), data, processes
     )
 
 
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    return {each.type: device_state(each) for each in _devices(device)}
+def _whole(body: Mapping[str, Any], name: str, least: int = 0, most: int = LARGEST) -> int:
+    value = body.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise RunError(
+            f"{name} should be a whole number from {least} to {most}, and is {value!r:.80}"
+        )
+    return value
 
 
-def _devices(device: torch.device) -> list[torch.device]:
-    """The devices whose generators a process draws from: the CPU and its own."""
-    if device.type == "cpu":
-        return [device]
-    return [torch.device("cpu"), device]
+def _difference(handle: int, written: object) -> str | None:
+    """How an open file differs from what was written; closes it."""
+    with os.fdopen(handle, "rb") as opened:
+        # Checkpoints of before there were checksums are taken as they are.
+        if written is None:
+            return None
+        if not isinstance(written, dict):
+            return f"its checksum should be known, but is {written!r:.80}"
+        size = os.fstat(handle).st_size
+        # Before it is read: a file that somebody has made huge would take long.
+        if size != written.get("bytes"):
+            return f"it has {size:,} bytes, and {written.get('bytes')!r:.20} were written"
+        checksum = _checksum(opened)
+        if checksum != written.get("checksum"):
+            return f"its checksum is {checksum}, not {written.get('checksum')!r:.30}"
+        return None
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    with whole_folder(folder, folder.with_name(f"partial_{folder.name}")) as partial:
-        save_file(tensors, partial / _TENSORS)
-        (partial / _FACTS).write_text(json.dumps(facts, indent=1))
-        for file in partial.iterdir():
-            file.chmod(0o644)  # safetensors writes for its owner's eyes only
+def _checksum(opened: BinaryIO) -> str:
+    checksum = 0
+    while block := opened.read(_BLOCK):
+        checksum = zlib.crc32(block, checksum)
+    return f"crc32:{checksum:08x}"
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step_"))

@@ -21,7 +21,8 @@ from gradsight.train.config import (
 from gradsight.train.loop import train
 from gradsight.train.memory import build_for
 from gradsight.train.processes import Processes
-from gradsight.train.run import instruments, make_directory, prepare, resolved
+from gradsight.train.run import instruments, prepare, resolved
+from gradsight.train.run_directory import Beginning, run_directory
 from gradsight.train.samples import Order
 from gradsight.values.memory import CheckpointingReport
 
@@ -109,11 +110,10 @@ def perform_training(
     processes = Processes("cpu")
     try:
         run = prepare(planned.settings(run_dir), run_dir, processes, planned.poisoned)
-        make_directory(run_dir, processes, anew=True)
-        with instruments(run) as tools:
+        with run_directory(run_dir, processes, Beginning.ANEW), instruments(run) as tools:
             ended_by = train(run, tools)
             # Only now: `watch` forgets what a run directory holds from its first step on.
-            tools.tracker.log_scalars(memory.scalars(), step=0)
+            tools.tracker.log_scalars(memory.scalars() | memory.kind_scalars(), step=0)
     finally:
         processes.close()
     return Performance(planned.poisoned_sample(run.batches.order), ended_by)

@@ -1,6 +1,5 @@
 """The training loop, with the five instruments where they belong. Made to be read and copied."""
 
-import json
 import math
 import signal
 import time
@@ -17,14 +16,15 @@ from gradsight.core import rundir
 from gradsight.core.shards import whole
 from gradsight.core.sharing import reduced_at_last
 from gradsight.dump.dumper import GradientDumper
+from gradsight.errors import RunError
 from gradsight.measure.distribution import log_gradient_distribution
 from gradsight.memory.monitor import MemoryMonitor
 from gradsight.session.watch_session import Watch, watch
-from gradsight.store.run_files import write_config
+from gradsight.store.run_files import read_run_config, write_config
 from gradsight.store.run_problems import RunProblems
 from gradsight.store.tracker import MetricsTracker
-from gradsight.train import checkpoint
 from gradsight.train.batches import Batch, BatchStream
+from gradsight.train.checkpoint import CheckpointFacts
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.epochs import epochs_to_log, last_epoch
 from gradsight.train.evaluate import NextTokenLoss, evaluate
@@ -33,6 +33,7 @@ from gradsight.train.progress import Progress
 from gradsight.train.scoring import Scoring
 from gradsight.train.stop_request import StopRequest
 from gradsight.train.training_log import TrainingLog
+from gradsight.train.training_state import save
 from gradsight.values.steps import Schedule
 
 OnBatch = Callable[[int, Batch], Batch]
@@ -116,7 +117,7 @@ def train(run: Training, tools: Instruments) -> int | None:
         run.progress,
     ):
         if run.processes.first:
-            add_to_config(run)
+            keep_settings(run)
         if run.predicted_bytes is not None:
             gigabytes = run.predicted_bytes / 1e9
             watched.log_scalar("memory/predicted_peak_gb", gigabytes, run.step)
@@ -240,13 +241,14 @@ def save_progress(run: Training, scoring: Scoring) -> None:
     """Write the scores so far and a checkpoint, from which --resume goes on."""
     started = time.perf_counter()
     scoring.save(run.step)
-    facts = {
-        "step": run.step,
-        "position": run.position,
-        "seconds": run.seconds,
-        "data": run.batches.samples.fingerprint,
-    }
-    fault = checkpoint.save(
+    facts = CheckpointFacts(
+        step=run.step,
+        position=run.position,
+        seconds=run.seconds,
+        data=run.batches.samples.fingerprint,
+        processes=run.processes.world,
+    )
+    fault = save(
         run.run_dir, run.model, run.optimizer, run.processes, facts, run.settings.keep_checkpoints
     )
     if fault is not None:
@@ -254,14 +256,18 @@ def save_progress(run: Training, scoring: Scoring) -> None:
     run.progress.pause(time.perf_counter() - started)
 
 
-def add_to_config(run: Training) -> None:
-    """Add to config.json what `--config` needs to repeat the run."""
-    config = json.loads((run.run_dir / rundir.CONFIG).read_text())
+def keep_settings(run: Training) -> None:
+    """Add to config.json what `--config` needs to repeat the run; training survives a failure."""
     samples = run.batches.samples
-    config["settings"]["train"] = to_dict(run.settings)
-    config["data"] = {
+    data = {
         "fingerprint": samples.fingerprint,
         "samples": len(samples),
         "domains": list(samples.corpus.domains),
     }
-    write_config(run.run_dir, config)
+    try:
+        config = read_run_config(run.run_dir)
+        settings = {**config.get("settings", {}), "train": to_dict(run.settings)}
+        write_config(run.run_dir, {**config, "settings": settings, "data": data})
+    except (OSError, RunError) as error:
+        text = f"{rundir.CONFIG} does not hold the trainer's settings: {error}. Training goes on"
+        run.problems.report("config", text, run.step)

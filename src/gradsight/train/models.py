@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradsight.core import limits, rundir
 from gradsight.errors import MissingPackage, UsageError
-from gradsight.train.config import ModelShape
+from gradsight.train.config import ModelShape, Settings, from_dict, to_dict
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,10 @@ ARCHITECTURES = {
 }
 
 
+_LAYER_BYTES = 1 << 20
+"""What a layer's own objects take, generously; they take time to make, too."""
+
+
 def architecture(name: str) -> Architecture:
     """The architecture of a name; "char" reads bytes and has about ten million parameters."""
     if name not in ARCHITECTURES:
@@ -66,6 +71,42 @@ def model_from_settings(settings: Mapping[str, Any]) -> "nn.Module":
     shape = ModelShape(**(train.get("model") or {}))
     model = build_model(train.get("architecture", "char"), shape, train.get("block_size"))
     return model.to(getattr(torch, train.get("model_dtype", "float32")))
+
+
+def bounded_model(train: Mapping[str, Any], tokens: int) -> "nn.Module":
+    """The model of a run whose settings a stranger may have written.
+
+    Its size, and what running so many tokens through it takes, are estimated before it is built.
+    """
+    settings = bounded_settings(train, tokens)
+    return model_from_settings(to_dict(settings))
+
+
+def bounded_settings(train: Mapping[str, Any], tokens: int) -> Settings:
+    """What a model is built from, of settings in a config.json; refused where it is too large."""
+    used = ("architecture", "model", "block_size", "model_dtype")
+    settings = from_dict({key: train[key] for key in used if key in train}, rundir.CONFIG)
+    usual = architecture(settings.architecture)
+    shape = settings.model
+    width = shape.n_embd or usual.width
+    layers = shape.n_layer or usual.layers
+    length = settings.block_size or usual.block_size
+    words = (shape.vocab_size or usual.vocabulary) + length
+    # Four bytes for each entry of GPT-2's matrices: 12 of width x width in a layer, and two tables.
+    size = 4 * (12 * layers * width * width + words * width)
+    # Masks, and what each layer takes however narrow it is.
+    size += (layers + 4) * length * length + layers * _LAYER_BYTES
+    # What backward keeps of a token: 17 vectors in each layer, its row of attention, its logits.
+    heads = shape.n_head or usual.heads
+    token = 4 * (layers * (17 * width + heads * length) + 2 * words)
+    if size > limits.MODEL_BYTES or tokens * token > limits.ACTIVATION_BYTES:
+        raise UsageError(
+            f"{rundir.CONFIG} names {layers} layers, {width} wide, for {tokens:,} tokens: "
+            f"more than a run's own settings are trusted with ({limits.MODEL_BYTES:,} bytes of "
+            f"parameters, {limits.ACTIVATION_BYTES:,} of activations). Give the model with "
+            "--build file.py:build"
+        )
+    return settings
 
 
 def build_model(

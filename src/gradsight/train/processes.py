@@ -39,7 +39,7 @@ class Processes:
         self._joined_here = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_distributed()
         if self._joined_here:
             join_training("nccl" if self.device.type == "cuda" else "gloo")
-        self._control = ProcessGroup(timeout=None)
+        self._control = ProcessGroup("trainer", timeout=None)
         self._losses = self._control
         if self.device.type != "cpu":
             # Training's own group: a second one would hold its buffers on the GPU a second time.
@@ -67,6 +67,10 @@ class Processes:
     def gather(self, value: Tensor) -> list[Tensor] | None:
         """Every process's tensor on the first one, None on the others."""
         return self._control.gather_objects(value)
+
+    def from_first(self, text: str) -> str:
+        """The first process's text, on all."""
+        return self._control.from_first(text)
 
     def wait(self) -> None:
         """Go on when all have come here."""

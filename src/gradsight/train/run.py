@@ -1,8 +1,8 @@
 """A run from its settings: what is put together before the loop, and what is written after it."""
 
 import shlex
-import shutil
 import signal
+import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,22 +15,21 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from gradsight.core import rundir
+from gradsight.core.problems import say
 from gradsight.core.sharing import share_model
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.reader import dumps_in
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.show.markdown import report_text
-from gradsight.show.norm_chart import norm_chart
+from gradsight.show.run_report import write_reports
 from gradsight.show.summary import summarize
 from gradsight.show.terminal import health_lines
 from gradsight.show.text import wants_colour
 from gradsight.store.reader import open_run
-from gradsight.store.run_files import write_run_report
 from gradsight.store.tracker import MetricsTracker
-from gradsight.train import checkpoint
 from gradsight.train.batches import BatchStream
+from gradsight.train.checkpoint import CheckpointFacts, checkpoint_names
 from gradsight.train.config import Settings, to_dict
 from gradsight.train.data import open_corpus
 from gradsight.train.epochs import with_steps
@@ -45,9 +44,11 @@ from gradsight.train.memory import (
 from gradsight.train.models import architecture, model_from_settings
 from gradsight.train.processes import Processes
 from gradsight.train.progress import PEAKS, Progress
+from gradsight.train.run_directory import Beginning, how_to_begin, run_directory
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring
+from gradsight.train.training_state import load_newest
 
 
 def run_training(
@@ -64,25 +65,13 @@ def run_training(
     processes = Processes(settings.device)
     try:
         if not eval_only:
-            refuse_to_mix_runs(run_dir, resume, overwrite)
+            beginning = how_to_begin(run_dir, resume, overwrite)
             refuse_what_cannot_fit(settings, processes.device, run_dir / rundir.CONFIG)
         run = prepare(settings, run_dir, processes, on_batch)
         if eval_only:
             return evaluate_only(run)
-        make_directory(run_dir, processes, anew=not resume)
-        if resume:
-            resume_from_checkpoint(run)
-        wanted = run.settings.max_steps
-        if run.step >= wanted:
-            run.progress.say(
-                f"Nothing to do: {run.step} of {wanted} steps are made. "
-                f"Give a larger --max_steps or --epochs"
-            )
-            return 0
-        introduce(run)
-        with instruments(run) as tools:
-            ended_by = train(run, tools)
-        return finish(run, ended_by)
+        with run_directory(run_dir, processes, beginning):
+            return begin_and_train(run, beginning)
     except KeyboardInterrupt:
         if processes.first:
             print("Stopped at once, without saving", file=sys.stderr)
@@ -94,6 +83,25 @@ def run_training(
         raise
     finally:
         processes.close()
+
+
+def begin_and_train(run: Training, beginning: Beginning) -> int:
+    """Take up what there is to go on from, train, and report; returns the exit code."""
+    if beginning is Beginning.AGAIN:
+        run.progress.say(f"{run.run_dir} has no checkpoint yet: training starts from the beginning")
+    if beginning is Beginning.FROM_CHECKPOINT:
+        resume_from_checkpoint(run)
+    wanted = run.settings.max_steps
+    if run.step >= wanted:
+        run.progress.say(
+            f"Nothing to do: {run.step} of {wanted} steps are made. "
+            f"Give a larger --max_steps or --epochs"
+        )
+        return 0
+    introduce(run)
+    with instruments(run) as tools:
+        ended_by = train(run, tools)
+    return finish(run, ended_by)
 
 
 def resolved(settings: Settings) -> Settings:
@@ -110,34 +118,6 @@ def resolved(settings: Settings) -> Settings:
 
 def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
-
-
-def refuse_to_mix_runs(run_dir: Path, resume: bool, overwrite: bool) -> None:
-    """Refuse to put two runs into one directory, or to resume what is not there."""
-    exists = rundir.is_run(run_dir)
-    if resume and checkpoint.newest(run_dir) is None:
-        if exists:
-            raise UsageError(
-                f"--resume: {run_dir} has no checkpoint yet. Start it without --resume "
-                f"and with --overwrite"
-            )
-        raise UsageError(f"--resume: {run_dir} is not there. Start it without --resume")
-    if exists and not resume and not overwrite:
-        raise UsageError(
-            f"{run_dir} holds a run already. Continue it with --resume, replace it with "
-            f"--overwrite, or name this one with --experiment NAME"
-        )
-
-
-def make_directory(run_dir: Path, processes: Processes, anew: bool) -> None:
-    """Make the run directory, and remove the run that it replaces."""
-    # Called only when all settings have been found in order: a wrong one must not cost an old run.
-    processes.wait()
-    if processes.first:
-        if anew and rundir.is_run(run_dir):
-            shutil.rmtree(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-    processes.wait()
 
 
 def prepare(
@@ -284,30 +264,38 @@ def make_engine(run: Training) -> GhostEngine:
 
 
 def resume_from_checkpoint(run: Training) -> None:
-    """Take up the newest checkpoint."""
-    folder = checkpoint.newest(run.run_dir)
-    assert folder is not None
-    facts = checkpoint.load(folder, run.model, run.optimizer, run.processes)
-    if facts["data"] != run.batches.samples.fingerprint:
+    """Take up the newest checkpoint that is intact."""
+    facts = load_from(run, run.optimizer)
+    if facts.data != run.batches.samples.fingerprint:
         raise UsageError(
             f"--resume: {run.run_dir} was trained on other data: "
             f"the order of samples would not be the same"
         )
-    run.step = facts["step"]
-    run.position = facts["position"]
-    run.seconds = facts["seconds"]
+    run.step = facts.step
+    run.position = facts.position
+    run.seconds = facts.seconds
     run.progress.start_at(run.step)
     run.progress.say(f"Resuming after step {run.step}")
 
 
+def load_from(run: Training, optimizer: Optimizer | None) -> CheckpointFacts:
+    """Load the newest checkpoint that is intact, and say which ones are not."""
+    facts, passed_over = load_newest(run.run_dir, run.model, optimizer, run.processes)
+    folder = rundir.checkpoint_folder(facts.step)
+    for damage in passed_over:
+        if run.processes.first:
+            say(f"{damage.what}. Going back to the one of {folder}")
+    return facts
+
+
 def evaluate_only(run: Training) -> int:
     """Print the losses of the newest checkpoint, or of the initial weights."""
-    folder = checkpoint.newest(run.run_dir)
-    if folder is None:
+    if not checkpoint_names(run.run_dir):
         run.progress.say(f"Evaluating the initial weights: {run.run_dir} has no checkpoint")
     else:
-        facts = checkpoint.load(folder, run.model, None, run.processes)
-        run.progress.say(f"Evaluating {folder}: the weights after {facts['step']} steps")
+        facts = load_from(run, None)
+        folder = run.run_dir / rundir.CHECKPOINTS / rundir.checkpoint_folder(facts.step)
+        run.progress.say(f"Evaluating {folder}: the weights after {facts.step} steps")
     for name, value in run.evaluate().items():
         run.progress.say(f"  {name:<10} {'-' if value is None else format(value, '.4f')}")
     return 0
@@ -316,22 +304,36 @@ def evaluate_only(run: Training) -> int:
 def finish(run: Training, ended_by: int | None) -> int:
     """Write the report, say how it went and where everything is; gives the exit code."""
     if run.processes.first:
-        summary = summarize(open_run(run.run_dir), dumps_in(run.run_dir))
-        text = report_text(summary, SampleTexts(run.run_dir))
-        write_run_report(run.run_dir, text, norm_chart(summary))
         for name, value in run.memory.items():
             if name in PEAKS:
                 run.progress.say(f"{name}: {value:.3f}")
         run.progress.say(f"{run.step} steps in {run.seconds:.0f} s")
-        lines = [summary.verdict]
-        if summary.health.findings:
-            lines = health_lines(summary.health, wants_colour(sys.stdout))
-        for line in lines:
-            run.progress.show(line)
+        try:
+            lines = report_on(run)
+        except (GradsightError, OSError, sqlite3.Error) as error:
+            # The weights are trained: a record that is not whole, or a full disk, is no failure.
+            lines = [f"There is no report: {error}"]
         if ended_by is not None:
             say_how_to_continue(run, ended_by)
-        run.progress.show(f"report: {run.run_dir / rundir.REPORT}")
+        for line in lines:
+            run.progress.show(line)
     return 0 if ended_by is None else 128 + ended_by
+
+
+def report_on(run: Training) -> list[str]:
+    """Write the report; gives the verdict, and where the report is."""
+    recorded = open_run(run.run_dir)
+    summary = summarize(recorded, dumps_in(run.run_dir))
+    lines = [summary.verdict]
+    if summary.health.findings:
+        lines = health_lines(summary.health, wants_colour(sys.stdout))
+    try:
+        # Its own data, of which nobody else has told it.
+        texts = SampleTexts(run.run_dir, run.settings.data, run.settings.tokenizer)
+        write_reports(recorded, summary, texts)
+    except (GradsightError, OSError) as error:
+        return [*lines, f"There is no report: {error}"]
+    return [*lines, f"report: {run.run_dir / rundir.REPORT}"]
 
 
 def say_how_to_continue(run: Training, ended_by: int) -> None:

@@ -29,6 +29,11 @@ def open_samples(settings: Mapping[str, Any]) -> "Samples":
     return Samples(open_corpus(train.get("data")), block_size, tokenizer=train.get("tokenizer"))
 
 
+def numbering_stamp(fingerprint: str, block_size: int, count: int) -> str:
+    """What numbers of samples are numbers of, in one line."""
+    return f"# gradsight data={fingerprint} block_size={block_size} samples={count}"
+
+
 class Samples:
     """One split of a corpus as numbered blocks that do not overlap.
 
@@ -112,9 +117,7 @@ class Samples:
     @property
     def stamp(self) -> str:
         """The first line of a file of ids or weights: says what they number."""
-        return (
-            f"# gradsight data={self.fingerprint} block_size={self.block_size} samples={len(self)}"
-        )
+        return numbering_stamp(self.fingerprint, self.block_size, len(self))
 
     def _part(self, sample_id: int) -> int:
         if not 0 <= sample_id < len(self):

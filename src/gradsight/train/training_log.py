@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gradsight.core import rundir
+from gradsight.core import limits, rundir
 from gradsight.core.files import write_text
+from gradsight.core.places import read_file
 from gradsight.errors import RunError
 from gradsight.store.run_problems import RunProblems
+from gradsight.values.damage import Damage
 
 _UNWRITTEN_SHARE = 0.01
 """Of the entries: the file is rewritten whole, so each time it must have grown by some share, or a
@@ -27,7 +29,7 @@ class TrainingLog:
         """The log of a run; of one that is resumed, the entries up to a step."""
         self._problems = problems
         self._file = run_dir / rundir.TRAINING_LOG
-        entries = [entry for entry in _read(self._file) if entry["step"] <= up_to]
+        entries = [entry for entry in _read(run_dir) if entry["step"] <= up_to]
         self._by_step: dict[int, dict[str, Any]] = {entry["step"]: entry for entry in entries}
         self._unwritten = 0
 
@@ -60,14 +62,31 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    """The entries of a run that is resumed."""
-    if not file.is_file():
-        return []
+def find_log_damage(run_dir: Path) -> Damage | None:
+    """What is wrong with the log of a run; it has no checksum, being one array of plain objects."""
     try:
-        entries: list[dict[str, Any]] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{file} cannot be read: {error}. Move it away to go on without what it holds"
-        ) from error
+        _read(run_dir)
+    except RunError as error:
+        return Damage(rundir.TRAINING_LOG, str(error))
+    return None
+
+
+def _read(run_dir: Path) -> list[dict[str, Any]]:
+    """The entries of a run that is resumed."""
+    try:
+        entries: Any = json.loads(read_file(run_dir, rundir.TRAINING_LOG, limits.DOCUMENT_BYTES))
+    except FileNotFoundError:
+        return []
+    except (OSError, RunError, ValueError, RecursionError) as error:
+        raise _unreadable(run_dir, str(error)) from error
+    if not isinstance(entries, list):
+        raise _unreadable(run_dir, f"it should hold an array, and holds {entries!r:.80}")
+    for entry in entries:
+        if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+            raise _unreadable(run_dir, f"an entry has no step: {entry!r:.80}")
     return entries
+
+
+def _unreadable(run_dir: Path, why: str) -> RunError:
+    file = run_dir / rundir.TRAINING_LOG
+    return RunError(f"{file} cannot be read: {why}. Move it away to go on without what it holds")

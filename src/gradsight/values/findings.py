@@ -1,7 +1,9 @@
 """A judged fact of training, and a fault of our own that training survived. No torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from gradsight.errors import GradsightError
 from gradsight.values.diagnoses import Diagnosis
 
 ONE_LOOK = "one look"
@@ -50,12 +52,32 @@ class Finding:
     """The folder that the flight recorder wrote for it, as a path inside the run directory."""
     family: str = ""
     """What the check looks at: "one look", "trend", "wiring", and so on."""
+    made_step: int = -1
+    """The step at which it was recognised; a trend has begun earlier, at `first_step`."""
 
     def __post_init__(self) -> None:
+        if self.made_step < 0:
+            object.__setattr__(self, "made_step", self.first_step)
         # Records written before there were families lack it, and so do findings made by hand.
         if not self.family:
             # A frozen record can be completed in this way only.
             object.__setattr__(self, "family", family_of(self.code))
+
+
+class StopTraining(GradsightError):
+    """Training was to be stopped for a finding: `watch(..., on_finding="stop")`.
+
+    finding: what was found.
+    """
+
+    passes_guard: ClassVar[bool] = True
+    """It is what the user asked for, no fault of ours."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        super().__init__(
+            f"step {finding.first_step}: {finding.code} {finding.name}: {finding.evidence}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

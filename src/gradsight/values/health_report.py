@@ -6,14 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsight.values.findings import PRECISION, RANKS_AND_DATA, TREND, WIRING, Finding
+from gradsight.values.notebook import html_card
 from gradsight.values.plain import counted, listed, plain, quoted
-from gradsight.values.wording import diagnosis_lines
+from gradsight.values.texts import (
+    cleaned,
+    fenced,
+    for_markdown,
+    for_terminal,
+    in_code,
+    on_one_line,
+)
+from gradsight.values.wording import markdown_lines
 
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
 _KEYS = ("total_norm", "nan_count", "zero_count", "num_params")
 _NAMED = 4
 _NO_STEPS = "no steps: no optimizer step was seen"
+_MOST_FINDINGS = 200
 _WHY_NO_STEPS = (
     "A watch sees a step when the optimizer that it was given steps; without an optimizer, when "
     "`Watch.step()` is called after backward. Was it given the model and the optimizer that are "
@@ -86,6 +96,15 @@ class HealthReport(Mapping[str, float]):
     def to_markdown(self) -> str:
         """The report under its headings: Summary, Issues Detected, Recommendations, Code to Add."""
         return "\n\n".join("\n".join(part) for part in markdown_sections(self)) + "\n"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        rows = [
+            (finding.code, finding.name, finding.severity, finding.first_step, finding.evidence)
+            for finding in self.findings
+        ]
+        headings = ("code", "finding", "severity", "since step", "evidence")
+        return html_card(headline(self), rows, headings, str(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +206,7 @@ def _summary_rows(report: HealthReport) -> list[tuple[str, str, str]]:
     ]
     if report.steps > 1:
         trends = [finding for finding in report.findings if finding.family == TREND]
-        names = ", ".join(finding.name for finding in trends)
+        names = for_markdown(", ".join(finding.name for finding in trends))
         rows.append(("Trend", names or "stable", worst(each.severity for each in trends)))
     families = (WIRING, PRECISION, RANKS_AND_DATA)
     others = [finding for finding in report.findings if finding.family in families]
@@ -215,27 +234,34 @@ def _issues(report: HealthReport) -> list[str]:
         return ["### Issues Detected", "", "None."]
     lines = ["### Issues Detected", ""]
     # Four spaces: some readers of Markdown take fewer for no list inside a list.
-    for number, finding in enumerate(report.findings, 1):
-        title = f"{SIGNS[finding.severity]} **{finding.code} {finding.name}**"
+    for number, finding in enumerate(report.findings[:_MOST_FINDINGS], 1):
+        shown = cleaned(finding, for_markdown)
+        title = f"{SIGNS[finding.severity]} **{shown.code} {shown.name}**"
         since = f"({finding.severity}, since step {finding.first_step})"
-        lines.append(f"{number}. {title} {since}: {finding.message}")
-        lines.append(f"    - Evidence: {finding.evidence}")
+        lines.append(f"{number}. {title} {since}: {shown.message}")
+        lines.append(f"    - Evidence: {shown.evidence}")
         if finding.parameters:
             lines.append(f"    - Affected layers: {listed(quoted(finding.parameters), _NAMED)}")
         lines += _cause(finding)
-    return lines
+    return lines + _and_more(len(report.findings), _MOST_FINDINGS)
+
+
+def _and_more(count: int, most: int) -> list[str]:
+    """A line for those that a page has no room for; only a crafted run has so many."""
+    if count <= most:
+        return []
+    return ["", f"{count - most} more are in the record."]
 
 
 def _cause(finding: Finding) -> list[str]:
     """The lines of a finding's diagnosis, and the place of its incident; empty without either."""
     lines = []
     if finding.diagnosis is not None:
-        # Markdown is wrapped by whoever shows it, so that no line is broken here.
-        first, *rest = diagnosis_lines(finding.diagnosis, width=10_000)
+        first, *rest = markdown_lines(finding.diagnosis)
         lines.append(f"    - Cause: {first}")
         lines += [f"        - {line}" for line in rest]
     if finding.incident is not None:
-        lines.append(f"    - Kept in `{finding.incident}`")
+        lines.append(f"    - Kept in `{in_code(finding.incident)}`")
     return lines
 
 
@@ -245,8 +271,8 @@ def _recommendations(report: HealthReport) -> list[str]:
     if not report.findings:
         return ["### Recommendations", "", "None needed."]
     lines = [
-        f"{number}. {finding.code}: {finding.recommendation}"
-        for number, finding in enumerate(report.findings, 1)
+        f"{number}. {for_markdown(finding.code)}: {for_markdown(finding.recommendation)}"
+        for number, finding in enumerate(report.findings[:_MOST_FINDINGS], 1)
     ]
     return ["### Recommendations", "", *lines]
 
@@ -254,15 +280,15 @@ def _recommendations(report: HealthReport) -> list[str]:
 def _code(report: HealthReport) -> list[str]:
     """Every fix once, under the codes that it helps."""
     codes: dict[str, list[str]] = {}
-    for finding in report.findings:
+    for finding in report.findings[:_MOST_FINDINGS]:
         if finding.fix:
             codes.setdefault(finding.fix, []).append(f"{finding.code} {finding.name}")
     if not codes:
         return []
-    lines = ["### Code to Add", "", "```python"]
+    code = []
     for fix, names in codes.items():
-        lines += [f"# --- {', '.join(names)}", *fix.splitlines(), ""]
-    return [*lines[:-1], "```"]
+        code += [f"# --- {on_one_line(', '.join(names))}", *for_terminal(fix).splitlines(), ""]
+    return ["### Code to Add", "", *fenced(code[:-1], "python")]
 
 
 def _abstained(report: HealthReport) -> list[str]:
@@ -271,5 +297,8 @@ def _abstained(report: HealthReport) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for each in report.abstained:
         reasons.setdefault(each.reason, []).append(f"{each.code} {each.name}")
-    lines = [f"- {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    lines = [
+        f"- {for_markdown(', '.join(names))}: {for_markdown(reason)}"
+        for reason, names in list(reasons.items())[:_MOST_FINDINGS]
+    ]
     return ["### Checks that abstained", "", *lines]

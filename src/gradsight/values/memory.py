@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradsight.values.notebook import html_card
+from gradsight.values.sizes import format_size
+
 # A GPT of 124M parameters with AdamW saves 35%; of 6.6B only 14%, for there it is weights and
 # optimizer that fill the memory.
 USUAL_LEAST = 0.2
@@ -42,6 +45,16 @@ class MemoryUse:
         if self.peak_bytes == 0:
             return 0.0
         return self.by_kind.get("activations", 0) / self.peak_bytes
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the peak and its parts."""
+        how = "predicted" if self.predicted else "measured"
+        title = f"Peak {format_size(self.peak_bytes)}, {how} on {self.device}"
+        rows = [
+            (kind, format_size(size), f"{size / max(1, self.peak_bytes):.0%}")
+            for kind, size in sorted(self.by_kind.items(), key=lambda pair: -pair[1])
+        ]
+        return html_card(title, rows, ("kind", "size", "share"), " ".join(self.notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +134,20 @@ class CheckpointingReport:
             "checkpointing/extra_flops": self.extra_flops,
             "checkpointing/gradients_identical": float(self.gradients_identical),
             "checkpointing/passed": float(self.passed),
+        }
+
+    def kind_scalars(self) -> dict[str, float]:
+        """The bytes of both peaks by kind, for a run's record.
+
+        >>> use = MemoryUse(3_000_000, {"inputs": 3_000_000})
+        >>> CheckpointingReport("full", use, use, True).kind_scalars()
+        {'checkpointing/plain/inputs_gb': 0.003, 'checkpointing/optimized/inputs_gb': 0.003}
+        """
+        named = {"plain": self.baseline, "optimized": self.optimized}
+        return {
+            f"checkpointing/{which}/{kind}_gb": size / 1e9
+            for which, use in named.items()
+            for kind, size in use.by_kind.items()
         }
 
 

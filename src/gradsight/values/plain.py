@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from gradsight.values.texts import in_code
+
 
 def plain(value: Any) -> Any:
     """A record as mappings, lists, text and numbers.
@@ -44,7 +46,7 @@ def listed(names: Sequence[str], most: int) -> str:
 
 def quoted(names: Sequence[str]) -> list[str]:
     """Names as code of Markdown."""
-    return [f"`{name}`" for name in names]
+    return [f"`{in_code(name)}`" for name in names]
 
 
 def counted(number: int, noun: str) -> str:

@@ -92,7 +92,17 @@ TRUE_GRADIENT = "true"
 LATE_GRADIENT = "at the optimizer"
 """Seen only when the optimizer stepped, so possibly clipped already."""
 LOCAL_GRADIENT = "not reduced over ranks"
+PART_GRADIENT = "the shards of one rank"
+"""Other ranks did not open the watch: what they hold of each gradient is not in the record."""
+CHANGED_GRADIENT = "changed between backward passes"
+"""A backward pass added to what was clipped, unscaled or edited already: none of it is true."""
+SHARED_GRADIENT = "written by several threads at once"
+"""Nobody can tell what the optimizer has used, so nothing was measured."""
 NO_GRADIENT = "none seen"
+THINNED = "thinned: "
+THINNED_LOW = f"{THINNED}the lowest from here to the next recorded step"
+"""Several old steps stand for all between them: here the lowest of their numbers."""
+THINNED_HIGH = f"{THINNED}the highest since the recorded step before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +126,17 @@ class Step:
     scale: float | None = None
     """The loss scale of automatic mixed precision; None without a GradScaler."""
     skipped: bool = False
-    """Whether the GradScaler left this step out."""
+    """Whether this step was left out: by the GradScaler, or by on_finding="skip"."""
     gradient: str = TRUE_GRADIENT
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Whatever else was logged for this step."""
+
+    @property
+    def left_out_by(self) -> str | None:
+        """Who left this step out; None where it was made."""
+        if not self.skipped:
+            return None
+        return "on_finding" if self.scale is None else "the GradScaler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +165,18 @@ class Scalar:
     value: float
     source: str = "watch"
     """Who counted `step`: "watch", which counts the optimizer's, or "tracker", its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What watching a run took of the training itself."""
+
+    seconds_per_step: float
+    """Host seconds that the training thread spent in Gradsight; opening and closing not counted."""
+    bytes_held: int
+    """Tensors, arrays and bytes that the watch itself held, when it was looked at last."""
+    steps: int
+    """Over how many steps this was measured."""
 
 
 @runtime_checkable

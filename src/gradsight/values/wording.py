@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
 from gradsight.values.plain import listed
+from gradsight.values.texts import for_markdown
 
 WIDTH = 80
 _SOURCE = 48
@@ -31,6 +32,12 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
         for line in lines
         for row in textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
     ]
+
+
+def markdown_lines(diagnosis: Diagnosis) -> list[str]:
+    """The same for Markdown, which is wrapped by whoever shows it."""
+    # Whole lines: repr, which quotes ids in them, would undo what was escaped before.
+    return [for_markdown(line) for line in diagnosis_lines(diagnosis, width=10**6)]
 
 
 def short_cause(diagnosis: Diagnosis) -> str:

@@ -4,7 +4,6 @@ comparison.
 
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsight import GradientDumper
-from gradsight.core import files
+from gradsight.core import files, meeting
 from gradsight.core.parameters import named_parameters
-from gradsight.dump import dumper as dumping
 from gradsight.errors import GradsightWarning
 
 SAID: list[str] = []
@@ -147,7 +145,7 @@ def skipping(out: Path) -> None:
     backward(model, 2)
     run = out / "skipping"
     with GradientDumper(run, when_full="skip") as dumper:
-        taken = dumper._pool.take(wait=True) if dist.get_rank() == 1 else None
+        taken = dumper._pool.take() if dist.get_rank() == 1 else None
         dumper.dump(model, 0)
         dumper.wait()
         if taken is not None:
@@ -163,7 +161,7 @@ def one_rank_only(out: Path) -> None:
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     run = out / "one_rank_only"
-    dumping.JOINING = timedelta(seconds=1)
+    meeting.PATIENCE = 1.0
     if dist.get_rank() == 0:
         with GradientDumper(run) as dumper:
             assert dumper.dump(model, 0) is None

@@ -1,17 +1,20 @@
-"""Python runs this at the start of every process below `gradsight check`.
+"""Python runs this at the start of every process below `gradsight check` and `gradsight run`.
 
 Scripts, ranks of a launcher, workers alike.
 
-It waits until torch's optimizers are imported, and notices when one is made. Only then Gradsight
-itself is loaded. Whatever sitecustomize the user has is run as well.
+It waits until torch's optimizers are imported, and notices when one is made; for `run` it also
+waits for the trainers that take a callback. Only then Gradsight itself is loaded. Whatever
+sitecustomize the user has is run as well.
 """
 
 import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -26,51 +29,89 @@ def _run_the_users_own() -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Lets torch.optim.optimizer be imported as ever, then puts a notice on the making of
-    optimizers.
-    """
+    """Lets some modules be imported as ever, then does something with each."""
+
+    def __init__(self, actions: dict[str, Callable[[Any], None]]) -> None:
+        self._actions = actions
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch.optim.optimizer":
+        action = self._actions.pop(name, None)
+        if action is None:
             return None
-        sys.meta_path.remove(self)
+        if not self._actions:
+            sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             load(module)
-            _notice(module.Optimizer)
+            _guarded(action, module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def _notice(optimizer_class: Any) -> None:
-    made = optimizer_class.__init__
+def _notice_optimizers(module: Any) -> None:
+    """torch.optim.optimizer: be told of every optimizer that is made."""
+    made = module.Optimizer.__init__
 
     @functools.wraps(made)
     def noticed(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        _tell(self)
+        _guarded(_optimizer_made, self)
 
-    optimizer_class.__init__ = noticed
+    module.Optimizer.__init__ = noticed
 
 
-def _tell(optimizer: Any) -> None:
+def _optimizer_made(optimizer: Any) -> None:
+    from gradsight.attach.session import optimizer_made
+
+    optimizer_made(optimizer)
+
+
+def _put_into_hf(module: Any) -> None:
+    """transformers.trainer: every Trainer that is made from now on has the callback."""
+    from gradsight.attach.trainers import hf_callback
+
+    module.DEFAULT_CALLBACKS.append(hf_callback())
+
+
+def _put_into_lightning(module: Any) -> None:
+    """The Trainer of either package: those that are made from now on have the callback."""
+    made = module.Trainer.__init__
+
+    @functools.wraps(made)
+    def with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        _guarded(_give_callback, self)
+
+    module.Trainer.__init__ = with_callback
+
+
+def _give_callback(trainer: Any) -> None:
+    from gradsight.attach.trainers import give_lightning_callback
+
+    give_lightning_callback(trainer)
+
+
+def _guarded(action: Callable[[Any], None], given: Any) -> None:
     """Nothing of ours may reach the script."""
     try:
-        if os.environ.get("GRADSIGHT_HOME") not in sys.path:
+        if os.environ["GRADSIGHT_HOME"] not in sys.path:
             sys.path.append(os.environ["GRADSIGHT_HOME"])
-        from gradsight.attach.session import optimizer_made
-
-        optimizer_made(optimizer)
+        action(given)
     except Exception as error:
         print(
-            f"gradsight: cannot watch this optimizer: {type(error).__name__}: {error}",
+            f"gradsight: cannot watch this script: {type(error).__name__}: {error}",
             file=sys.stderr,
         )
 
 
 if "GRADSIGHT_CHECK" in os.environ:
-    sys.meta_path.insert(0, _Waiting())
+    _actions: dict[str, Callable[[Any], None]] = {"torch.optim.optimizer": _notice_optimizers}
+    if json.loads(os.environ["GRADSIGHT_CHECK"]).get("keep"):
+        _actions["transformers.trainer"] = _put_into_hf
+        _actions["lightning.pytorch.trainer.trainer"] = _put_into_lightning
+        _actions["pytorch_lightning.trainer.trainer"] = _put_into_lightning
+    sys.meta_path.insert(0, _Waiting(_actions))
 _run_the_users_own()

@@ -1,14 +1,14 @@
 """Hands steps to the sinks off the training thread, each of them once and whole."""
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from gradsight.core.locks import HeldBriefly
 from gradsight.core.problems import Problems
 from gradsight.core.worker import Worker
-from gradsight.store.sinks.guard import GuardedSinks
-from gradsight.store.sinks.step_sink import StepRow
+from gradsight.store.sinks.step_sink import Alert, StepRow
+from gradsight.store.sinks.switching_off import GuardedSinks
 from gradsight.values.histograms import Histogram
 
 _PERIOD = 0.1
@@ -33,10 +33,11 @@ class SinkQueue:
         """Steps that more may be logged for: the last one written, and those to come."""
         self._written = first_step
         self._rows: deque[StepRow] = deque()
+        self._alerts: deque[Alert] = deque()
         self._values = 0
         self._closing = False
-        self._lock = HeldBriefly()
-        self._worker = Worker("gradsight-sinks", self._drain, _PERIOD)
+        self._lock = threading.RLock()
+        self.worker = Worker("gradsight-sinks", self._drain, _PERIOD)
 
     def start(self) -> bool:
         """Let the sinks open what they write to; whether that was to be done."""
@@ -65,13 +66,24 @@ class SinkQueue:
             else:
                 self._put(StepRow(step, dict(values)))
 
+    def alert(self, alert: Alert) -> bool:
+        """Have a finding told; whether any of the sinks tells such to people."""
+        if not self._sinks.take_alerts:
+            return False
+        self.start()
+        self._alerts.append(alert)
+        return True
+
     def close(self) -> None:
         """Hand over what is left and close the sinks, within a bounded time."""
-        titles = self._sinks.titles
-        with self._lock:
-            self._hand_over(before=None)
+        try:
+            titles = self._sinks.titles
+            with self._lock:
+                self._hand_over(before=None)
+        finally:
             self._closing = True
-        if self._worker.stop(_PATIENCE):
+            self.worker.end.set()
+        if self.worker.stop(_PATIENCE):
             return
         # Counted for every step that is lost, and for closing.
         for _ in range(len(self._rows) + 1):
@@ -110,6 +122,8 @@ class SinkQueue:
                 row = self._rows.popleft()
                 self._values -= _size(row)
             self._sinks.log_step(row)
+        while self._alerts:
+            self._sinks.alert(self._alerts.popleft())
         if self._closing:
             self._sinks.close()
 

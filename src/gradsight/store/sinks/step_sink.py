@@ -25,6 +25,21 @@ class StepRow:
     histograms: dict[str, Histogram] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """A finding, for the trackers that tell people of such."""
+
+    title: str
+    text: str
+    severity: str
+    """ "warning" or "critical"."""
+
+    @property
+    def level(self) -> str:
+        """As trackers call it."""
+        return "ERROR" if self.severity == "critical" else "WARN"
+
+
 class StepSink(ABC):
     """A sink that takes all there is of a step at once."""
 

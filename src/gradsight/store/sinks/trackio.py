@@ -6,7 +6,7 @@ import contextvars
 from typing import Any
 
 from gradsight.errors import MissingPackage
-from gradsight.store.sinks.step_sink import SinkPlace, StepRow, StepSink
+from gradsight.store.sinks.step_sink import Alert, SinkPlace, StepRow, StepSink
 
 _QUIETLY = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
 
@@ -46,6 +46,13 @@ class TrackioSink(StepSink):
             for name, histogram in row.histograms.items()
         }
         self._run.log({**row.scalars, **pictures}, step=row.step)
+
+    def alert(self, alert: Alert) -> None:
+        """Have Trackio tell people of a finding."""
+        if self._run is None:
+            self.start()
+        level = self._trackio.AlertLevel(alert.level.lower())
+        self._run.alert(alert.title, alert.text, level=level)
 
     def close(self) -> None:
         """Send what is left and end our run."""

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gradsight.errors import MissingPackage
-from gradsight.store.sinks.step_sink import SinkPlace, StepRow, StepSink
+from gradsight.store.sinks.step_sink import Alert, SinkPlace, StepRow, StepSink
 from gradsight.values.histograms import Histogram
 
 STEP = "gradsight/step"
 """In every row: the optimizer's step, or a tracker's own."""
+_TITLE = 63
+"""Characters that W&B takes as the title of an alert."""
 _OVER_STEP = ("gradients/*", "health/*", "memory/*", "*")
 _QUIETLY = {
     "quiet": True,
@@ -87,6 +89,11 @@ class WandbSink(StepSink):
         """Take all there is of a step, as one row."""
         pictures = {name: self._picture(histogram) for name, histogram in row.histograms.items()}
         self._log({**row.scalars, **pictures}, row.step, is_whole=True)
+
+    def alert(self, alert: Alert) -> None:
+        """Have W&B tell people of a finding."""
+        if self._run is not None:
+            self._run.alert(alert.title[:_TITLE], alert.text, level=alert.level)
 
     def close(self) -> None:
         """End our run."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradsight.core.problems import Problems
-from gradsight.store.sinks.step_sink import StepRow, StepSink
+from gradsight.store.sinks.step_sink import Alert, StepRow, StepSink
 from gradsight.values.histograms import Histogram
 
 _TITLES = {"WandbSink": "W&B", "TrackioSink": "Trackio", "TensorBoardSink": "TensorBoard"}
@@ -49,6 +49,15 @@ class GuardedSinks:
     def log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         """One histogram."""
         self._each("log_histogram", name, histogram, step)
+
+    @property
+    def take_alerts(self) -> bool:
+        """Whether any of them tells people of findings."""
+        return any(hasattr(sink, "alert") for sink in self._sinks)
+
+    def alert(self, alert: Alert) -> None:
+        """Tell of a finding where that can be done."""
+        self._each("alert", alert)
 
     def close(self) -> None:
         """Close those that are still at work."""

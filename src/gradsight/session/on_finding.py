@@ -1,0 +1,120 @@
+"""What is to be done about a finding, as `watch(..., on_finding=)` was given it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from gradsight.errors import UsageError
+from gradsight.health.registry import CHECKS
+from gradsight.values.findings import Finding
+from gradsight.values.plain import nearest
+
+STOP = "stop"
+SKIP = "skip"
+ALERT = "alert"
+_NAMED = (STOP, SKIP, ALERT)
+_SEVERITIES = ("warning", "critical")
+NOT_FINITE = ("GS103", "GS104")
+"""The codes of a gradient that is not finite: the only ones that a step can be left out for."""
+_EVERY = "every finding"
+_FORMS = (
+    'an action is "stop", "skip", "alert", an http:// or https:// address, a callable, '
+    "or a list of these"
+)
+
+Action = str | Callable[[Finding], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FindingActions:
+    """Actions by code, by severity, or for every finding."""
+
+    by_key: Mapping[str, tuple[Action, ...]]
+
+    def of(self, finding: Finding) -> tuple[Action, ...]:
+        """What is to be done about this finding: a code goes before a severity."""
+        for key in (finding.code, finding.severity, _EVERY):
+            if key in self.by_key:
+                return self.by_key[key]
+        return ()
+
+    def includes(self, name: str) -> bool:
+        """Whether an action of this name is asked for, for whatever finding."""
+        return any(name in actions for actions in self.by_key.values())
+
+    def is_only(self, name: str) -> bool:
+        """Whether nothing but an action of this name is asked for."""
+        return all(actions == (name,) for actions in self.by_key.values())
+
+    @property
+    def addresses(self) -> list[str]:
+        """Every address that findings are posted to, once."""
+        actions = [each for actions in self.by_key.values() for each in actions]
+        return list(dict.fromkeys(str(each) for each in actions if is_address(each)))
+
+    def for_the_record(self) -> dict[str, list[str]]:
+        """The actions as config.json may keep them: an address is a secret."""
+        return {key: [_spoken(each) for each in actions] for key, actions in self.by_key.items()}
+
+
+def finding_actions(given: object) -> FindingActions | None:
+    """The actions that a user asks for; an error where they cannot be meant."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        return FindingActions({_EVERY: _actions(given)})
+    by_key = {}
+    for key, actions in given.items():
+        by_key[_key(key)] = _actions(actions)
+        # A severity may stand for it: among critical findings are those that a step is skipped for.
+        if SKIP in by_key[key] and key not in (*NOT_FINITE, "critical"):
+            raise UsageError(
+                f'on_finding: "skip" leaves out steps whose gradient is not finite, that is '
+                f"{' and '.join(NOT_FINITE)}; it cannot be done for {key}"
+            )
+    return FindingActions(by_key)
+
+
+def is_address(action: object) -> bool:
+    """Whether findings are posted there."""
+    return isinstance(action, str) and action.startswith(("http://", "https://"))
+
+
+def _key(key: object) -> str:
+    if isinstance(key, str) and (key in _SEVERITIES or key in CHECKS):
+        return key
+    known = [*_SEVERITIES, *sorted(CHECKS)]
+    raise UsageError(
+        f"on_finding: there is no code or severity {key!r}; {nearest(str(key), known)}"
+    )
+
+
+def _actions(given: object) -> tuple[Action, ...]:
+    several = [given]
+    if isinstance(given, Iterable) and not isinstance(given, str | Mapping) and not callable(given):
+        several = list(given)
+    if not several:
+        raise UsageError(f"on_finding: a list without an action; {_FORMS}")
+    return tuple(_action(each) for each in several)
+
+
+def _action(given: Any) -> Action:
+    if is_address(given):
+        # Not quoted, whatever is wrong with it: what stands in an address is a secret.
+        if not urlsplit(given).hostname:
+            raise UsageError(f"on_finding: an address without a host; {_FORMS}")
+        return str(given)
+    if isinstance(given, str) and given in _NAMED:
+        return given
+    if callable(given):
+        return given  # type: ignore[no-any-return]
+    raise UsageError(f"on_finding: {given!r} is no action; {_FORMS}")
+
+
+def _spoken(action: Action) -> str:
+    if is_address(action):
+        return "an address"
+    if isinstance(action, str):
+        return action
+    return getattr(action, "__qualname__", type(action).__name__)

@@ -1,0 +1,126 @@
+"""Gradients that were looked at, and what has happened to them since: cleared, edited, added to."""
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradsight.core.passes import (
+    BackwardPass,
+    GradientState,
+    gradient_state,
+    is_same,
+    was_only_added_to,
+)
+from gradsight.core.shards import local_part
+
+
+class ScaledHere(threading.local):
+    """In each thread: the scaler that has multiplied a loss there."""
+
+    scaler: torch.amp.GradScaler | None = None
+
+
+class SeenGradients:
+    """The rows whose reading stands, as long as nobody forgets them."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self.rows: dict[int, GradientState | None] = {}
+        """Each with its gradient when it was last looked at."""
+        self._changed: set[int] = set()
+
+    def pass_begins(self, begun: BackwardPass) -> None:
+        """Note what was edited since it was looked at, before anything is added to it.
+
+        With each row whether any entry was left: None where the gradient was taken away.
+        """
+        if not self.rows:
+            return
+        edited: dict[int, Tensor | None] = {}
+        # A copy: in another thread the owner of these gradients may be looking at them.
+        for row, state in tuple(self.rows.items()):
+            gradient = self._parameters[row].grad
+            if not is_same(gradient, state):
+                edited[row] = _any_left(gradient)
+        begun.notes[self] = edited
+
+    def pass_ended(self, begun: BackwardPass, written: Sequence[int]) -> list[int]:
+        """The rows to look at now: what was written, and what nobody has touched since it was seen.
+
+        The latter not for their own sake: gradients of one look have one clip coefficient.
+        """
+        edited: dict[int, Tensor | None] | None = begun.notes.get(self)
+        if not self.rows:
+            return list(written)
+        for row in written:
+            if row in self.rows:
+                if edited is None:
+                    self._judge_by_version(row, begun)
+                else:
+                    self._judge(row, edited)
+        if len(written) == len(self._parameters):
+            return list(written)
+        now = set(written)
+        untouched = (row for row in self.rows if row not in now and self._is_as_seen(row))
+        return sorted(now.union(untouched))
+
+    def _judge_by_version(self, row: int, begun: BackwardPass) -> None:
+        """The same where nobody could look before the pass, as other threads' were under way."""
+        seen = self.rows[row]
+        parameter = self._parameters[row]
+        times = begun.writes.get(id(parameter))
+        if times is None:  # there was no gradient before
+            self._changed.discard(row)
+        elif seen is None or not was_only_added_to(parameter.grad, seen, times):
+            self._changed.add(row)
+
+    def _judge(self, row: int, edited: dict[int, Tensor | None]) -> None:
+        """Whether what was written to a row was added to something that had been edited."""
+        if row in edited:
+            left = edited[row]
+            if left is not None and bool(left):
+                self._changed.add(row)
+            else:
+                self._changed.discard(row)  # it was cleared, and begins anew
+
+    def _is_as_seen(self, row: int) -> bool:
+        return is_same(self._parameters[row].grad, self.rows[row])
+
+    def look(self, rows: Iterable[int]) -> None:
+        """These are looked at now."""
+        parameters = self._parameters
+        self.rows.update([(row, gradient_state(parameters[row].grad)) for row in rows])
+
+    def are_all(self, rows: Sequence[int]) -> bool:
+        """Whether there are no others: each of the others was edited since it was seen."""
+        return len(rows) == len(self.rows)
+
+    def is_any_changed(self, rows: Iterable[int]) -> bool:
+        """Whether a pass has added to what somebody had edited."""
+        return bool(self._changed) and not self._changed.isdisjoint(rows)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Their optimizer has stepped."""
+        if len(rows) == len(self._parameters):
+            self.clear()
+            return
+        for row in rows:
+            self.rows.pop(row, None)
+        self._changed.difference_update(rows)
+
+    def clear(self) -> None:
+        """Nothing that was seen counts any more."""
+        self.rows.clear()
+        self._changed.clear()
+
+
+def _any_left(gradient: Tensor | None) -> Tensor | None:
+    """Whether an edited gradient has any entry but zeros; on the device still."""
+    if gradient is None:
+        return None
+    entries = local_part(gradient).detach()
+    if entries.is_sparse:
+        entries = entries.coalesce().values()
+    return entries.any()

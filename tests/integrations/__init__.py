@@ -1,0 +1,1 @@
+"""Doors into other people's trainers, by real runs of them."""
