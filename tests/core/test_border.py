@@ -17,6 +17,7 @@ THEIR_OWN = {
     "ghost/verify.py": "engine.verify() is the user's own call, and raises",
     "memory/": "measuring and planning are the user's own calls, and raise",
     "cli/check.py": "the command's own process, which trains nothing",
+    "show/serve/server.py": "the same",
     "train/launch.py": "the trainer's own process, which only passes signals on",
     "train/stop_request.py": "the trainer is the user here, and decides what SIGTERM means",
     "integrations/accelerate.py:note": "appends to a list, in the user's own call of load_state",
