@@ -83,6 +83,14 @@ def test_a_name_that_the_run_does_not_know(tmp_path: Path) -> None:
     assert [each.parameter for each in run.histograms("attention map")] == ["attention map"]
 
 
+def test_names_that_no_settings_know_stand_as_they_were_measured(tmp_path: Path) -> None:
+    names = [f"layers.{number}" for number in (0, 2, 10)]
+    store = open_store(tmp_path)
+    store.add_step(step(0), names, packed(1.0, 2.0, 3.0))
+    store.close()
+    assert open_run(tmp_path).measured_parameters() == names
+
+
 def test_unknown_counts_and_some_rows_only(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     columns = {

@@ -153,9 +153,11 @@ class Run:
     def measured_parameters(self) -> list[str]:
         """The names that statistics are recorded under, in the model's own order."""
         self.refresh()
-        recorded = {name for names in _layouts(self._view).values() for name in names}
+        layouts = _layouts(self._view).values()
+        recorded = dict.fromkeys(name for names in layouts for name in names)
         known = [name for name in self._parameters() if name in recorded]
-        return list(dict.fromkeys([*known, *sorted(recorded)]))
+        # What the settings do not name stands in the order in which it was measured.
+        return list(dict.fromkeys([*known, *recorded]))
 
     def histogram_steps(self) -> list[int]:
         """The steps at which a watch counted the gradients' entries."""
