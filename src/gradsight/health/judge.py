@@ -13,8 +13,9 @@ from typing import get_args
 from gradsight.health import checks
 from gradsight.health.registry import MISSING, Check, CheckSettings, Fact, When, chosen
 from gradsight.health.window import Subject, Window
+from gradsight.values.causes import with_causes
 from gradsight.values.findings import Finding
-from gradsight.values.health_report import SEVERITIES, Abstention
+from gradsight.values.health_report import SEVERITIES, Abstention, ordered
 from gradsight.values.measured import MeasuredStep, RankComparison
 
 # A new check is one new file: there is no list of checks to keep beside it.
@@ -91,16 +92,8 @@ class Judge:
         return self._take_news()
 
     def findings(self) -> list[Finding]:
-        """What has been found so far, the worst first."""
-        found = [each.finding for each in self._running if each.finding is not None]
-        return sorted(
-            found,
-            key=lambda finding: (
-                -SEVERITIES.index(finding.severity),
-                finding.first_step,
-                finding.code,
-            ),
-        )
+        """What has been found so far, the worst first, each after what it follows from."""
+        return ordered([each.finding for each in self._running if each.finding is not None])
 
     def abstentions(self) -> list[Abstention]:
         """The checks that could not judge, and why."""
@@ -120,9 +113,14 @@ class Judge:
         return self._take_news()
 
     def _take_news(self) -> list[Finding]:
+        if not self._news:
+            return []
+        # As far as it is known by now; a report looks at all findings again.
         news = self._news
         self._news = []
-        return news
+        known = [each.finding for each in self._running if each.finding is not None]
+        causes = {finding.code: finding.caused_by for finding in with_causes(known)}
+        return [replace(each, caused_by=causes[each.code]) for each in news]
 
     def _run(self, when: str, patient: bool) -> None:
         window = self.window

@@ -9,6 +9,7 @@ from gradsight.errors import GradsightError
 from gradsight.show.influence import Influence, influence_of
 from gradsight.show.run_statistics import BlockNorms, RunStatistics
 from gradsight.store.stat_chunks import StatChunk
+from gradsight.values.causes import roots_of
 from gradsight.values.diagnoses import Incident
 from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
@@ -101,8 +102,9 @@ class Summary:
             return f"{text[:1].upper()}{text[1:]}"
         first = findings[0]
         sentence = f"{first.name[:1].upper()}{first.name[1:]}, first at step {first.first_step:,}"
-        if len(findings) > 1:
-            sentence += f", and {counted(len(findings) - 1, 'more finding')}"
+        others = len(roots_of(findings)) - 1
+        if others:
+            sentence += f", and {counted(others, 'more finding')}"
         return sentence
 
     @property
@@ -190,10 +192,5 @@ def _health(run: ReadableRun, steps: list[Step], counts: ParameterCounts) -> Hea
             number = step.step
             norm = step.total_norm
     return make_report(
-        number, norm, counts, sorted(run.findings(), key=_rank), list(run.abstentions()), len(steps)
+        number, norm, counts, list(run.findings()), list(run.abstentions()), len(steps)
     )
-
-
-def _rank(finding: Finding) -> tuple[int, int, str]:
-    """The worst first, then the earliest."""
-    return -SEVERITIES.index(finding.severity), finding.first_step, finding.code
