@@ -11,7 +11,7 @@ from math import isfinite
 from typing import get_args
 
 from gradsight.health import checks
-from gradsight.health.registry import MISSING, Check, CheckSettings, Fact, When, chosen
+from gradsight.health.registry import MISSING, Advice, Check, CheckSettings, Fact, When, chosen
 from gradsight.health.window import Subject, Window
 from gradsight.values.causes import with_causes
 from gradsight.values.findings import Finding
@@ -43,6 +43,8 @@ class _Running:
     finding: Finding | None = None
     incidents: int = 0
     evidence: str = ""
+    advice: Advice | None = None
+    """Of the facts, where it is another than the check's own."""
 
     @property
     def check(self) -> Check:
@@ -172,6 +174,7 @@ class Judge:
         each.parameters = dict.fromkeys(_parameters(facts))
         each.incidents = 1
         each.evidence = facts[0].evidence
+        each.advice = facts[0].advice
         first_step = facts[0].first_step
         if first_step is None:
             first_step = each.began
@@ -188,13 +191,14 @@ class Judge:
         each.parameters |= dict.fromkeys(names)
         if worse:
             each.evidence = facts[0].evidence
+            each.advice = facts[0].advice
         else:
             severity = known.severity
         self._tell(each, self._finding(each, severity, known.first_step))
 
     def _finding(self, each: _Running, severity: str, first_step: int) -> Finding:
         check = each.check
-        advice = check.advice
+        advice = (each.advice or check.advice).tidy()
         if advice.if_clipped is not None and self.window.clips_already:
             advice = advice.if_clipped
         return Finding(

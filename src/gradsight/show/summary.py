@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
@@ -24,6 +24,7 @@ from gradsight.values.health_report import (
 )
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import counted
+from gradsight.values.scaling import scaler_note
 from gradsight.values.steps import Scalar, Step
 
 
@@ -191,6 +192,8 @@ def _health(run: ReadableRun, steps: list[Step], counts: ParameterCounts) -> Hea
         if step.total_norm is not None:
             number = step.step
             norm = step.total_norm
-    return make_report(
-        number, norm, counts, list(run.findings()), list(run.abstentions()), len(steps)
-    )
+    findings = list(run.findings())
+    report = make_report(number, norm, counts, findings, list(run.abstentions()), len(steps))
+    left_out = [step.step for step in steps if step.skipped and step.scale is not None]
+    note = scaler_note(left_out, steps[-1].step if steps else 0, findings)
+    return report if note is None else replace(report, notes=(note,))

@@ -20,7 +20,8 @@ _COLOURS = {"healthy": GREEN, "warning": YELLOW, "critical": RED}
 def health_lines(report: HealthReport, colour: bool = False) -> list[str]:
     """The report as lines of plain text, in which nothing steers a terminal."""
     title = _title(headline(report), report.status, colour)
-    return [title, f"   {report}", *findings_lines(report.findings, colour)]
+    notes = [line for note in report.notes for line in _wrapped(for_terminal(note))]
+    return [title, f"   {report}", *notes, *findings_lines(report.findings, colour)]
 
 
 def findings_lines(findings: Iterable[Finding], colour: bool = False) -> list[str]:

@@ -64,6 +64,8 @@ class HealthReport(Mapping[str, float]):
     abstained: tuple[Abstention, ...] = ()
     steps: int = 1
     """How many steps were judged."""
+    notes: tuple[str, ...] = ()
+    """What is no fault, but may look like one."""
 
     def __getitem__(self, key: str) -> float:
         if key not in _KEYS:
@@ -220,7 +222,12 @@ def _summary(report: HealthReport) -> list[str]:
     for metric, value, status in _summary_rows(report):
         lines.append(f"| {metric} | {value} | {SIGNS[status]} |")
     measured = f"At step {report.step}, over {report.num_params} parameters with a gradient."
-    return [*lines, "", measured]
+    notes = [line for note in report.notes for line in ("", for_markdown(_sentence(note)))]
+    return [*lines, "", measured, *notes]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _nothing_counted(report: HealthReport) -> str:
