@@ -86,7 +86,7 @@ def _report_one(run_dir: Path, texts: SampleTexts, notes: Sequence[str] | None) 
 
 def _lines(run_dir: Path, summary: Summary) -> list[str]:
     """The verdict and the findings of one run, for a terminal."""
-    lines = [for_terminal(summary.verdict)]
+    lines = [for_terminal(each) for each in (summary.verdict, *summary.health.notes)]
     if summary.health.findings:
         lines = health_lines(summary.health, wants_colour(sys.stdout))
     others = [memory_line(summary.memory), dumps_line(summary.dumps)]

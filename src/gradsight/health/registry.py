@@ -39,6 +39,8 @@ class Fact:
     """Another severity than the check's own."""
     first_step: int | None = None
     """Where it began, if that was before this step."""
+    advice: "Advice | None" = None
+    """What to do, where this case is known better than the check's own advice."""
 
 
 @dataclass(frozen=True, slots=True)

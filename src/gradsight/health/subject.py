@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,8 +26,22 @@ def subject_of(
         trainable=[parameter.trainable for parameter in described],
         kinds=[owners.get(id(named.tensor), "") for named in parameters],
         half=[parameter.dtype == "float16" for parameter in described],
+        lost_eps=lost_eps_of(optimizers),
         memberships=memberships_of(parameters, optimizers) if optimizers else None,
     )
+
+
+def lost_eps_of(optimizers: Sequence[Optimizer]) -> float | None:
+    """An eps that rounds to 0 in float16 parameters: then Adam divides by 0."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if not isinstance(eps, float) or eps == 0:
+                continue
+            in_half = any(tensor.dtype == torch.float16 for tensor in group["params"])
+            if in_half and float(torch.tensor(eps, dtype=torch.float16)) == 0:
+                return eps
+    return None
 
 
 def memberships_of(parameters: Sequence[Named], optimizers: Sequence[Optimizer]) -> list[int]:

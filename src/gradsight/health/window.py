@@ -45,6 +45,8 @@ class Subject:
     """The class of the module that owns the parameter."""
     half: list[bool]
     """Whether its values are float16."""
+    lost_eps: float | None = None
+    """The eps of an optimizer, where it is 0 in the type of the parameters that it holds."""
     memberships: list[int] | None = None
     """How often an optimizer was given the parameter; None where no optimizer is known."""
 

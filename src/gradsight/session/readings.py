@@ -89,6 +89,10 @@ class StepInProgress:
     skipped: list[bool | Tensor] = field(default_factory=list)
     signals: StepSignals = field(default_factory=StepSignals)
     loss: HostCopy | None = None
+    weights_were: str | None = None
+    """"NaN" or "infinite" where they were so before the optimizer stepped; looked at where the
+    gradient was known to be broken by then.
+    """
     rank_comparisons: tuple[RankComparison, ...] = ()
 
     def ready(self) -> bool:

@@ -18,6 +18,7 @@ from gradsight.core.gradient_parts import gradient_parts, lies_like_its_paramete
 from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
+from gradsight.measure.broken_weights import what_weights_are
 from gradsight.measure.clipping import ClipProbe, ClipReading, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
@@ -37,7 +38,14 @@ from gradsight.session.readings import (
     norms_of,
     scale_of,
 )
-from gradsight.values.measured import Floats, MeasuredStep, Norms, RankComparison, StepSignals
+from gradsight.values.measured import (
+    BrokenWeights,
+    Floats,
+    MeasuredStep,
+    Norms,
+    RankComparison,
+    StepSignals,
+)
 from gradsight.values.steps import PART_GRADIENT, TRUE_GRADIENT, CloserLooks, Schedule, Step
 
 _LAG = 1
@@ -124,6 +132,8 @@ class StepBuilder:
         # A recount reads the gradients themselves, so it must happen while they are what they were.
         if self._plan.at_once or reading.ready():
             reading.known = recount(gradients, reading.read())
+            if reading.known.counts is not None:
+                self._current.weights_were = self._what_weights_are()
         if wants_details:
             reading.histograms = HistogramReading(gradients, offset=self.step)
             self._units.look(self.step, rows, gradients)
@@ -333,14 +343,28 @@ class StepBuilder:
             names = self._names if recorded else None
             details = details_in(sums, rows, self._units.dead_shares(), made.number, names)
         loss = step.loss if made.loss is None else arrived(made.loss)
+        broken = None
+        if norms.counts is not None and not step.skipped:
+            broken = self._broken_weights(made)
         return MeasuredStep(
             step=step,
             rows=None if len(rows) == len(self._parameters) else tuple(rows),
             norms=norms if has_norms else None,
             details=details,
-            signals=replace(made.signals, loss=loss),
+            signals=replace(made.signals, loss=loss, broken_weights=broken),
             rank_comparisons=made.rank_comparisons,
         )
+
+    def _broken_weights(self, made: StepInProgress) -> BrokenWeights | None:
+        """What became of the weights in a step whose gradient was broken."""
+        if made.weights_were is not None:
+            # They were so when this step's forward pass ran: the step before has done it.
+            return BrokenWeights(max(made.number - 1, self._plan.first_step), made.weights_were)
+        are = self._what_weights_are()
+        return None if are is None else BrokenWeights(made.number, are)
+
+    def _what_weights_are(self) -> str | None:
+        return what_weights_are([local_part(parameter) for parameter in self._parameters])
 
 
 def _step_record(made: StepInProgress, total_norm: float | None) -> Step:

@@ -18,12 +18,13 @@ from gradsight.store.run_files import read_run_config
 from gradsight.store.scores import each_step_once, readable_scores, score_files, step_after
 from gradsight.store.stat_chunks import StatChunk, stat_chunks
 from gradsight.store.tables import PackedStats, records_table, stats_table
+from gradsight.values.causes import with_causes
 from gradsight.values.diagnoses import Incident
 from gradsight.values.findings import Finding, Problem
-from gradsight.values.health_report import SEVERITIES, Abstention
+from gradsight.values.health_report import SEVERITIES, Abstention, counted_causes
 from gradsight.values.histograms import Histogram
 from gradsight.values.notebook import html_card
-from gradsight.values.plain import counted, nearest
+from gradsight.values.plain import nearest
 from gradsight.values.scores import SampleScore
 from gradsight.values.steps import Cost, ParameterStat, Scalar, Step
 
@@ -221,7 +222,7 @@ class Run:
         for finding in findings:
             if finding.severity not in SEVERITIES:
                 raise self._damaged(f"a finding has the severity {finding.severity!r}")
-        yield from with_ranks(self.path, findings)
+        yield from with_causes(with_ranks(self.path, findings))
 
     def problems(self) -> Iterator[Problem]:
         """Faults of Gradsight's own that training survived."""
@@ -285,7 +286,7 @@ class Run:
         ]
         after = self.next_step()
         extent = f"steps up to {after - 1}" if after else "no steps"
-        title = f"{self.path.name}: {extent}, {counted(len(findings), 'finding')}"
+        title = f"{self.path.name}: {extent}, {counted_causes(findings)}"
         headings = ("code", "finding", "severity", "since step", "evidence")
         return html_card(title, rows, headings, "gradsight report --open shows every layer")
 

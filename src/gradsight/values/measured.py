@@ -75,6 +75,16 @@ class RankComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenWeights:
+    """Weights that are not finite any more: nothing brings them back."""
+
+    since: int
+    """The step that made them so."""
+    are: str
+    """ "NaN" or "infinite"."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepSignals:
     """What was noticed during a step beside its gradients; None where it could not be seen."""
 
@@ -90,6 +100,8 @@ class StepSignals:
     """Whether every batch so far was the same one."""
     guess: float | None = None
     """The loss of a model that knows nothing; None where the loss is of no kind that tells."""
+    broken_weights: BrokenWeights | None = None
+    """Looked for only where the gradient is not finite; None where none are known to be broken."""
 
 
 @dataclass(frozen=True, slots=True)
