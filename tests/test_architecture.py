@@ -29,6 +29,7 @@ FRONT_DOOR = [
     "open_run",
     "plan_checkpointing",
     "predict_peak_memory",
+    "preflight",
     "read_scores",
     "verify_checkpointing",
     "watch",
@@ -39,7 +40,7 @@ ORDER = [
     {"values"},
     {"core"},
     {"measure", "store"},
-    {"health", "incidents", "dump", "ghost", "memory", "show"},
+    {"health", "incidents", "dump", "ghost", "memory", "first_step", "show"},
     {"session"},
     {"train", "integrations"},
     {"attach"},
@@ -61,7 +62,7 @@ def may_import(importer: str, imported: str) -> bool:
     return LEVEL[imported] < LEVEL[importer]
 
 
-INSTRUMENTS = {"health", "incidents", "dump", "ghost", "memory"}
+INSTRUMENTS = {"health", "incidents", "dump", "ghost", "memory", "first_step"}
 HANDLES = {
     "GhostEngine",
     "GradientDumper",

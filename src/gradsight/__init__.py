@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradsight.memory.plan import plan_checkpointing
     from gradsight.memory.predict import predict_peak_memory
     from gradsight.memory.verify import verify_checkpointing
+    from gradsight.session.preflight import preflight
     from gradsight.session.watch_session import watch
     from gradsight.store.reader import open_run
     from gradsight.store.scores import read_scores
@@ -46,6 +47,7 @@ __all__ = [
     "open_run",
     "plan_checkpointing",
     "predict_peak_memory",
+    "preflight",
     "read_scores",
     "verify_checkpointing",
     "watch",
@@ -69,6 +71,7 @@ _HOMES = {
     "open_run": "store.reader",
     "plan_checkpointing": "memory.plan",
     "predict_peak_memory": "memory.predict",
+    "preflight": "session.preflight",
     "read_scores": "store.scores",
     "verify_checkpointing": "memory.verify",
     "watch": "session.watch_session",

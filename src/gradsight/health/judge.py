@@ -104,6 +104,16 @@ class Judge:
             lacking = [need for need in each.check.asked.needs if need not in self.window.signals]
             if lacking and each.finding is None:
                 result.append(Abstention(each.check.code, each.check.name, MISSING[lacking[0]]))
+        return result + self._not_judged()
+
+    def _not_judged(self) -> list[Abstention]:
+        """Checks of the first step that had nothing to go by, each for a reason of its own."""
+        reasons = dict(self.window.not_judged)
+        result = []
+        for each in self._running:
+            reason = reasons.get(each.check.code)
+            if reason is not None and each.finding is None:
+                result.append(Abstention(each.check.code, each.check.name, reason))
         return result
 
     def finish(self) -> list[Finding]:

@@ -136,6 +136,8 @@ MISSING = {
         "(FSDP2 hides them)"
     ),
     "details": "no closer look was taken",
+    "first step": "the first step was not looked at (preflight=False, or no call was seen)",
+    "passes": "no backward pass was looked at (preflight=False)",
 }
 """Why a check has to abstain, by the signal it lacks."""
 

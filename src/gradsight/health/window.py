@@ -136,6 +136,10 @@ class Window:
     """How many steps in a row before this one were not finite."""
     left_out: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Steps that a GradScaler left out."""
+    cut_by_checkpoint: bool = False
+    """Whether reentrant checkpointing was given inputs that need no gradient."""
+    not_judged: tuple[tuple[str, str], ...] = ()
+    """Codes that the first step could not be judged by, each with the reason."""
     signals: set[str] = field(default_factory=set)
     """What has been seen so far."""
 
@@ -249,6 +253,12 @@ class Window:
             self.uncleared = self.uncleared + 1 if signals.uncleared else 0
         if signals.alike_batches is not None:
             self.signals.add("batches")
+        if signals.first is not None:
+            self.signals.add("first step")
+            self.not_judged = signals.first.left_out
+        if signals.passes is not None:
+            self.signals.add("passes")
+            self.cut_by_checkpoint |= signals.passes.cut_by_checkpoint
         if signals.guess is not None and signals.loss is not None and self.steps_seen <= 3:
             self.signals.add("guess")
             self.starts.append((signals.loss, signals.guess))

@@ -19,6 +19,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
+from gradsight.session.first_look import FirstLook
 from gradsight.session.guess import loss_of_a_guess
 from gradsight.values.measured import StepSignals
 
@@ -39,11 +40,13 @@ class TrainingSignals:
         parameters: Sequence[Tensor],
         optimizers: Sequence[Optimizer],
         guard: Guard,
+        first_look: FirstLook | None = None,
     ) -> None:
         self._model = model
         self._parameters = parameters
         self._optimizers = optimizers
         self.guard = guard
+        self.first_look = first_look
         self._handles: list[Any] = []
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
@@ -57,6 +60,8 @@ class TrainingSignals:
     def start(self) -> None:
         """Begin to watch."""
         moments.listen(self, self.guard, self._parameters)
+        if self.first_look is not None:
+            self.first_look.guard.run(self.first_look.start)
         for optimizer, clearing in zip(self._optimizers, self._clearing, strict=True):
             clearing.start()
             before = put_hook(self.guard, optimizer.register_step_pre_hook, self._step_begins)
@@ -72,6 +77,8 @@ class TrainingSignals:
     def stop(self) -> None:
         """Leave everything as it was found."""
         moments.leave(self)
+        if self.first_look is not None:
+            self.first_look.guard.attempt(self.first_look.stop)
         for clearing in self._clearing:
             clearing.stop()
         while self._handles:
@@ -86,6 +93,9 @@ class TrainingSignals:
     def look_away(self) -> None:
         """Notice nothing more, but leave the hooks in place."""
         moments.leave(self)
+        if self.first_look is not None:
+            self.first_look.guard.attempt(self.first_look.stop)
+            self.first_look = None
         for clearing in self._clearing:
             clearing.look_away()
 
@@ -98,12 +108,18 @@ class TrainingSignals:
         guess = self._guess
         self._loss = None
         self._guess = None
+        first = passes = None
+        if self.first_look is not None:
+            taken = self.first_look.guard.run(self.first_look.take)
+            first, passes = taken or (None, None)
         signals = StepSignals(
             uncleared=self._uncleared(),
             alike_batches=self._batches.alike,
             half=self._half,
             one_batch=self._batches.fixed,
             guess=guess,
+            first=first,
+            passes=passes,
         )
         return signals, loss
 

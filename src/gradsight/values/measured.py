@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from gradsight.values.first_step import FirstStep, StepPasses
 from gradsight.values.histograms import Histogram
 from gradsight.values.steps import Step
 
@@ -102,6 +103,10 @@ class StepSignals:
     """The loss of a model that knows nothing; None where the loss is of no kind that tells."""
     broken_weights: BrokenWeights | None = None
     """Looked for only where the gradient is not finite; None where none are known to be broken."""
+    first: FirstStep | None = None
+    """What the first step decides; on one step of a run only."""
+    passes: StepPasses | None = None
+    """What its backward passes were like, on the steps that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
