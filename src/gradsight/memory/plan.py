@@ -7,10 +7,10 @@ from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
-from gradsight.memory.fake import sequences_not_packed
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
+from gradsight.memory.real_branches import real_branches
 from gradsight.memory.workload import Build, StepFailed, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
@@ -58,11 +58,11 @@ def plan_checkpointing(
     """
     refuse_unknown_torch("memory")
     limit = parse_size(budget)
-    with fake_device(device):
+    with fake_device(device) as values:
         workload = call_build(build)
         refuse_second_checkpointing(unwrapped(workload.model))
         steps = FakeSteps(workload, optimizer=optimizer, device=device, blocks=blocks)
-        with sequences_not_packed():
+        with real_branches(values):
             return PlanSearch(steps, limit, device).plan()
 
 
