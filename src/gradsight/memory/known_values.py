@@ -193,6 +193,8 @@ class KnownValues(TorchDispatchMode):
         """The argument whose values do not matter for the result."""
         if not args or not isinstance(args[0], torch.Tensor) or args[0].numel() > LARGEST:
             return None
+        if isinstance(args[0], torch.nn.Parameter) and packet not in ONLY_THE_SHAPE:
+            return None
         if packet in ONLY_THE_SHAPE:
             return args[0]
         whole = args[0].numel() * args[0].element_size() == args[0].untyped_storage().nbytes()
@@ -201,7 +203,13 @@ class KnownValues(TorchDispatchMode):
         return None
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor beside a fake one; a real one is its own."""
+        """The real tensor beside a fake one; a real one is its own.
+
+        Parameters are never known: they are other numbers in every step.
+        """
+        if isinstance(tensor, torch.nn.Parameter):
+            self._known.pop(self._key(tensor), None)
+            return None
         if not isinstance(tensor, FakeTensor):
             usable = tensor.layout is torch.strided and tensor.device.type == "cpu"
             if not usable or tensor.numel() > LARGEST:
