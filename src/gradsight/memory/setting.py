@@ -47,7 +47,8 @@ class StepSetting:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise UsageError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        if self.policy is None and self.blocks is not None:
+        sharded = self.ranks.parallel == "fsdp2"
+        if self.policy is None and self.blocks is not None and not sharded:
             raise UsageError(
                 "blocks are those that a policy recomputes, and policy=None recomputes nothing: "
                 "give for example policy='full', or leave blocks out"
