@@ -8,7 +8,7 @@ autograd has handed it over.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradsight.memory.collectives import LASTING, communicated
 from gradsight.memory.operators import flops_of, workspace_of
 
 MADE_WITHOUT_OPERATOR = ("get_rng_state", "from_numpy")
@@ -139,6 +140,8 @@ class StorageCounter(TorchDispatchMode):
         for made in tree_leaves(out):
             if isinstance(made, torch.Tensor):
                 self._see(made, before=False)
+        for buffer, kind in communicated(func, args, kwargs):
+            self._mark(buffer, kind)
         return out
 
     @property
@@ -227,7 +230,15 @@ class StorageCounter(TorchDispatchMode):
             return
         for storage in storages(tensor):
             if storage._cdata in self._open:
-                self._open[storage._cdata][0].kind = kind
+                entry = self._open[storage._cdata][0]
+                if entry.kind not in LASTING:
+                    entry.kind = kind
+
+    def mark_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Say of tensors, also of shards that no operator shows as such, that they are trained."""
+        for parameter in parameters:
+            self._mark(parameter, "parameters")
+            self._mark(parameter.grad, "gradients")
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         self._mark(parameter.grad, "gradients")
@@ -242,9 +253,7 @@ class StorageCounter(TorchDispatchMode):
             if isinstance(state, torch.Tensor):
                 self._mark(state, "optimizer")
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._mark(parameter, "parameters")
-                self._mark(parameter.grad, "gradients")
+            self.mark_parameters(group["params"])
 
     def _watching_resizes(self) -> Callable[..., Any]:
         """A storage resized by hand ends one life and begins another.

@@ -79,25 +79,6 @@ def _initialisers_do_nothing() -> Iterator[None]:
 
 
 @contextmanager
-def sequences_not_packed() -> Iterator[None]:
-    """Let Hugging Face find no packed sequences: a real batch rarely has any.
-
-    It looks at positions for them, takes every fake batch for a packed one, and builds a mask that
-    a real step does not have: 2.4% of GPT-2 Small's peak. Enter it after the model was built: what
-    is not imported yet cannot be replaced.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    with ExitStack() as stack:
-        if hasattr(masks, "find_packed_sequence_indices"):
-            stack.enter_context(patch.object(masks, "find_packed_sequence_indices", _nothing))
-        yield
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-@contextmanager
 def data_dependence_refused() -> Iterator[None]:
     """Refuse a model or build function whose shapes or branches depend on values, clearly."""
     try:

@@ -17,7 +17,9 @@ from gradsight.memory.counter import StorageCounter
 from gradsight.memory.operators import cost_per_byte
 from gradsight.memory.policy import Mode
 from gradsight.memory.predict import granule_of
+from gradsight.memory.ranks import bucket_bytes, shard
 from gradsight.memory.selective import is_expensive
+from gradsight.memory.setting import StepSetting
 from gradsight.memory.workload import (
     Workload,
     backward,
@@ -61,17 +63,18 @@ class FakeSteps:
     def __init__(
         self,
         workload: Workload,
-        *,
-        optimizer: str | None,
-        device: str,
-        blocks: Sequence[str] | None,
+        setting: StepSetting,
+        mesh: Any = None,
     ) -> None:
-        self.blocks: list[NamedModule] = find_blocks(workload.model, blocks)
+        self.blocks: list[NamedModule] = find_blocks(workload.model, setting.blocks)
+        shard(workload, setting, mesh)
         self._workload = workload
-        self._granule = granule_of(device)
-        self._optimizer = make_optimizer(optimizer, workload.model, device=device)
+        self._granule = granule_of(setting.device)
+        self._optimizer = make_optimizer(setting.optimizer, workload.model, device=setting.device)
         warm_up(self._optimizer)
-        self.state_bytes = state_bytes(self._optimizer, self._granule)
+        self._bucket_bytes = bucket_bytes(workload.model, setting, self._granule)
+        self.state_bytes = state_bytes(self._optimizer, self._granule) + self._bucket_bytes
+        """What lies beside forward and backward: the optimizer's state, and DDP's buckets."""
         self.update_peak = 0
         """The peak of the optimizer's step, which no mode of any block changes."""
         self._steps: dict[tuple[Mode, ...], FakeStep] = {}
@@ -107,6 +110,7 @@ class FakeSteps:
         with checkpointing, _BlockClock(self.blocks, counter) as block_clock:
             with counter:
                 backward(self._workload)
+                counter.mark_parameters(self._workload.model.parameters())
             peak = counter.peak() + self.state_bytes
             if not self.update_peak and self._optimizer is not None:
                 self.update_peak = self._update(counter, self._optimizer)
@@ -120,7 +124,7 @@ class FakeSteps:
         with update:
             optimizer.step()
         inputs = [entry for entry in before.log if entry.born < 0 and entry.kind is None]
-        return update.peak() + sum(entry.size for entry in inputs)
+        return update.peak() + self._bucket_bytes + sum(entry.size for entry in inputs)
 
 
 def problem_of(steps: FakeSteps, modes: Sequence[Mode]) -> BlockProblem | None:

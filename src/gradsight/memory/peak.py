@@ -10,11 +10,21 @@ import torch
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.allocator import AllocatorPeak, OperatorMarks, allocator_peak
+from gradsight.memory.collectives import BUCKETS, GATHERED
 from gradsight.memory.counter import Allocation, StorageCounter
 from gradsight.memory.workload import refused_call
 from gradsight.values.memory import MemoryUse
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "inputs")
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporaries",
+    "inputs",
+    GATHERED,
+    BUCKETS,
+)
 SCRATCH = {
     "mkldnn_rnn_layer": "LSTM",
     "_cudnn_rnn": "LSTM or GRU",

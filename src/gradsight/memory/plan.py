@@ -7,10 +7,12 @@ from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
-from gradsight.memory.fake import sequences_not_packed
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
+from gradsight.memory.ranks import group_of
+from gradsight.memory.real_branches import real_branches
+from gradsight.memory.setting import StepSetting
 from gradsight.memory.workload import Build, StepFailed, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
@@ -19,6 +21,9 @@ from gradsight.values.sizes import format_size, parse_size
 # single blocks need less memory.
 ATTEMPTS = 6
 """How often the limit is tightened when the true peak of a choice lies above its estimate."""
+
+NOTHING = "none"
+"""The policy of the setting that a plan starts from."""
 
 Modes = tuple[Mode, ...]
 
@@ -56,14 +61,19 @@ def plan_checkpointing(
     device: "cpu" or "cuda"; no GPU is needed.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    setting = StepSetting(NOTHING, optimizer, device, blocks)
+    return plan_step(build, parse_size(budget), setting)
+
+
+def plan_step(build: Build, limit: int, setting: StepSetting) -> CheckpointingPlan:
+    """The checkpointing that recomputes least among those that fit, on the fullest device."""
     refuse_unknown_torch("memory")
-    limit = parse_size(budget)
-    with fake_device(device):
+    with group_of(setting) as mesh, fake_device(setting.device) as values:
         workload = call_build(build)
         refuse_second_checkpointing(unwrapped(workload.model))
-        steps = FakeSteps(workload, optimizer=optimizer, device=device, blocks=blocks)
-        with sequences_not_packed():
-            return PlanSearch(steps, limit, device).plan()
+        with real_branches(values):
+            steps = FakeSteps(workload, setting, mesh)
+            return PlanSearch(steps, limit, setting.device).plan()
 
 
 class PlanSearch:

@@ -227,7 +227,9 @@ def state_bytes(optimizer: torch.optim.Optimizer | None, granule: int = 1) -> in
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                granules = -(-value.numel() * value.element_size() // granule)
+                # A rank holds its own part of a sharded state.
+                local = value.to_local() if hasattr(value, "to_local") else value
+                granules = -(-local.numel() * local.element_size() // granule)
                 total += granules * granule
     return total
 
