@@ -75,8 +75,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_leaves",
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_unflatten",
+        "torch.utils._pytree.tree_map_only",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils.checkpoint._detach_helper",
+        "torch.utils.checkpoint._is_compiling",
     ),
 }
 """By the instrument that needs them."""

@@ -1,7 +1,7 @@
 """Activation checkpointing put on a model and taken off again; names, types and state stay."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradsight.core.parameters import check_module, unwrapped
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.blocks import NamedModule, blocks_meant, find_blocks
+from gradsight.memory.given import GivenTensors
 from gradsight.memory.policy import NONE, Mode, parse_policy
 from gradsight.memory.selective import contexts
 from gradsight.values.memory import CheckpointingPlan
@@ -54,12 +55,12 @@ class CheckpointedForward:
     composable `checkpoint` cannot be pickled.
     """
 
-    def __init__(self, module: nn.Module, mode: Mode, owners: Sequence[nn.Module] = ()) -> None:
-        self.module = module
+    def __init__(self, named: NamedModule, mode: Mode, owners: Sequence[nn.Module] = ()) -> None:
+        self.name, self.module = named
         self.mode = mode
         self.owners = owners
         """The block and what it lies in, as far as Hugging Face's own checkpointing has a flag."""
-        self.replaced = module.__dict__.get("forward")
+        self.replaced = self.module.__dict__.get("forward")
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that the block had."""
@@ -86,12 +87,32 @@ class CheckpointedForward:
             args, kwargs = tree_unflatten(leaves, shape)
             return self.plain(*args, **kwargs)
 
+        if torch.compiler.is_compiling():
+            return self._checkpointed(run, leaves)
+        return self._checkpointed_and_watched(run, leaves)
+
+    def _checkpointed(self, run: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         # Not reentrant: that form gives a block no gradient unless one of its inputs requires one,
         # as after a frozen embedding.
         context_fn = contexts(self.mode)
         if context_fn is None:
             return checkpoint(run, *leaves, use_reentrant=False)
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
+
+    def _checkpointed_and_watched(self, run: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        """The same, refused where what the block was given does not stay as it is."""
+        given = GivenTensors(self.name, self.module, leaves)
+
+        def watched(*leaves: Any) -> Any:
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward:
+                given.refuse_writes_since()
+            return run(*leaves)
+
+        out = self._checkpointed(watched, leaves)
+        given.refuse_writes_inside(run, leaves)
+        given.watch(out)
+        return out
 
 
 def without_cache(
@@ -130,7 +151,7 @@ class CheckpointingHandle:
                 continue
             self.modes[name] = str(mode)
             self._modules.append(module)
-            module.forward = CheckpointedForward(module, mode, owners.get(name, ()))
+            module.forward = CheckpointedForward((name, module), mode, owners.get(name, ()))
 
     def remove(self) -> None:
         """Give every block its own forward back; a second call does nothing."""

@@ -8,7 +8,7 @@ autograd has handed it over.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsight.memory.collectives import LASTING, communicated
 from gradsight.memory.operators import flops_of, workspace_of
+from gradsight.memory.storages import storages
 
 MADE_WITHOUT_OPERATOR = ("get_rng_state", "from_numpy")
 """Functions of torch that make a tensor without an operator; checkpointing keeps random states."""
@@ -48,20 +49,6 @@ class Allocation:
     def alive_at(self, moment: int) -> bool:
         """Whether the storage was there at a moment of the log's clock."""
         return self.born <= moment and (self.died is None or self.died > moment)
-
-
-def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor; of a wrapper such as a DTensor those of its parts."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh among them
-                yield from storages(part)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
 
 
 class StorageCounter(TorchDispatchMode):

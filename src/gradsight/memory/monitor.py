@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gradsight.memory.counter import storages
+from gradsight.memory.storages import storages
 from gradsight.values.steps import ScalarTracker, check_tracker
 from gradsight.values.whole_numbers import whole_number
 

@@ -13,7 +13,7 @@ from gradsight.memory.predict import fake_device
 from gradsight.memory.ranks import group_of
 from gradsight.memory.real_branches import real_branches
 from gradsight.memory.setting import StepSetting
-from gradsight.memory.workload import Build, StepFailed, call_build
+from gradsight.memory.workload import Build, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
 
@@ -112,16 +112,11 @@ class PlanSearch:
         return self._tried[modes].flops, self._tried[modes].peak
 
     def _modes(self) -> list[Mode]:
-        """The modes that work on this model, each of them tried on all blocks."""
+        """The modes that are weighed, each of them tried on all blocks."""
         levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
         modes = [NONE]
         for mode in (FULL, SELECTIVE, ALTERNATE, *levels):
-            try:
-                self._try((mode,) * self._count)
-            except StepFailed as error:
-                if "cached during selective" not in str(error):
-                    raise
-                continue  # results that this mode would keep are changed in place
+            self._try((mode,) * self._count)
             modes.append(mode)
         return modes
 

@@ -22,6 +22,7 @@ from gradsight.memory.differences import (
     seed_everything,
     take_snapshot,
 )
+from gradsight.memory.given import WrittenInPlace
 from gradsight.memory.monitor import available_memory
 from gradsight.memory.peak import measure_peak_memory
 from gradsight.memory.policy import parse_policy
@@ -90,6 +91,8 @@ class _Verification:
             checkpointed = run_step(self._built(checkpointed=True), self.optimizer)
         except StepFailed as error:
             return self._raised(plain, error.__cause__ or error)
+        except WrittenInPlace as error:
+            return self._raised(plain, error)
         except GradsightError:
             raise  # a refusal of ours says what to do; it is no difference between the steps
         except Exception as error:
