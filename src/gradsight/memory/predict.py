@@ -7,13 +7,13 @@ from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.counter import StorageCounter
-from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators
+from gradsight.memory.cuda import CUDA, GRANULE, UNKNOWN, cuda_operators, is_cuda
 from gradsight.memory.fake import data_dependence_refused, fake_tensors, sequences_not_packed
 from gradsight.memory.peak import memory_use, scratch_notes
 from gradsight.memory.workload import Build, backward, call_build, make_optimizer, warm_up
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", CUDA)
 LARGEST_SIZE = 1 << 20
 """Where the search for a batch size ends."""
 
@@ -55,7 +55,7 @@ def predict_peak_memory(
             if made_optimizer is not None:
                 made_optimizer.step()
     notes = scratch_notes(counter, device=device)
-    if device == "cuda":
+    if is_cuda(device):
         notes = (*UNKNOWN, *notes)
     return memory_use(counter, device=device, predicted=True, notes=notes)
 
@@ -70,7 +70,7 @@ def fake_device(device: str) -> Iterator[None]:
         raise UsageError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
-        if device == "cuda":
+        if is_cuda(device):
             stack.enter_context(cuda_operators())
         stack.enter_context(data_dependence_refused())
         yield
@@ -78,7 +78,7 @@ def fake_device(device: str) -> Iterator[None]:
 
 def granule_of(device: str) -> int:
     """The size to whose multiples the device's allocator rounds up."""
-    return GRANULE if device == "cuda" else 1
+    return GRANULE if is_cuda(device) else 1
 
 
 def count_parameters(build: Build) -> int:

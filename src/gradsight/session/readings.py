@@ -15,6 +15,7 @@ from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading
 from gradsight.measure.rank_table import norms_in, rank_table
+from gradsight.measure.units import UnitReading
 from gradsight.measure.update import UpdateReading
 from gradsight.values.measured import Floats, Norms, RankComparison, StepSignals
 
@@ -36,7 +37,8 @@ class GradientReading:
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
-        return self.norms.ready()
+        parts = (self.norms, self.scale, self.histograms)
+        return all(part is None or part.ready() for part in parts)
 
     def read(self) -> Norms:
         """The norms; on an accelerator without what only a recount could have told."""
@@ -46,7 +48,7 @@ class GradientReading:
 
     def factor(self) -> float:
         """The scaler's factor."""
-        return 1.0 if self.scale is None else float(self.scale.read()[0])
+        return 1.0 if self.scale is None else self.scale.number()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,11 @@ class UsedGradients:
         norms = self.reading.read()
         return norms.divided_by(self.reading.factor()) if self.scaled else norms
 
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        parts = (self.reading, self.clip, self.update)
+        return all(part is None or part.ready() for part in parts)
+
     def places(self) -> list[int]:
         """Where this optimizer's parameters are among those that were looked at."""
         return [self.reading.rows.index(row) for row in self.rows]
@@ -84,16 +91,27 @@ class StepInProgress:
     """Of the optimizer that is about to step; so are the next two."""
     update: UpdateReading | None = None
     update_rows: Sequence[int] = ()
-    lr: float | Tensor | None = None
-    group_lrs: Mapping[str, float] = field(default_factory=dict)
-    skipped: list[bool | Tensor] = field(default_factory=list)
+    lrs: Mapping[str, float | HostCopy] = field(default_factory=dict)
+    """The first group's learning rate as "lr", and all of them where groups differ."""
+    skipped: list[bool | HostCopy] = field(default_factory=list)
     signals: StepSignals = field(default_factory=StepSignals)
     loss: HostCopy | None = None
+    guess: float | HostCopy | None = None
+    """What the loss would be if the model knew nothing."""
+    units: UnitReading | None = None
     rank_comparisons: tuple[RankComparison, ...] = ()
 
     def ready(self) -> bool:
-        """Whether reading would not wait."""
-        return all(used.reading.ready() for used in self.used)
+        """Whether reading would not wait: everything that will be read is there."""
+        numbers = (*self.scalars.values(), *self.lrs.values(), *self.skipped, self.guess)
+        on_their_way = [each for each in numbers if isinstance(each, HostCopy)]
+        parts = (*self.used, *on_their_way, self.loss, self.units)
+        return all(part is None or part.ready() for part in parts)
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether an optimizer left the step out. Waits for the device."""
+        return any(bool(arrived(skipped)) for skipped in self.skipped)
 
 
 def norms_of(step: StepInProgress, size: int) -> tuple[list[int], Norms]:
@@ -138,17 +156,30 @@ def clip_coefficient(all_used: Sequence[UsedGradients]) -> float | None:
     return first
 
 
-def learning_rates(optimizer: Optimizer) -> tuple[float | Tensor | None, dict[str, float]]:
-    """The first group's learning rate, and all of them by name where groups differ."""
+def learning_rates(optimizer: Optimizer) -> dict[str, float | HostCopy]:
+    """The first group's learning rate as "lr", and all of them by number where groups differ."""
     rates = [group.get("lr") for group in optimizer.param_groups]
+    found: dict[str, float | HostCopy] = {}
+    if rates and rates[0] is not None:
+        found["lr"] = _on_its_way(rates[0])
     plain = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-    named: dict[str, float] = {}
     if len(set(plain)) > 1:
-        named = {f"lr/{number}": rate for number, rate in enumerate(plain)}
-    first = rates[0] if rates else None
-    if isinstance(first, Tensor):
-        first = first.detach().clone()
-    return first, named
+        found |= {f"lr/{number}": rate for number, rate in enumerate(plain)}
+    return found
+
+
+def _on_its_way(number: float | Tensor) -> float | HostCopy:
+    """A number as it is now, without waiting for the device that it is on."""
+    if isinstance(number, Tensor):
+        return HostCopy.of(number.detach().reshape(-1)[:1].clone())
+    return float(number)
+
+
+def skipped_by(flag: bool | Tensor) -> bool | HostCopy:
+    """Whether an optimizer left a step out, as it says: at once, or on its device."""
+    if isinstance(flag, Tensor):
+        return HostCopy.of(flag.detach().reshape(-1)[:1].clone())
+    return flag
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
@@ -172,8 +203,8 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
                 raise UsageError(
                     f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}"
                 )
-            on_host = tensor.device.type == "cpu"
-            taken[name] = float(tensor) if on_host else HostCopy.of(tensor.clone())
+            copy = HostCopy.of(tensor.clone())
+            taken[name] = copy if copy.is_from_device else copy.number()
         elif isinstance(value, (int, float, np.number)):
             taken[name] = float(value)
         else:
@@ -184,5 +215,5 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
 def arrived(value: float | HostCopy) -> float:
     """A number that may be on its way; waits for it."""
     if isinstance(value, HostCopy):
-        return float(value.read().reshape(-1)[0])
+        return value.number()
     return value

@@ -36,7 +36,9 @@ from gradsight.session.readings import (
     learning_rates,
     norms_of,
     scale_of,
+    skipped_by,
 )
+from gradsight.session.signals import SeenLoss
 from gradsight.values.measured import Floats, MeasuredStep, Norms, RankComparison, StepSignals
 from gradsight.values.steps import PART_GRADIENT, TRUE_GRADIENT, CloserLooks, Schedule, Step
 
@@ -191,17 +193,15 @@ class StepBuilder:
         current.clip = None
         current.update = None
         current.update_rows = ()
-        current.skipped.append(skipped)
-        if current.lr is None and optimizer is not None:
-            lr, group_lrs = learning_rates(optimizer)
-            current.lr = lr
-            current.group_lrs = group_lrs
+        current.skipped.append(skipped_by(skipped))
+        if not current.lrs and optimizer is not None:
+            current.lrs = learning_rates(optimizer)
 
     def end_step(
         self,
         gradient: str,
         signals: StepSignals,
-        loss: Tensor | None,
+        seen: SeenLoss,
         rank_comparisons: Sequence[RankComparison],
     ) -> list[MeasuredStep]:
         """The step is made; the steps that have arrived by now."""
@@ -212,8 +212,11 @@ class StepBuilder:
             made.gradient = PART_GRADIENT
         made.signals = signals
         made.rank_comparisons = tuple(rank_comparisons)
-        if loss is not None:
-            made.loss = HostCopy.of(loss.reshape(1).clone())
+        if seen.loss is not None:
+            made.loss = HostCopy.of(seen.loss.reshape(1).clone())
+        made.guess = seen.guess
+        if any(used.reading.histograms is not None for used in made.used):
+            made.units = self._units.reading()
         self._current = StepInProgress(made.number + 1)
         self._looked = False
         self._sequence = _sequence_number()
@@ -275,6 +278,13 @@ class StepBuilder:
         """Add to the step under way."""
         self._current.scalars.update(values)
 
+    def log_to_last(self, values: Mapping[str, float | HostCopy]) -> bool:
+        """Add to the step just made, as long as it is on its way; False where it has arrived."""
+        if not self._queue:
+            return False
+        self._queue[-1].scalars.update(values)
+        return True
+
     def _gradients(self, rows: Sequence[int]) -> list[Tensor]:
         if self._sharded:
             return gradient_parts([self._parameters[row] for row in rows])
@@ -331,14 +341,16 @@ class StepBuilder:
         if sums is not None:
             recorded = self._plan.histograms.due(made.number)
             names = self._names if recorded else None
-            details = details_in(sums, rows, self._units.dead_shares(), made.number, names)
-        loss = step.loss if made.loss is None else arrived(made.loss)
+            dead_shares = {} if made.units is None else made.units.read()
+            details = details_in(sums, rows, dead_shares, made.number, names)
+        loss = step.loss if made.loss is None else made.loss.number()
+        guess = None if made.guess is None else arrived(made.guess)
         return MeasuredStep(
             step=step,
             rows=None if len(rows) == len(self._parameters) else tuple(rows),
             norms=norms if has_norms else None,
             details=details,
-            signals=replace(made.signals, loss=loss),
+            signals=replace(made.signals, loss=loss, guess=guess),
             rank_comparisons=made.rank_comparisons,
         )
 
@@ -346,7 +358,8 @@ class StepBuilder:
 def _step_record(made: StepInProgress, total_norm: float | None) -> Step:
     """The step as the record keeps it; loss and lr are what was logged, where it was."""
     scalars = {name: arrived(value) for name, value in made.scalars.items()}
-    lr = None if made.lr is None else float(made.lr)
+    lrs = {name: arrived(value) for name, value in made.lrs.items()}
+    lr = lrs.pop("lr", None)
     return Step(
         step=made.number,
         time=made.time,
@@ -355,9 +368,9 @@ def _step_record(made: StepInProgress, total_norm: float | None) -> Step:
         total_norm=total_norm,
         clip_coef=clip_coefficient(made.used),
         scale=_scale(made.used),
-        skipped=any(bool(skipped) for skipped in made.skipped),
+        skipped=made.was_skipped,
         gradient=made.gradient,
-        scalars=scalars | dict(made.group_lrs),
+        scalars=scalars | lrs,
     )
 
 
