@@ -13,6 +13,9 @@ Speed = Literal["slow", "fast"] | int
 """How the device keeps up: never by itself, at once, or so many operations behind."""
 
 
+_STAND_INS = ("backward", "scale", "unscale_", "step")
+
+
 class BrokenCapture(RuntimeError):
     """Something was done that a stream cannot capture."""
 
@@ -42,6 +45,7 @@ class Clock:
     """Operations that are no views, by whether they are Gradsight's."""
     capturing: bool = False
     _arriving: deque[tuple[int, Callable[[], object]]] = field(default_factory=deque)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # type: ignore[valid-type]
 
     def order(self, *, kernel: bool = True) -> None:
         """The host orders an operation."""
@@ -56,9 +60,10 @@ class Clock:
     def progress(self, upto: int = 0) -> None:
         """Let the device come as far as it does by itself, and at least so far."""
         behind = {"slow": self.ordered, "fast": 0}.get(str(self.speed), self.speed)
-        self.done = max(self.done, upto, self.ordered - int(behind))
-        while self._arriving and self._arriving[0][0] <= self.done:
-            self._arriving.popleft()[1]()
+        with self._lock:
+            self.done = max(self.done, upto, self.ordered - int(behind))
+            while self._arriving and self._arriving[0][0] <= self.done:
+                self._arriving.popleft()[1]()
 
     def wait(self, kind: str, upto: int | None = None) -> None:
         """Wait for all that is ordered, or up to an event; one that has passed is no wait."""
@@ -83,7 +88,10 @@ class Clock:
 
     def take(self) -> tuple[list[Wait], Counter[bool]]:
         """Gradsight's waits and all kernels since the last time."""
-        waits = [each for each in self.waits if each.lines]
+        # Threads of ours may wait: training goes on beside them.
+        waits = [
+            each for each in self.waits if each.lines and not each.thread.startswith("gradsight")
+        ]
         kernels = self.kernels
         self.waits = []
         self.kernels = Counter()
@@ -91,12 +99,14 @@ class Clock:
 
 
 def our_lines() -> tuple[str, ...]:
-    """Gradsight's innermost three lines in the stack, the trainer's among them not."""
+    """Gradsight's innermost three lines in the stack."""
     found: list[str] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < 3:
         _, inside, path = frame.f_code.co_filename.rpartition("/gradsight/")
-        if inside:
+        # What stands in for torch's functions calls the user's: that wait is theirs.
+        stands_in = path == "core/moments.py" and frame.f_code.co_name in _STAND_INS
+        if inside and not stands_in:
             found.append(f"{path}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)

@@ -187,6 +187,22 @@ class ClipReading:
         return self.probe.coefficient(self.look, factor)
 
 
+def joint_coefficient(clips: Sequence[ClipReading | None]) -> float | None:
+    """The one number by which every optimizer's gradients were scaled down; None without one."""
+    coefficients = []
+    for clip in clips:
+        coefficient = None if clip is None else clip.read()
+        if coefficient is None:
+            return None
+        coefficients.append(coefficient)
+    if not coefficients:
+        return None
+    first = coefficients[0]
+    if any(abs(each - first) > _ALIKE * first for each in coefficients):
+        return None
+    return first
+
+
 def remaining_share(then: Norms, now: Norms) -> float | None:
     """What is left of every gradient alike, from a look till now; None where it is not one number.
 

@@ -249,7 +249,7 @@ class StepLine:
     def _with_clipping(self, made: MadeStep) -> MadeStep:
         if self._dumps is None or not self._dumps.is_staged:
             return made
-        return replace(made, clip_coef=self.builder.clip_coefficient())
+        return replace(made, clips=tuple(self.builder.clips()))
 
     def _end_dumps(self, made: MadeStep, finished: Sequence[MeasuredStep]) -> None:
         """Write what was copied; what was found only now is dumped as it was left, if at all."""

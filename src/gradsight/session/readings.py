@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,9 +17,6 @@ from gradsight.measure.rank_table import norms_in, rank_table
 from gradsight.measure.units import UnitReading
 from gradsight.measure.update import UpdateReading
 from gradsight.values.measured import Floats, Norms, RankComparison, StepSignals
-
-_CLIPPED_ALIKE = 1e-4
-"""Relative difference up to which two optimizers' gradients count as scaled by one number."""
 
 
 @dataclass(slots=True)
@@ -140,22 +136,6 @@ def detail_sums(step: StepInProgress, size: int) -> Floats | None:
     return table.sums
 
 
-def clip_coefficient(all_used: Sequence[UsedGradients]) -> float | None:
-    """The one number by which every optimizer's gradients were scaled down; None without one."""
-    coefficients = []
-    for used in all_used:
-        coefficient = None if used.clip is None else used.clip.read()
-        if coefficient is None:
-            return None
-        coefficients.append(coefficient)
-    if not coefficients:
-        return None
-    first = coefficients[0]
-    if any(abs(each - first) > _CLIPPED_ALIKE * first for each in coefficients):
-        return None
-    return first
-
-
 def learning_rates(optimizer: Optimizer) -> dict[str, float | HostCopy]:
     """The first group's learning rate as "lr", and all of them by number where groups differ."""
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -180,17 +160,6 @@ def skipped_by(flag: bool | Tensor) -> bool | HostCopy:
     if isinstance(flag, Tensor):
         return HostCopy.of(flag.detach().reshape(-1)[:1].clone())
     return flag
-
-
-def scale_of(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
-    """The scaler's factor at this moment, without waiting for it."""
-    if scaler is None:
-        return None
-    # Not get_scale(): it reads the number on the host, and so waits for the device.
-    factor = getattr(scaler, "_scale", None)
-    if isinstance(factor, Tensor):
-        return HostCopy.of(factor.detach().clone().view(1))
-    return HostCopy.of(torch.tensor([scaler.get_scale()]))
 
 
 def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:

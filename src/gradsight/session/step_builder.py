@@ -18,10 +18,11 @@ from gradsight.core.gradient_parts import gradient_parts, lies_like_its_paramete
 from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
-from gradsight.measure.clipping import ClipProbe, ClipReading, remaining_share
+from gradsight.measure.clipping import ClipProbe, ClipReading, joint_coefficient, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.loss_scale import loss_scale
 from gradsight.measure.norms import NormReading, recount
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
@@ -31,11 +32,9 @@ from gradsight.session.readings import (
     StepInProgress,
     UsedGradients,
     arrived,
-    clip_coefficient,
     detail_sums,
     learning_rates,
     norms_of,
-    scale_of,
     skipped_by,
 )
 from gradsight.session.signals import SeenLoss
@@ -122,7 +121,7 @@ class StepBuilder:
         if not wants_norms or not (self._measures or self._plan.on_every_rank):
             return None
         gradients = self._gradients(rows)
-        reading = GradientReading(list(rows), NormReading(gradients), scale_of(scaler))
+        reading = GradientReading(list(rows), NormReading(gradients), loss_scale(scaler))
         # A recount reads the gradients themselves, so it must happen while they are what they were.
         if self._plan.at_once or reading.ready():
             reading.known = recount(gradients, reading.read())
@@ -227,9 +226,9 @@ class StepBuilder:
             finished += self._read(self._queue.popleft())
         return finished
 
-    def clip_coefficient(self) -> float | None:
-        """Of the step under way, once its optimizers have stepped. Waits for the device."""
-        return clip_coefficient(self._current.used)
+    def clips(self) -> list[ClipReading | None]:
+        """How much the optimizers of the step under way have used of what was looked at."""
+        return [used.clip for used in self._current.used]
 
     def remaining_share(self, measured: MeasuredStep) -> float | None:
         """What is left now of every gradient of a finished step alike; None if not one number."""
@@ -366,7 +365,7 @@ def _step_record(made: StepInProgress, total_norm: float | None) -> Step:
         loss=scalars.pop("loss", None),
         lr=scalars.pop("lr", lr),
         total_norm=total_norm,
-        clip_coef=clip_coefficient(made.used),
+        clip_coef=joint_coefficient([used.clip for used in made.used]),
         scale=_scale(made.used),
         skipped=made.was_skipped,
         gradient=made.gradient,
