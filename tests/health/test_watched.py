@@ -257,7 +257,7 @@ def test_dead_units_agree_with_the_plain_loop() -> None:
     life = UnitLife([1])
     for step, gradient in enumerate(gradients):
         life.look(step, [0, 1], [torch.ones(3), gradient])
-    assert life.dead_shares() == {1: pytest.approx(exact_dead_share(gradients))}
+    assert life.reading().read() == {1: pytest.approx(exact_dead_share(gradients))}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-_DEVICES = ("cuda", "cpu")
+from gradsight.core.devices import autocast_kinds
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -22,7 +22,7 @@ def current_autocast() -> tuple[str, str] | None:
     ...     current_autocast()
     ('cpu', 'bfloat16')
     """
-    for device in _DEVICES:
+    for device in autocast_kinds():
         dtype = autocast_dtype(device)
         if dtype is not None:
             return device, str(dtype).removeprefix("torch.")
@@ -31,7 +31,7 @@ def current_autocast() -> tuple[str, str] | None:
 
 def is_autocast_to(dtype: torch.dtype) -> bool:
     """Whether autocast to this type is on, on the CPU or on the accelerator."""
-    return any(autocast_dtype(device) is dtype for device in _DEVICES)
+    return any(autocast_dtype(device) is dtype for device in autocast_kinds())
 
 
 def autocast_to(device: str, dtype: torch.dtype | None) -> torch.autocast:

@@ -12,43 +12,34 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.devices import (
+    can_draw,
+    generator_devices,
+    generator_state,
+    set_generator_state,
+)
+
 RandomSource = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """What a module may hold as an attribute and draw from."""
 
 
-def device_state(device: torch.device) -> Tensor:
-    """The state of torch's generator for a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+def torch_states(devices: Iterable[torch.device] | None = None) -> dict[str, Tensor]:
+    """The states of torch's generators, by device: "cpu", "cuda:0".
 
-
-def set_device_state(device: torch.device, state: Tensor) -> None:
-    """Put torch's generator for a device into a state."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def torch_states(*, current_device_only: bool = False) -> dict[str, Tensor]:
-    """The states of torch's generators, by device: "cpu", "cuda:0"."""
+    devices: the accelerators in question; all of this machine's where none are named.
+    """
     states = {"cpu": torch.get_rng_state()}
-    # Asking for CUDA's states initialises CUDA, which costs memory and forbids forking.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        numbers = range(torch.cuda.device_count())
-        if current_device_only:
-            numbers = range(torch.cuda.current_device(), torch.cuda.current_device() + 1)
-        for number in numbers:
-            states[f"cuda:{number}"] = torch.cuda.get_rng_state(number)
+    for device in generator_devices() if devices is None else devices:
+        states[str(device)] = generator_state(device)
     return states
 
 
 def set_torch_states(states: Mapping[str, Tensor]) -> None:
     """Put torch's generators into these states; those of devices that are not here are left out."""
-    for device, state in states.items():
-        if device == "cpu" or torch.cuda.is_available():
-            set_device_state(torch.device(device), state)
+    for name, state in states.items():
+        device = torch.device(name)
+        if can_draw(device):
+            set_generator_state(device, state)
 
 
 def random_sources(model: nn.Module) -> dict[str, RandomSource]:
@@ -103,7 +94,7 @@ def drawing_again(states: Mapping[str, Tensor] | None) -> Iterator[None]:
     if states is None:
         yield
         return
-    before = {device: device_state(torch.device(device)) for device in {"cpu", *states}}
+    before = {device: generator_state(torch.device(device)) for device in {"cpu", *states}}
     try:
         set_torch_states(states)
         yield

@@ -252,7 +252,7 @@ class GradientDumper:
             if self._collector is None:
                 self._collector = Collector(ranks.size, ranks.rank, self._limits.first_n)
             self._turns.uneven = allows_uneven_steps(model)
-            gradients = self._collector.collect(model, unscale=facts.divisor != 1.0)
+            gradients = self._collector.collect(model, unscale=facts.is_scaled)
             if ranks.size == 1 and not gradients.seen:
                 advice = "call dump after backward() and before zero_grad()"
                 raise UsageError(f"no parameter has a gradient at step {step}: {advice}")

@@ -18,6 +18,8 @@ from gradsight.dump.gradients import Gradients, Row
 from gradsight.dump.manifest import NAME, SCHEDULE, Chunk, Entry, Manifest, Stored, encode
 from gradsight.dump.plan import Fault, Offer, Plan, decide
 from gradsight.dump.staging import Buffer, Span
+from gradsight.measure.clipping import ClipReading, joint_coefficient
+from gradsight.measure.host_copy import HostCopy
 
 T = TypeVar("T")
 FRAME_BYTES = 2048
@@ -37,6 +39,32 @@ class Facts:
     """The loss scale; None without one."""
     divisor: float = 1.0
     """What the values found must be divided by to be unscaled."""
+    late: "LateFacts | None" = None
+    """What is on its way from the device still."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the values found carry a loss scale."""
+        return self.divisor != 1.0 or (self.late is not None and self.late.scale is not None)
+
+    def settled(self) -> "Facts":
+        """The same, with what was on its way; waits for the device, so for the writer's thread."""
+        if self.late is None:
+            return self
+        scale = self.scale if self.late.scale is None else self.late.scale.number()
+        clip_coef = joint_coefficient(self.late.clips) if self.late.clips else self.clip_coef
+        divisor = self.divisor if scale is None else scale
+        return replace(self, scale=scale, divisor=divisor, clip_coef=clip_coef, late=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LateFacts:
+    """Numbers that nobody has waited for yet."""
+
+    scale: HostCopy | None = None
+    """The loss scale that the gradient carries."""
+    clips: tuple[ClipReading | None, ...] = ()
+    """How much each optimizer used of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +100,8 @@ def run(
     job: Job, layout: Layout, ranks: ProcessGroup, limits: Limits, first: bool = False
 ) -> DumpOutcome:
     """Write one dump together with the other ranks, which have all come for it."""
+    facts = _guarded(job.facts.settled)
+    job = replace(job, fault=facts) if isinstance(facts, Fault) else replace(job, facts=facts)
     offers: list[Any] = ranks.gather_objects(_guarded(lambda: _offer(job))) or []
     decision: Any = None
     if ranks.is_first:

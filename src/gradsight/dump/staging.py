@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradsight.core.devices import accelerators, host_memory, is_accelerator, record_event
 from gradsight.dump.gradients import Gradients, Row
 
 ALIGN = 64
@@ -23,24 +24,25 @@ class Span:
 
 
 class Buffer:
-    """Host memory that is kept from dump to dump; pinned once gradients come from a GPU."""
+    """Host memory that is kept from dump to dump; pinned once they come from an accelerator."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
+        self._for_devices = False
         self._rows: tuple[Row, ...] = ()
         self._views: list[torch.Tensor] = []
         self.spans: list[Span] = []
 
     @torch.no_grad()
     def fill(self, gradients: Gradients) -> None:
-        """Copy the gradients in; on a GPU the copies are ordered, not awaited."""
-        devices = {tensor.device for tensor in gradients.tensors if tensor.is_cuda}
-        self._arrange(gradients.rows, pinned=bool(devices))
+        """Copy the gradients in; on an accelerator the copies are ordered, not awaited."""
+        devices = accelerators(gradients.tensors)
+        self._arrange(gradients.rows, devices)
         for target, tensor in zip(self._views, gradients.tensors, strict=True):
-            target.copy_(_dense(tensor, target), non_blocking=tensor.is_cuda)
+            target.copy_(_dense(tensor, target), non_blocking=is_accelerator(tensor.device))
         # One event per device says that all copies ordered before it have arrived.
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._events = [record_event(device) for device in devices]
 
     def settle(self, divisor: float = 1.0) -> None:
         """Wait for the copies and divide out a loss scale; for the writer's thread."""
@@ -60,21 +62,24 @@ class Buffer:
         """A staged piece as bytes, without a copy."""
         return self._bytes.numpy().data[span.start : span.stop]
 
-    def _arrange(self, rows: tuple[Row, ...], pinned: bool) -> None:
+    def _arrange(self, rows: tuple[Row, ...], devices: Sequence[torch.device]) -> None:
         """Find a place for each piece, unless they are those of the last time.
 
         Memory grows, and never shrinks.
         """
-        if rows == self._rows and (not pinned or self._bytes.is_pinned()):
+        needs_other_memory = bool(devices) and not self._for_devices
+        if rows == self._rows and not needs_other_memory:
             return
         self.spans = _lay_out(rows)
         self._rows = ()
         length = self.spans[-1].stop if self.spans else 0
-        if length > len(self._bytes) or (pinned and not self._bytes.is_pinned()):
+        if length > len(self._bytes) or needs_other_memory:
             # The old memory goes before the new is asked for: both together may not fit.
             self._views = []
             self._bytes = torch.empty(0, dtype=torch.uint8)
-            self._bytes = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+            where = devices[0] if devices else torch.device("cpu")
+            self._bytes = host_memory((length,), torch.uint8, where)
+            self._for_devices = bool(devices)
         self._rows = rows
         self._views = [self.view(span) for span in self.spans]
 

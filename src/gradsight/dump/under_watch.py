@@ -10,8 +10,10 @@ from gradsight.core import moments
 from gradsight.core.group import world_size
 from gradsight.core.problems import Problems
 from gradsight.dump.dumper import GradientDumper
-from gradsight.dump.job import Facts, Job
+from gradsight.dump.job import Facts, Job, LateFacts
 from gradsight.dump.manifest import SCHEDULE, joined_reasons
+from gradsight.measure.clipping import ClipReading
+from gradsight.measure.loss_scale import loss_scale
 from gradsight.values.findings import Finding, Suspicion
 from gradsight.values.steps import CHANGED_GRADIENT, TRUE_GRADIENT
 
@@ -26,7 +28,10 @@ class MadeStep:
     step: int
     gradient: str
     """What its gradients were when they were looked at."""
+    clips: tuple[ClipReading | None, ...] = ()
+    """How much its optimizers used of the gradient that was copied: on its way from the device."""
     clip_coef: float | None = None
+    """The same where it is known."""
     remaining: float | None = None
     """What is left of each gradient after the step, as a share; None if that is not one number."""
 
@@ -80,13 +85,11 @@ class WatchedDumps:
         reasons = self._reasons(step)
         if bad and suspicion is not None:
             reasons.insert(0, f"{suspicion.code} {suspicion.name}")
-        scale = None if scaler is None else float(scaler.get_scale())
         gradient = TRUE_GRADIENT if complete else CHANGED_GRADIENT
         facts = Facts(
             gradient=_MIXED if self._several else gradient,
             reason=joined_reasons(reasons),
-            scale=scale,
-            divisor=scale or 1.0,
+            late=LateFacts(scale=loss_scale(scaler)),
         )
         job = self._dumper.stage(self._model, step, facts)
         if job is not None:
@@ -122,7 +125,8 @@ class WatchedDumps:
             self._found = []
             if reason != SCHEDULE:
                 self._bad_dumped = made.step
-            self._dumper.commit(job, replace(facts, reason=reason, clip_coef=made.clip_coef))
+            late = LateFacts(None if facts.late is None else facts.late.scale, made.clips)
+            self._dumper.commit(job, replace(facts, reason=reason, late=late))
             return
         if self._dumper.wants(made.step):
             self._problems.report(

@@ -54,16 +54,17 @@ class SeenCall:
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], began: float
     ) -> "SeenCall":
         """The call that is about to be made."""
+        given = tensors_in(*args, *kwargs.values())
+        devices = {tensor.device for tensor in given if tensor.device.type != "cpu"}
         made = RecordedCall(
             args=args,
             kwargs=kwargs,
-            rng=torch_states(current_device_only=True),
+            rng=torch_states(devices),
             buffers={},
             autocast=current_autocast(),
             training=module.training,
             caller=users_line(),
         )
-        given = tensors_in(*args, *kwargs.values())
         return cls(module, made, tuple(tensor._version for tensor in given), began)
 
     def is_unchanged(self) -> bool:

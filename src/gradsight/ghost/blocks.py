@@ -21,6 +21,7 @@ from gradsight.ghost.scores import Scores
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.targets import Targets
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
+from gradsight.measure.host_copy import HostCopy
 
 
 class GhostNotice(GradsightWarning):
@@ -205,7 +206,8 @@ class BlockScorer:
                 by_parameter[target] = dict(zip(self.parameters.trainable, parts, strict=True))
         else:
             table = totals
-        self._log.add(BlockScores(self._step, ids, domains, table, kind), totals)
+        kept = HostCopy.of(table.detach().clone())
+        self._log.add(BlockScores(self._step, ids, domains, kept, kind), totals)
         by_target = dict(zip(targets, totals, strict=True))
         self.scores = Scores(self._step, ids, by_target, by_parameter, kind)
 

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gradsight.core.autocast import autocast_to
-from gradsight.core.random_state import device_state, drawing_again
+from gradsight.core.devices import generator_state as device_state
+from gradsight.core.random_state import drawing_again
 from gradsight.errors import GradsightError
 
 STRUCTURAL = frozenset(
@@ -195,7 +196,7 @@ def differentiable_kernels() -> Iterator[None]:
     onednn = torch._C._get_mkldnn_enabled()
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if torch.cuda.is_available():
+        if torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.callback(torch._C._set_mkldnn_enabled, onednn)
         torch._C._set_mkldnn_enabled(False)

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core.sharing import ModelGroup
 from gradsight.measure.clipping import ClipReading
+from gradsight.measure.host_copy import HostCopy
 
 UNSETTLED = 128
 """How many steps may wait on the device before they are read, all at once."""
@@ -45,8 +47,9 @@ class StepSum:
     """The sums of a step's scores by target, and what the optimizer did with its gradient."""
 
     step: int
-    sums: Tensor | list[float]
-    lr: float | None
+    sums: list[HostCopy] | list[float]
+    """By target; as long as they are on their way, by block."""
+    lr: float | HostCopy | None
     clip: ClipReading | None = None
     """Until it is read."""
     clip_coef: float = 1.0
@@ -99,27 +102,29 @@ class LossHistory:
         self.targets = targets
         self.steps: deque[StepSum] = deque(maxlen=length)
         self._momentum = momentum
-        self._losses: deque[tuple[int, Sequence[Tensor] | list[float]]] = deque(maxlen=length)
+        self._losses: deque[tuple[int, HostCopy | list[float]]] = deque(maxlen=length)
         self._waiting = 0
 
-    def add_scores(self, step: int, sums: Tensor, lr: float | None) -> None:
+    def add_scores(self, step: int, sums: Tensor, lr: float | HostCopy | None) -> None:
         """Add a block's scores to its step."""
+        copy = HostCopy.of(sums.detach())
         last = self.steps[-1] if self.steps else None
         if last is not None and last.step == step:
-            before = last.sums
-            if not isinstance(before, Tensor):
-                before = sums.new_tensor(before)
-            last.sums = sums + before
+            before = [each for each in last.sums if isinstance(each, HostCopy)]
+            if len(before) < len(last.sums):  # it is read already
+                before = [HostCopy.of(torch.tensor(last.sums, dtype=torch.float64))]
+            last.sums = [*before, copy]
             last.lr = lr
             return
         self._waiting += 1
         if self._waiting > UNSETTLED:
             self._settle()
-        self.steps.append(StepSum(step, sums, lr))
+        self.steps.append(StepSum(step, [copy], lr))
 
     def add_losses(self, step: int, losses: Sequence[Tensor]) -> None:
         """Every target's loss at the start of a step."""
-        self._losses.append((step, losses))
+        stacked = torch.stack([each.detach().reshape(()) for each in losses])
+        self._losses.append((step, HostCopy.of(stacked)))
 
     def checks(self, group: ModelGroup) -> dict[str, PredictionCheck]:
         """The check of every target; to be called on all processes alike."""
@@ -127,20 +132,21 @@ class LossHistory:
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in self.targets}
         if self.steps:
             changes = self._predicted_changes(group)
-            for (start, old), (end, new) in pairwise(self._losses):
+            losses = [(step, each) for step, each in self._losses if isinstance(each, list)]
+            for (start, old), (end, new) in pairwise(losses):
                 between = [i for i, s in enumerate(self.steps) if start <= s.step < end]
                 if not between:
                     continue
                 for k, name in enumerate(self.targets):
                     predicted = float(changes[between, k].sum())
-                    pairs[name].append((predicted, float(new[k]) - float(old[k])))
+                    pairs[name].append((predicted, new[k] - old[k]))
         return {name: PredictionCheck(name, tuple(each)) for name, each in pairs.items()}
 
     def _predicted_changes(self, group: ModelGroup) -> Tensor:
         """The change of every target's loss by step: [steps, targets]."""
         sums = group.sum(torch.tensor([list(s.sums) for s in self.steps], dtype=torch.float64))
         coefs = torch.tensor([s.clip_coef for s in self.steps], dtype=torch.float64)
-        rates = [1.0 if s.lr is None else s.lr for s in self.steps]
+        rates = [s.lr if isinstance(s.lr, float) else 1.0 for s in self.steps]
         moved = self._momentum.applied(sums * coefs.unsqueeze(1))
         return -moved * torch.tensor(rates, dtype=torch.float64).unsqueeze(1)
 
@@ -148,12 +154,18 @@ class LossHistory:
         """Read what waits on the device."""
         self._waiting = 0
         for entry in self.steps:
-            if isinstance(entry.sums, Tensor):
-                entry.sums = entry.sums.tolist()
+            copies = [each for each in entry.sums if isinstance(each, HostCopy)]
+            if copies:
+                entry.sums = np.sum([each.read() for each in copies], axis=0).tolist()
+            if isinstance(entry.lr, HostCopy):
+                entry.lr = entry.lr.number()
             if entry.clip is not None:
                 coef = entry.clip.read()
                 if coef is not None:
                     entry.clip_coef = coef
                 entry.clip = None
-        read = ((step, [float(x) for x in losses]) for step, losses in self._losses)
+        read = (
+            (step, losses.read().tolist() if isinstance(losses, HostCopy) else losses)
+            for step, losses in self._losses
+        )
         self._losses = deque(read, self._losses.maxlen)

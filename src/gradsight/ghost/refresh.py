@@ -95,7 +95,7 @@ def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:
     if isinstance(step, Tensor):
         # On an accelerator the step stays there: reading it would wait for the device.
         on_cpu = second.device.type == "cpu"
-        step = float(step) if on_cpu else step.to(second.device, torch.float64)
+        step = float(step) if on_cpu else step.to(second.device, second.dtype)
     root = (second / (1 - beta2**step)).sqrt()
     scale: Tensor = (root + group["eps"]).reciprocal()
     return scale

@@ -2,13 +2,14 @@
 
 import atexit
 import os
+import threading
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.prediction_check import LossHistory
 from gradsight.ghost.step_count import StepCount
 from gradsight.measure.clipping import ClipMeter, ClipReading
+from gradsight.measure.host_copy import HostCopy
 from gradsight.store.run_problems import RunProblems
 from gradsight.store.score_folder import ScoreFolder
 from gradsight.store.scores import ScoreFile, score_path
@@ -34,9 +36,9 @@ class BlockScores:
     step: int
     sample_ids: list[int | str]
     domains: list[str | None]
-    table: Tensor
+    table: HostCopy
     direction: str
-    lr: float | None = None
+    lr: float | HostCopy | None = None
     clip: ClipReading | None = None
     """Filled in when the optimizer steps."""
 
@@ -52,13 +54,15 @@ class PendingScores:
         self._targets = targets
         self._trainable = trainable
 
-    def take(self, before: int | None) -> list[SavedScore]:
-        """Remove and return the rows of all steps before the given one; None: of all steps."""
+    def take(self, before: int | None) -> list[BlockScores]:
+        """Remove and return the blocks of all steps before the given one; None: of all steps."""
         due = [b for b in self.blocks if before is None or b.step < before]
         self.blocks = [b for b in self.blocks if before is not None and b.step >= before]
-        if any(block.table.is_pinned() for block in due):
-            torch.cuda.synchronize()
-        return [row for block in due for row in self._rows(block)]
+        return due
+
+    def rows(self, blocks: Iterable[BlockScores]) -> list[SavedScore]:
+        """The rows of these blocks. Waits for the device."""
+        return [row for block in blocks for row in self._rows(block)]
 
     def drop(self, before: int) -> None:
         """Forget the steps before the given one."""
@@ -69,11 +73,13 @@ class PendingScores:
         if block.clip is not None:
             clip_coef = block.clip.read()
         rows = []
+        lr = block.lr.number() if isinstance(block.lr, HostCopy) else block.lr
+        table = block.table.read()
         for number, target in enumerate(self._targets):
-            values = block.table[number]
+            values = table[number]
             by_parameter: list[Any] = [None] * len(block.sample_ids)
             if self.format.parameters is not None:
-                by_parameter = [self._in_order(each) for each in values.t().tolist()]
+                by_parameter = [self._in_order(each) for each in values.T.tolist()]
                 values = values.sum(0)
             columns = (block.sample_ids, block.domains, values.tolist(), by_parameter)
             for sample_id, domain, score, parts in zip(*columns, strict=True):
@@ -84,7 +90,7 @@ class PendingScores:
                         domain=domain,
                         target=target,
                         score=score,
-                        lr=block.lr,
+                        lr=lr,
                         clip_coef=clip_coef,
                         by_parameter=parts,
                         direction=block.direction,
@@ -97,13 +103,6 @@ class PendingScores:
         given = iter(values)
         names = self.format.parameters or ()
         return tuple(next(given) if name in self._trainable else None for name in names)
-
-
-def to_host(table: Tensor) -> Tensor:
-    """A copy in main memory that the device fills when it gets there."""
-    if table.device.type == "cuda":
-        return table.detach().to("cpu", non_blocking=True)
-    return table.detach().clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +138,7 @@ class ScoreLog:
         self._count = StepCount(saving.run_dir, saving.start_step, group, optimizer is not None)
         self._folder: ScoreFolder | None = None
         self._saved_before = 0
+        self._thread: threading.Thread | None = None
         self._replaced = False
         self._listening = False
         self._called_by_scaler = False
@@ -179,7 +179,6 @@ class ScoreLog:
     def add(self, block: BlockScores, totals: Tensor) -> None:
         """Keep a block's scores; `totals` is their table [targets, B]."""
         self._replace_earlier_scores()
-        block.table = to_host(block.table)
         block.lr = self._learning_rate()
         self.pending.blocks.append(block)
         self.history.add_scores(block.step, totals.sum(1), block.lr)
@@ -220,18 +219,39 @@ class ScoreLog:
         if self.saving.run_dir is None or due <= self._saved_before:
             return
         self._saved_before = due
+        if self._group.size > 1:
+            self._attempt(self.save, due)
+            return
+        # In a thread of its own: neither the device nor the disk is waited for.
+        self._finish_writing()
+        blocks = self.pending.take(due)
+        write = partial(self._guard.attempt, self._attempt, self._write_blocks, due, blocks)
+        self._thread = threading.Thread(target=write, name="gradsight-scores", daemon=True)
+        self._thread.start()
+
+    def _attempt(self, write: Callable[..., Any], before: int, *given: Any) -> None:
         try:
-            self.save(due)
+            write(before, *given)
         except Exception as error:
             text = f"{type(error).__name__}: {error}; training goes on, these scores are lost"
-            self._problems.report("scores", text, step)
+            self._problems.report("scores", text, before)
+
+    def _finish_writing(self) -> None:
+        """Wait for the file that is being written."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+
+    def _write_blocks(self, before: int, blocks: list[BlockScores]) -> None:
+        self._write(before, [self.pending.rows(blocks)])
 
     def save(self, iteration: int | None) -> Path | None:
         """Write the scores of all steps before this one (None: of all).
 
         One file with every process's rows, written by the first; returns its path there.
         """
-        rows = self.pending.take(iteration)
+        self._finish_writing()
+        rows = self.pending.rows(self.pending.take(iteration))
         nothing_left = iteration is None and not rows and self._group.size == 1
         if self.saving.run_dir is None or nothing_left:
             return None
@@ -241,9 +261,12 @@ class ScoreLog:
         before = iteration
         if before is None:
             before = self._count.last + 1
+        return self._write(before, gathered)
+
+    def _write(self, before: int, parts: Sequence[Sequence[SavedScore]]) -> Path | None:
         # By step: every process has sent rows of several.
-        merged = sorted((row for part in gathered for row in part), key=lambda row: row.step)
-        if not merged:
+        merged = sorted((row for part in parts for row in part), key=lambda row: row.step)
+        if not merged or self._folder is None or self.saving.run_dir is None:
             return None
         for fault in self._folder.write(before, merged, self.pending.format):
             self._problems.report("damaged scores", fault, before)
@@ -268,12 +291,16 @@ class ScoreLog:
             if self._folder is not None:
                 self._folder.close()
 
-    def _learning_rate(self) -> float | None:
+    def _learning_rate(self) -> float | HostCopy | None:
         """The learning rate, where all parameters have the same."""
         if self._optimizer is None:
             return None
-        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
-        return rates.pop() if len(rates) == 1 else None
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        on_device = [each for each in rates if isinstance(each, Tensor)]
+        if on_device:
+            # What is on a device is not compared: schedulers change all groups' rates alike.
+            return HostCopy.of(on_device[0].detach().reshape(1).clone()) if len(rates) == 1 else None
+        return float(rates[0]) if len(set(rates)) == 1 else None
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Fused optimizers unscale gradients themselves: what they use cannot be seen before.

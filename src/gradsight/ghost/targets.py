@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -18,6 +19,7 @@ from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.gram import FactorCache, FactorRecorder
 from gradsight.ghost.parameters import ScoredParameters
+from gradsight.measure.host_copy import HostCopy
 
 LossFn = Callable[[Any, Any], Tensor]
 """From the model and a batch to the mean loss."""
@@ -25,12 +27,11 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UnreadNorms:
-    """The norms of a target's direction on their way from a GPU."""
+    """The norms of a target's direction on their way from an accelerator."""
 
     target: str
     parameters: list[str]
-    norms: Tensor
-    arrived: torch.cuda.Event
+    norms: HostCopy
 
 
 def check_targets(targets: Mapping[str, Any], device: torch.device) -> None:
@@ -150,7 +151,7 @@ class Targets:
     def _refuse_nonfinite(self, name: str, direction: Direction) -> None:
         """An error for a direction that is not finite.
 
-        On a GPU it comes one refresh later, so that nothing waits for the device.
+        On an accelerator it comes one refresh later, so that nothing waits for the device.
         """
         if not direction:
             raise GradsightError(
@@ -158,7 +159,6 @@ class Targets:
                 "direction"
             )
         for past in self._unread:
-            past.arrived.synchronize()
             _refuse_norms(past.target, past.parameters, past.norms)
         self._unread = []
         local = {n: local_part(d) for n, d in direction.items()}
@@ -167,17 +167,15 @@ class Targets:
         norms = torch.stack([norm.float().to(self.group.device) for norm in each])
         if self.group.sharded:
             norms = self.group.sum(norms)
-        if norms.device.type != "cuda":
-            _refuse_norms(name, list(parts), norms)
-            return
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        host = norms.to("cpu", non_blocking=True)
-        event.record()
-        self._unread.append(UnreadNorms(name, list(parts), host, event))
+        copy = HostCopy.of(norms)
+        if copy.is_from_device:
+            self._unread.append(UnreadNorms(name, list(parts), copy))
+        else:
+            _refuse_norms(name, list(parts), copy)
 
 
-def _refuse_norms(target: str, names: list[str], norms: Tensor) -> None:
-    finite = torch.isfinite(norms).tolist()
+def _refuse_norms(target: str, names: list[str], norms: HostCopy) -> None:
+    finite = np.isfinite(norms.read()).tolist()
     bad = [name for name, good in zip(names, finite, strict=True) if not good]
     if bad:
         raise GradsightError(

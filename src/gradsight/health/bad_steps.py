@@ -26,17 +26,17 @@ STEPS_BEFORE_A_SPIKE = 12
 
 
 def nan_rows(norms: Norms) -> Flags:
-    """Which gradients hold a NaN; one that is known to be broken, but was not counted, is one."""
+    """Which gradients hold a NaN, counted or not."""
     if norms.counts is None:
         return np.zeros(len(norms.l2), dtype=bool)
     return np.not_equal(norms.counts[0], 0)
 
 
 def infinite_rows(norms: Norms) -> Flags:
-    """Which gradients hold an infinity."""
+    """Which gradients hold an infinity, counted or not."""
     if norms.counts is None:
         return np.zeros(len(norms.l2), dtype=bool)
-    return norms.counts[1] > 0
+    return np.not_equal(norms.counts[1], 0)
 
 
 def is_nan_loss(loss: "Tensor | None") -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
 from gradsight.core.calls import RecordedCall
+from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
 from gradsight.core.parameters import called_module
@@ -71,6 +72,7 @@ class KeptCalls:
         self._compiled: Any = None
         self._thread: int | None = None  # that called the model last
         self._looks_away = False
+        self._devices: list[torch.device] | None = None
         self._spectral = _spectral_buffers(model)
         # Running statistics change with every call; they are no sign of a changed model.
         normalising = {id(buffer) for buffer in _normalising_buffers(model)}
@@ -166,17 +168,18 @@ class KeptCalls:
         self._thread = this_thread()
         ids = self._ids
         self._ids = None
+        tensors = tensors_in(*args, *kwargs.values())
         made = RecordedCall(
             args=args,
             kwargs=kwargs,
-            rng=torch_states(current_device_only=True),
+            rng=torch_states(self._devices_of(tensors)),
             buffers={name: buffer.clone() for name, buffer in self._spectral},
             autocast=current_autocast(),
             training=self.model.training,
             caller=users_line(),
             sample_ids=ids,
         )
-        call = KeptCall(made, tensors_in(*args, *kwargs.values()))
+        call = KeptCall(made, tensors)
         call.buffer_versions = [buffer._version for _, buffer in self._buffers]
         self._held += call.bytes
         self.calls.append(call)
@@ -185,6 +188,12 @@ class KeptCalls:
         ):
             self._held -= self.calls.pop(0).bytes
             self.dropped += 1
+
+    def _devices_of(self, tensors: Iterable[Tensor]) -> list[torch.device]:
+        """The accelerators that a call may draw random numbers on: of the model and its batch."""
+        if self._devices is None:
+            self._devices = accelerators(self.model.parameters())
+        return list(dict.fromkeys([*self._devices, *accelerators(tensors)]))
 
     def _after(self, output: Any) -> None:
         call = self.calls[-1]

@@ -15,25 +15,29 @@ import torch
 from torch import Tensor
 
 from gradsight.core.shards import local_part
-from gradsight.measure.flatten import flat
+from gradsight.measure.flatten import dense_real, flat
 from gradsight.measure.host_copy import HostCopy
-from gradsight.measure.norms import PIECE, NormReading, measure
+from gradsight.measure.norms import PIECE, NormReading, measure, pieces_of, stacked_norms
 from gradsight.values.measured import Norms
 
 _ALIKE = 1e-4
 _ALIKE_IN_HALF = 2e-2
 _UNTOUCHED = 1e-6
+_SMALL = 2**14
+"""Entries of a gradient that is measured again on an accelerator."""
+_PROBED = 4
+"""How many of them."""
 
 Place = tuple[int, int]
 """Which of a look's arrays of pieces, and the position in it."""
 
 
 class ClipProbe:
-    """One or two pieces of the gradients of a look, measured again when the optimizer is about to
-    use them.
+    """A few pieces of the gradients of a look, measured again when the optimizer is about to use
+    them.
     """
 
-    __slots__ = ("_after", "_alike", "_unchanged")
+    __slots__ = ("_after", "_alike", "_gradient_of", "_unchanged")
 
     def __init__(
         self,
@@ -45,23 +49,46 @@ class ClipProbe:
 
         `gradient_of` gives a row's gradient now.
         """
-        self._after: list[tuple[Place, HostCopy]] = []
+        self._after: list[tuple[list[Place], HostCopy]] = []
         self._alike = _ALIKE
         self._unchanged = False
-        # Two small pieces instead of all gradients: reading everything again would double the cost
-        # of a look, and clipping scales all of it by one number anyway.
+        self._gradient_of = gradient_of
+        # Small pieces instead of all gradients: reading everything again would double the cost of
+        # a look, and clipping scales all of it by one number anyway.
+        with torch.no_grad():
+            if look.is_from_device:
+                self._look_on_devices(look, allowed)
+            else:
+                self._look_on_host(look, allowed)
+
+    def _look_on_devices(self, look: NormReading, allowed: Collection[int] | None) -> None:
+        """Measure small gradients again, without a number of the look in hand."""
+        for array in range(look.arrays):
+            places: list[Place] = []
+            pieces: list[Tensor] = []
+            for place in _small_places(look, array, allowed, self._gradient_of):
+                gradient = self._gradient_of(look.rows(array)[place[1]])
+                self._note_precision(gradient)
+                places.append(place)
+                pieces.append(dense_real(gradient.detach()))
+            if pieces:
+                self._after.append((places, HostCopy.of(stacked_norms(pieces))))
+
+    def _look_on_host(self, look: NormReading, allowed: Collection[int] | None) -> None:
         for place in _places(look, allowed):
-            piece = self._piece(look, place, gradient_of)
-            if (
-                look.pieces
-                and not self._after
-                and self._is_as_before(piece, look.pieces[place[0]][1][place[1]])
-            ):
-                self._unchanged = True  # the largest entry is what it was: nothing was clipped
-                return
-            if piece.numel():
-                with torch.no_grad():
-                    self._after.append((place, HostCopy.of(torch.stack(measure(piece)))))
+            piece = self._piece(look, place)
+            if not piece.numel():
+                continue
+            if look.pieces and not self._after:
+                before = look.pieces[place[0]][1][place[1]]
+                if self._is_as_before(piece, before):
+                    self._unchanged = True  # the largest entry is what it was: nothing was clipped
+                    return
+            self._after.append(([place], HostCopy.of(torch.stack(measure(piece)))))
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(arrival.ready() for _, arrival in self._after)
 
     def coefficient(self, look: NormReading, scale: float) -> float | None:
         """What the optimizer used / the gradient, where the look saw `scale` times what it would
@@ -69,42 +96,69 @@ class ClipProbe:
         """
         if self._unchanged and scale == 1.0:
             return 1.0
-        ratios = []
-        for (array, position), arrival in self._after:
-            before, after = look.pieces[array][1][position], arrival.read()
-            with np.errstate(all="ignore"):
-                ratios += [
-                    np.sqrt(after[0] / before[0]) * scale,
-                    _peak(after) / _peak(before) * scale,
-                ]
+        ratios: list[float] = []
+        for places, arrival in self._after:
+            for place, after in zip(places, pieces_of(arrival), strict=True):
+                before = look.pieces[place[0]][1][place[1]]
+                # What was zero and still is tells nothing.
+                if not (before[2] == before[1] == 0 and after[2] == after[1] == 0):
+                    ratios += _ratios(before, after, scale)
         if (
             not ratios
             or not np.isfinite(ratios).all()
             or max(ratios) - min(ratios) > self._alike * max(ratios)
         ):
             return None
-        return 1.0 if abs(ratios[0] - 1) < 1e-6 else float(ratios[0])
+        return 1.0 if abs(ratios[0] - 1) < _UNTOUCHED else float(ratios[0])
 
     @staticmethod
     def _is_as_before(piece: Tensor, before: npt.NDArray[np.float64]) -> bool:
-        if not piece.numel():
-            return False
-        smallest, largest = torch.aminmax(piece.detach())
+        smallest, largest = torch.aminmax(piece)
         return bool(float(smallest) == before[1] and float(largest) == before[2])
 
-    def _piece(
-        self, look: NormReading, place: Place, gradient_of: Callable[[int], Tensor]
-    ) -> Tensor:
+    def _piece(self, look: NormReading, place: Place) -> Tensor:
         rows = look.rows(place[0])
         row = rows[place[1]]
         number = place[1] - rows.index(row)
-        gradient = gradient_of(row)
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            self._alike = _ALIKE_IN_HALF
+        gradient = self._gradient_of(row)
+        self._note_precision(gradient)
         entries = flat(gradient.detach())
-        if entries.numel() <= PIECE or gradient.device.type != "cpu":
+        if entries.numel() <= PIECE:
             return entries
         return entries[number * PIECE : (number + 1) * PIECE]
+
+    def _note_precision(self, gradient: Tensor) -> None:
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            self._alike = _ALIKE_IN_HALF
+
+
+def _ratios(
+    before: npt.NDArray[np.float64], after: npt.NDArray[np.float64], scale: float
+) -> list[float]:
+    with np.errstate(all="ignore"):
+        norms = np.sqrt(after[0] / before[0]) * scale
+        peaks = _peak(after) / _peak(before) * scale
+    return [float(norms), float(peaks)]
+
+
+def _small_places(
+    look: NormReading,
+    array: int,
+    allowed: Collection[int] | None,
+    gradient_of: Callable[[int], Tensor],
+) -> list[Place]:
+    """A few small gradients of an array, spread over the model: the largest are not read again."""
+    sizes = []
+    for position, row in enumerate(look.rows(array)):
+        if allowed is None or row in allowed:
+            size = gradient_of(row).numel()
+            if size:
+                sizes.append((size, position))
+    small = [position for size, position in sizes if size <= _SMALL]
+    if len(small) < 2:
+        small = [position for _, position in sorted(sizes)[:2]]
+    step = max(1, -(-len(small) // _PROBED))
+    return [(array, position) for position in small[::step]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +172,35 @@ class ClipReading:
     still_scaled: bool = False
     """Whether it is in them still when the optimizer gets them: a fused one divides by itself."""
 
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        scale_is_here = self.scale is None or self.scale.ready()
+        return scale_is_here and self.look.ready() and self.probe.ready()
+
     def read(self) -> float | None:
         """The clip coefficient; None where there is no such number. Waits for the device."""
         if not self.look.pieces:
             self.look.read()
         factor = 1.0
         if self.scale is not None and not self.still_scaled:
-            factor = float(self.scale.read()[0])
+            factor = self.scale.number()
         return self.probe.coefficient(self.look, factor)
+
+
+def joint_coefficient(clips: Sequence[ClipReading | None]) -> float | None:
+    """The one number by which every optimizer's gradients were scaled down; None without one."""
+    coefficients = []
+    for clip in clips:
+        coefficient = None if clip is None else clip.read()
+        if coefficient is None:
+            return None
+        coefficients.append(coefficient)
+    if not coefficients:
+        return None
+    first = coefficients[0]
+    if any(abs(each - first) > _ALIKE * first for each in coefficients):
+        return None
+    return first
 
 
 def remaining_share(then: Norms, now: Norms) -> float | None:

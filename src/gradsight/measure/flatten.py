@@ -13,15 +13,21 @@ def flat(gradient: Tensor) -> Tensor:
     >>> flat(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)).shape
     torch.Size([96])
     """
-    if gradient.layout is not torch.strided:
-        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient.to_dense()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
+    gradient = dense_real(gradient)
     if gradient.is_contiguous():
         return gradient if gradient.dim() == 1 else gradient.view(-1)
     if _fills_its_memory(gradient):
         return gradient.as_strided((gradient.numel(),), (1,))
     return gradient.reshape(-1)
+
+
+def dense_real(gradient: Tensor) -> Tensor:
+    """The entries of a sparse or complex tensor as real numbers; others as they are."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient.to_dense()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    return gradient
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:

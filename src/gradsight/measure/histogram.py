@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import is_accelerator, sent_to
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.sample import Sample
 from gradsight.values.histograms import Histogram
@@ -49,6 +50,10 @@ class HistogramReading:
             counts = count_classes(sample.entries, sample.sizes)
             self._parts.append((rows, HostCopy.of(counts), sample.sizes, sample.full_sizes))
 
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(arrival.ready() for _, arrival, _, _ in self._parts)
+
     def read(self) -> Floats:
         """The counters; they add up over ranks."""
         result = np.zeros((self._size, WIDTH))
@@ -66,7 +71,7 @@ def count_classes(entries: Tensor, sizes: Sequence[int]) -> Tensor:
     One flat vector.
     """
     device = entries.device
-    lengths = torch.tensor(sizes, device=device)
+    lengths = sent_to(torch.tensor(sizes), device)
     row = torch.repeat_interleave(
         torch.arange(len(sizes), device=device), lengths, output_size=entries.numel()
     )
@@ -85,7 +90,7 @@ def count_classes(entries: Tensor, sizes: Sequence[int]) -> Tensor:
 def _count(keys: Tensor, size: int) -> Tensor:
     """How often each key occurs."""
     # bincount asks an accelerator for its largest key, and waits; scatter_add_ does not.
-    if keys.device.type == "cpu":
+    if not is_accelerator(keys.device):
         return torch.bincount(keys, minlength=size)
     return torch.zeros(size, dtype=torch.int64, device=keys.device).scatter_add_(
         0, keys, torch.ones_like(keys)

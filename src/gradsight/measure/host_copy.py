@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import host_memory, is_accelerator, record_event
 from gradsight.core.shards import local_part
 from gradsight.values.measured import Floats
 
@@ -26,14 +26,17 @@ class HostCopy:
         """Start copying this vector, which nobody may write to any more."""
         vector = local_part(vector)
         device = vector.device
-        if device.type == "cpu":
+        if not is_accelerator(device):
             return cls(vector)
         # Only a copy into pinned memory leaves the host free to go on.
-        host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=device.type == "cuda")
+        host = host_memory(vector.shape, vector.dtype, device)
         host.copy_(vector, non_blocking=True)
-        event = torch.Event(device)
-        event.record()
-        return cls(host, event)
+        return cls(host, record_event(device))
+
+    @property
+    def is_from_device(self) -> bool:
+        """Whether it has a way to go."""
+        return self._event is not None
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
@@ -43,4 +46,9 @@ class HostCopy:
         """The numbers, in float64. The one place that waits for a device."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.numpy().astype(np.float64)
+        numbers: Floats = self._host.double().numpy()
+        return numbers
+
+    def number(self) -> float:
+        """The first number."""
+        return float(self.read().reshape(-1)[0])

@@ -45,7 +45,7 @@ class LocalNorms:
     def see(self, row: int, gradient: Tensor) -> None:
         """A backward pass brings this gradient to a parameter."""
         with torch.no_grad():
-            wide = torch.float32 if gradient.device.type == "mps" else torch.float64
+            wide = torch.promote_types(gradient.dtype.to_real(), torch.float32)
             # Squares add up over micro-batches; norms do not.
             square = torch.linalg.vector_norm(flat(gradient.detach()), dtype=wide).square()
             known = self._squares.get(row)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsight.measure.flatten import flat
+from gradsight.core.devices import is_accelerator, widest_float
+from gradsight.measure.flatten import dense_real, flat
 from gradsight.measure.host_copy import HostCopy
 from gradsight.values.measured import Floats, Norms
 
@@ -32,40 +33,50 @@ class NormReading:
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self._size = len(gradients)
         self.pieces: list[tuple[list[int], Floats]] = []
-        """Once read, per device.
+        """Once read, per device and type.
 
-        The rows of its pieces, and an array [n, 3] of sum of squares, smallest and largest.
+        The rows of its pieces, and an array [n, 3] of sum of squares, smallest and largest; where
+        it comes from an accelerator, these are the largest magnitude with either sign.
         """
         self.peaks: list[Floats] = []
         """The same pieces' largest magnitudes."""
-        devices: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+        on_host = _Pieces()
+        elsewhere: dict[tuple[torch.device, torch.dtype], _Pieces] = {}
         with torch.no_grad():
             for row, gradient in enumerate(gradients):
-                entries = flat(gradient)
-                size = entries.numel()
-                if size == 0:
+                if gradient.numel() == 0:
                     continue
-                device = entries.device
-                scalars, rows = devices.get(device) or devices.setdefault(device, ([], []))
-                pieces = (
-                    torch.split(entries, PIECE)
-                    if size > PIECE and device.type == "cpu"
-                    else (entries,)
-                )
-                for piece in pieces:
-                    rows.append(row)
-                    scalars += measure(piece)
+                if is_accelerator(gradient.device):
+                    kind = (gradient.device, gradient.dtype)
+                    elsewhere.setdefault(kind, _Pieces()).add(row, dense_real(gradient))
+                else:
+                    entries = flat(gradient)
+                    for piece in (
+                        torch.split(entries, PIECE) if len(entries) > PIECE else (entries,)
+                    ):
+                        on_host.add(row, piece)
             # One stacked vector per device and one copy: a read per parameter would wait for the
             # device as often as there are parameters.
-            self._stacked = [torch.stack(scalars) for scalars, _ in devices.values()]
-            arrivals = map(HostCopy.of, self._stacked)
-            rows_by_device = [rows for _, rows in devices.values()]
-            self._arrivals = list(zip(arrivals, rows_by_device, strict=True))
+            self._stacked = [stacked_norms(each.entries) for each in elsewhere.values()]
+            pieces = list(elsewhere.values())
+            if on_host.rows:
+                scalars = [scalar for piece in on_host.entries for scalar in measure(piece)]
+                self._stacked.append(torch.stack(scalars))
+                pieces.append(on_host)
+            self._arrivals = [
+                (HostCopy.of(stacked), each.rows)
+                for stacked, each in zip(self._stacked, pieces, strict=True)
+            ]
 
     @property
     def arrays(self) -> int:
-        """How many arrays of pieces there are: one per device."""
+        """How many arrays of pieces there are: one per device and type."""
         return len(self._arrivals)
+
+    @property
+    def is_from_device(self) -> bool:
+        """Whether it has a way to go."""
+        return any(arrival.is_from_device for arrival, _ in self._arrivals)
 
     def rows(self, array: int) -> list[int]:
         """The row of every piece of an array."""
@@ -76,12 +87,15 @@ class NormReading:
         return all(arrival.ready() for arrival, _ in self._arrivals)
 
     def extremes(self) -> list[Tensor]:
-        """Per device, the smallest and the largest entry of every piece, still on that device."""
-        return [stacked.view(-1, 3)[:, 1:] for stacked in self._stacked]
+        """Numbers on the devices that are not finite where an entry of theirs is not."""
+        return [
+            stacked[1] if arrival.is_from_device else stacked.view(-1, 3)[:, 1:]
+            for (arrival, _), stacked in zip(self._arrivals, self._stacked, strict=True)
+        ]
 
     def read(self) -> Norms:
         """The numbers as far as one pass gives them."""
-        self.pieces = [(rows, arrival.read().reshape(-1, 3)) for arrival, rows in self._arrivals]
+        self.pieces = [(rows, pieces_of(arrival)) for arrival, rows in self._arrivals]
         self.peaks = [np.maximum(-values[:, 1], values[:, 2]) for _, values in self.pieces]
         if len(self.pieces) == 1 and len(self.pieces[0][0]) == self._size:
             squares, peaks = self.pieces[0][1][:, 0], self.peaks[0]
@@ -92,6 +106,41 @@ class NormReading:
         return with_total(np.sqrt(squares), peaks)
 
 
+class _Pieces:
+    """Entries that are measured together, and the rows that they are of."""
+
+    __slots__ = ("entries", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.entries: list[Tensor] = []
+
+    def add(self, row: int, entries: Tensor) -> None:
+        self.rows.append(row)
+        self.entries.append(entries)
+
+
+def stacked_norms(tensors: list[Tensor]) -> Tensor:
+    """Norms and largest magnitudes of tensors of one type, [2, n], on their device.
+
+    A handful of kernels however many there are, and no copy of any. In float32 or wider: squares of
+    entries are added up inside a kernel, which overflows above 1.8e19 and vanishes below 1e-19.
+    """
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms = torch._foreach_norm(tensors, 2, dtype=wide)
+    peaks = torch._foreach_norm(tensors, float("inf"), dtype=wide)
+    return torch.stack([*norms, *peaks]).view(2, len(tensors))
+
+
+def pieces_of(arrival: HostCopy) -> Floats:
+    """An array [n, 3] of squares, smallest and largest."""
+    numbers = arrival.read()
+    if not arrival.is_from_device:
+        return numbers.reshape(-1, 3)
+    norms, peaks = numbers
+    return np.stack([np.square(norms), -peaks, peaks], axis=1)
+
+
 def with_total(l2: Floats, peaks: Floats) -> Norms:
     """Norms with their total; what is not finite has counts that nobody knows yet."""
     square = float(l2.dot(l2))
@@ -100,23 +149,22 @@ def with_total(l2: Floats, peaks: Floats) -> Norms:
         return Norms(l2, peaks, None, square**0.5)
     counts = None
     if not np.isfinite(peaks).all():
-        unknown = np.where(np.isfinite(peaks), 0.0, -1.0)
-        counts = (unknown, unknown.copy())
+        # Told apart by the largest entry: beside a NaN there may be an infinity that nobody sees.
+        counts = (np.where(np.isnan(peaks), -1.0, 0.0), np.where(np.isinf(peaks), -1.0, 0.0))
     return Norms(l2, peaks, counts, float(combine(l2)), wide=True)
 
 
 def measure(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of squares, smallest and largest of some entries, in float32 or wider."""
+    """Sum of squares, smallest and largest of some entries of the host, in float32 or wider."""
     # aminmax and dot together read a gradient as fast as memory allows; torch's foreach norm of
     # infinity takes twelve times as long, and a loop with isnan() thirty times.
     smallest, largest = torch.aminmax(entries)
-    if entries.dtype in _DOT_IS_PRECISE and entries.device.type == "cpu":
+    if entries.dtype in _DOT_IS_PRECISE:
         return torch.dot(entries, entries), smallest, largest
-    wide = torch.float32 if entries.device.type == "mps" else torch.float64
     return (
-        torch.linalg.vector_norm(entries, dtype=wide).square(),
-        smallest.to(wide),
-        largest.to(wide),
+        torch.linalg.vector_norm(entries, dtype=torch.float64).square(),
+        smallest.double(),
+        largest.double(),
     )
 
 
@@ -155,15 +203,39 @@ def recount(gradients: Sequence[Tensor], norms: Norms) -> Norms:
     if not len(doubtful):
         return norms
     l2, nan, inf = norms.l2.copy(), np.zeros(len(norms.l2)), np.zeros(len(norms.l2))
-    for row in doubtful.tolist():
-        entries = flat(gradients[row].detach())
-        nan[row] = int(torch.isnan(entries).sum())
-        inf[row] = int(torch.isinf(entries).sum())
-        peak = norms.max_abs[row]
-        if np.isfinite(peak):
-            l2[row] = peak * float(torch.linalg.vector_norm(entries.double() / peak))
+    counted = _counted([gradients[row] for row in doubtful.tolist()], norms.max_abs[doubtful])
+    for row, (nans, infs, scaled) in zip(doubtful.tolist(), counted, strict=True):
+        nan[row] = nans
+        inf[row] = infs
+        if np.isfinite(norms.max_abs[row]):
+            l2[row] = norms.max_abs[row] * scaled
     bad = bool(nan.any() or inf.any())
     return Norms(l2, norms.max_abs, (nan, inf) if bad else None, float(combine(l2)), wide=True)
+
+
+def _counted(gradients: Sequence[Tensor], peaks: Floats) -> list[list[float]]:
+    """Of each gradient: how many NaN, how many infinities, and its norm in units of its peak."""
+    by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    for place, (gradient, peak) in enumerate(zip(gradients, peaks.tolist(), strict=True)):
+        entries = flat(gradient.detach())
+        unit = peak if np.isfinite(peak) and peak > 0 else 1.0
+        # In float64 where there is one: a peak of 1e-40 has no reciprocal in float32.
+        wide = entries.to(widest_float(entries.device))
+        numbers = (
+            torch.isnan(entries).sum().to(wide.dtype),
+            torch.isinf(entries).sum().to(wide.dtype),
+            torch.linalg.vector_norm(wide / unit),
+        )
+        places, scalars = by_device.setdefault(entries.device, ([], []))
+        places.append(place)
+        scalars += numbers
+    result: list[list[float]] = [[]] * len(gradients)
+    # One read per device, however many gradients are broken.
+    for places, scalars in by_device.values():
+        rows = HostCopy.of(torch.stack(scalars)).read().reshape(-1, 3).tolist()
+        for place, row in zip(places, rows, strict=True):
+            result[place] = row
+    return result
 
 
 def combine(l2: Floats) -> Floats:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from gradsight.measure.host_copy import HostCopy
+
 _LOOKS = 4
 
 
@@ -32,19 +34,43 @@ class UnitLife:
                 if row in self._rows and gradient.dim() >= 2 and gradient.layout is torch.strided:
                     self._remember(row, step, (gradient.detach() != 0).flatten(1).any(dim=1))
 
-    def dead_shares(self) -> dict[int, float]:
-        """By row: the share of dead units, for weights with enough looks. Waits for the device."""
-        return {
-            row: float((~torch.stack([alive for _, alive in looks]).any(dim=0)).double().mean())
-            for row, looks in self._looks.items()
-            if len(looks) == _LOOKS and len({alive.shape for _, alive in looks}) == 1
-        }
+    def reading(self) -> "UnitReading":
+        """The share of dead units of the weights with enough looks, on its way to the host."""
+        shares: dict[torch.device, dict[int, Tensor]] = {}
+        with torch.no_grad():
+            for row, looks in self._looks.items():
+                if len(looks) == _LOOKS and len({alive.shape for _, alive in looks}) == 1:
+                    dead = ~torch.stack([alive for _, alive in looks]).any(dim=0)
+                    shares.setdefault(dead.device, {})[row] = dead.float().mean()
+            copies = [
+                (list(by), HostCopy.of(torch.stack(list(by.values())))) for by in shares.values()
+            ]
+        return UnitReading(copies)
 
     def _remember(self, row: int, step: int, alive: Tensor) -> None:
         looks = self._looks[row]
         if looks and looks[-1][0] == step and looks[-1][1].shape == alive.shape:
             alive = alive | looks.pop()[1]
         looks.append((step, alive))
+
+
+class UnitReading:
+    """Shares of dead units, on their way from the device."""
+
+    def __init__(self, copies: Sequence[tuple[list[int], HostCopy]]) -> None:
+        self._copies = copies
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(copy.ready() for _, copy in self._copies)
+
+    def read(self) -> dict[int, float]:
+        """By row: the share of dead units."""
+        return {
+            row: share
+            for rows, copy in self._copies
+            for row, share in zip(rows, copy.read().tolist(), strict=True)
+        }
 
 
 def exact_dead_share(gradients: Sequence[Tensor]) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import widest_float
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.sample import Sample
 from gradsight.values.measured import Floats
@@ -45,6 +46,10 @@ class UpdateReading:
             sample.entries = sample.entries.new_empty(0)
         self._before = []
 
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(arrival.ready() for _, _, arrival in self._arrivals)
+
     def read(self) -> Floats:
         """An array [n, WIDTH]; rows add up over ranks."""
         result = np.zeros((len(self._tensors), WIDTH))
@@ -57,7 +62,10 @@ class UpdateReading:
 
 def _moments(parts: Sequence[Tensor]) -> list[Tensor]:
     """Sums of squares of the parts, then sums of fourth powers."""
-    squares = [part.double().square() for part in parts]
+    if not parts:
+        return []
+    wide = widest_float(parts[0].device)
+    squares = [part.to(wide).square() for part in parts]
     return [square.sum() for square in squares] + [square.square().sum() for square in squares]
 
 

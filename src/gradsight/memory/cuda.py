@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+CUDA = "cuda"
 GRANULE = 512
 """CUDA's allocator rounds every block up to this many bytes."""
 
@@ -29,6 +30,11 @@ UNKNOWN = (
 
 _attention = F.scaled_dot_product_attention
 _autocast_init = torch.autocast.__init__
+
+
+def is_cuda(device: str) -> bool:
+    """Whether a device type, as users give it, is CUDA's."""
+    return device == CUDA
 
 
 @contextmanager
@@ -121,7 +127,7 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
     """Autocast for CUDA, on the CPU tensors that stand in for CUDA's."""
-    if device_type == "cuda":
+    if is_cuda(device_type):
         device_type = "cpu"
         # Where no type is named, CUDA's autocast takes float16 and the CPU's bfloat16.
         if not args and kwargs.get("dtype") is None:
@@ -142,7 +148,7 @@ class _StayOnCpu(TorchFunctionMode):
 def _as_cpu(value: Any) -> Any:
     """A CUDA device, as an object or as text, replaced by the CPU."""
     if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
+        return torch.device("cpu") if is_cuda(value.type) else value
     if isinstance(value, str):
         return "cpu" if re.fullmatch(r"cuda(:\d+)?", value) else value
     return value

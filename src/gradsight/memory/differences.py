@@ -27,7 +27,7 @@ class StepSnapshot:
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
     random: Mapping[str, bytes]
-    """The state of every generator: torch's, CUDA's, numpy's, Python's, and those modules hold."""
+    """The state of every generator: torch's, numpy's, Python's, and those that modules hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def take_snapshot(model: nn.Module, loss: torch.Tensor) -> StepSnapshot:
 
 
 def _shared_random_states() -> dict[str, bytes]:
-    """The states of torch's, CUDA's, numpy's and Python's own generators."""
+    """The states of torch's (of every device), numpy's and Python's own generators."""
     of_devices = torch_states()
     states = {
         "torch's generator": as_bytes(of_devices.pop("cpu")),
@@ -92,7 +92,7 @@ def _shared_random_states() -> dict[str, bytes]:
         "Python's generator": as_bytes(random.getstate()),
     }
     for device, state in of_devices.items():
-        states[f"CUDA's generator {device.removeprefix('cuda:')}"] = as_bytes(state)
+        states[f"the generator of {device}"] = as_bytes(state)
     return states
 
 

@@ -11,6 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from gradsight.core.devices import allocator_figures, free_bytes, has_gpu, total_bytes
+from gradsight.memory.cuda import is_cuda
 from gradsight.memory.storages import storages
 from gradsight.values.steps import ScalarTracker, check_tracker
 from gradsight.values.whole_numbers import whole_number
@@ -36,7 +38,7 @@ class MemoryMonitor:
             return {}
         if tracker is not None:
             check_tracker(tracker)
-        scalars = gpu_memory() if torch.cuda.is_available() else process_memory()
+        scalars = gpu_memory() if has_gpu() else process_memory()
         if tracker is not None:
             for name, value in scalars.items():
                 tracker.log_scalar(name, value, step)
@@ -45,11 +47,7 @@ class MemoryMonitor:
 
 def gpu_memory() -> dict[str, float]:
     """The figures of CUDA's allocator for the current device."""
-    return {
-        "memory/gpu_allocated_gb": torch.cuda.memory_allocated() / 1e9,
-        "memory/gpu_reserved_gb": torch.cuda.memory_reserved() / 1e9,
-        "memory/gpu_max_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
-    }
+    return {f"memory/gpu_{name}_gb": size / 1e9 for name, size in allocator_figures().items()}
 
 
 def process_memory() -> dict[str, float]:
@@ -66,15 +64,15 @@ def process_memory() -> dict[str, float]:
 
 def available_memory(device: str = "cpu") -> int | None:
     """Bytes that can still be had on a device; None where that cannot be told."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+    if is_cuda(device):
+        return free_bytes(torch.device(device))
     return _system_memory().get("MemAvailable")
 
 
 def total_memory(device: str = "cpu") -> int | None:
     """Bytes that a device has in all, with the machine's swap; None where that cannot be told."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else None
+    if is_cuda(device):
+        return total_bytes(torch.device(device))
     system = _system_memory()
     if "MemTotal" not in system:
         return None

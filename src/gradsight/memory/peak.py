@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from gradsight.core.devices import allocator_figures, has_gpu, reset_allocator_peak
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.allocator import AllocatorPeak, OperatorMarks, allocator_peak
 from gradsight.memory.collectives import BUCKETS, GATHERED
 from gradsight.memory.counter import Allocation, StorageCounter
+from gradsight.memory.cuda import CUDA, is_cuda
 from gradsight.memory.workload import refused_call
 from gradsight.values.memory import MemoryUse
 
@@ -71,12 +73,10 @@ def measure_peak_memory(fn: Callable[[], object], *, operators: bool = False) ->
     if not isinstance(operators, bool):
         raise UsageError(f"operators must be True or False, got {operators!r}")
     counter = StorageCounter()
-    # Asked first, since resetting would initialise CUDA, which takes memory and forbids forking.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
+    reset_allocator_peak()
     allocated = run_counted(fn, counter, operators=operators)
-    if torch.cuda.is_available() and any(entry.device == "cuda" for entry in counter.log):
-        return cuda_memory_use(counter, torch.cuda.max_memory_allocated())
+    if has_gpu() and any(is_cuda(entry.device) for entry in counter.log):
+        return cuda_memory_use(counter, int(allocator_figures()["max_allocated"]))
     use = memory_use(counter)
     if allocated is None:
         return replace(use, notes=scratch_notes(counter))
@@ -127,10 +127,10 @@ def memory_use(
 
 def cuda_memory_use(counter: StorageCounter, allocated: int) -> MemoryUse:
     """CUDA's own peak; what its allocator held beyond the tensors seen is among the temporaries."""
-    by_kind = kinds_at_peak(counter, device="cuda")
+    by_kind = kinds_at_peak(counter, device=CUDA)
     beyond = allocated - sum(by_kind.values())
     by_kind["temporaries"] += beyond
-    return MemoryUse(allocated, by_kind, "cuda", flops=counter.flops, operator_bytes=max(0, beyond))
+    return MemoryUse(allocated, by_kind, CUDA, flops=counter.flops, operator_bytes=max(0, beyond))
 
 
 def kinds_at_peak(counter: StorageCounter, device: str | None = None) -> dict[str, int]:

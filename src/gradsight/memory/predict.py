@@ -19,7 +19,7 @@ from gradsight.memory.assumed_values import (
     Case,
 )
 from gradsight.memory.counter import StorageCounter
-from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators
+from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
 from gradsight.memory.fake import data_dependence_refused, fake_tensors
 from gradsight.memory.known_values import KnownValues
 from gradsight.memory.peak import memory_use, scratch_notes
@@ -112,7 +112,7 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
                 counter.mark_parameters(workload.model.parameters())
         buckets = bucket_bytes(workload.model, setting, granule_of(device))
     notes = scratch_notes(counter, device=device)
-    if device == "cuda":
+    if is_cuda(device):
         notes = (*UNKNOWN, *notes)
     use = memory_use(counter, device=device, predicted=True, notes=notes)
     return _Case(case, with_buckets(use, buckets), frozenset(values.read))
@@ -133,7 +133,7 @@ def fake_device(device: str, case: Case = USUAL) -> Iterator[KnownValues]:
             torch.manual_seed(case.seed)
         stack.enter_context(fake_tensors())
         stack.enter_context(values)
-        if device == "cuda":
+        if is_cuda(device):
             stack.enter_context(cuda_operators())
         stack.enter_context(data_dependence_refused())
         yield values
@@ -141,7 +141,7 @@ def fake_device(device: str, case: Case = USUAL) -> Iterator[KnownValues]:
 
 def granule_of(device: str) -> int:
     """The size to whose multiples the device's allocator rounds up."""
-    return GRANULE if device == "cuda" else 1
+    return GRANULE if is_cuda(device) else 1
 
 
 def count_parameters(build: Build) -> int:

@@ -14,6 +14,7 @@ from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.blocks import blocks_meant, find_blocks
 from gradsight.memory.causes import Evidence, likely_cause
+from gradsight.memory.cuda import is_cuda
 from gradsight.memory.differences import (
     DivergenceFinder,
     StepDifferences,
@@ -187,7 +188,7 @@ def run_step(workload: Workload, optimizer: str | None) -> StepEffects:
 
 def _with_state(use: MemoryUse, state: int) -> MemoryUse:
     """The peak with the optimizer's state, which is there although backward does not touch it."""
-    if use.device == "cuda":
+    if is_cuda(use.device):
         return use  # CUDA's allocator counts it already
     by_kind = {**use.by_kind, "optimizer": state}
     return replace(use, peak_bytes=use.peak_bytes + state, by_kind=by_kind)

@@ -12,6 +12,7 @@ from torch import nn
 
 from gradsight.core.parameters import type_name
 from gradsight.errors import GradsightError, UsageError, UserCodeError
+from gradsight.memory.cuda import is_cuda
 
 Build = Callable[[], object]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -201,7 +202,7 @@ def make_optimizer(
         )
     # torch chooses the multi-tensor form by the parameters' device, and where CUDA is predicted
     # they lie on the CPU.
-    foreach = True if device == "cuda" else None
+    foreach = True if is_cuda(device) else None
     return OPTIMIZERS[optimizer](trainable, foreach=foreach, lr=0.0)  # type: ignore[call-arg]
 
 

@@ -104,7 +104,7 @@ def held_bytes(root: object, theirs: Set[int] = frozenset()) -> int:
 
 def _storage(tensor: torch.Tensor) -> int:
     # A sharded tensor has no memory of its own: its part has.
-    return local_part(tensor).untyped_storage().data_ptr()
+    return int(local_part(tensor).untyped_storage()._cdata)
 
 
 def _parts(holder: object) -> Iterator[object]:

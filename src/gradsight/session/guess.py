@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradsight.core.devices import is_accelerator
+
 _MEAN, _SUM = 1, 2
 _DEPTH = 4
 """Multiplications and divisions after the loss itself that are followed.
@@ -16,10 +18,10 @@ By a GradScaler, for accumulation, by a weight.
 """
 
 
-def loss_of_a_guess(loss: Tensor) -> float | None:
+def loss_of_a_guess(loss: Tensor) -> float | Tensor | None:
     """The cross-entropy of equal probabilities, times what it was multiplied by since.
 
-    None for any other loss.
+    None for any other loss; a tensor where a factor is on a device, which nobody waits for.
 
     >>> import torch
     >>> logits, labels = torch.zeros(8, 5, requires_grad=True), torch.arange(8) % 5
@@ -29,7 +31,7 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
     """
     # The graph knows the shape of the logits and every factor; no data is read, so nothing waits.
     node: Any = loss.grad_fn
-    factor = 1.0
+    factor: float | Tensor = 1.0
     for _ in range(_DEPTH):
         if node is None:
             return None
@@ -38,12 +40,20 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
             other = node._saved_other
             if other is None or other.numel() != 1 or other.requires_grad:
                 return None
-            factor = factor * float(other) if name == "MulBackward0" else factor / float(other)
+            other = _factor(other)
+            factor = factor * other if name == "MulBackward0" else factor / other
             node = node.next_functions[0][0]
             continue
         chance = _chance(node, name)
         return None if chance is None else chance * factor
     return None
+
+
+def _factor(other: Any) -> Any:
+    """A number of the graph: read where that costs nothing."""
+    if isinstance(other, Tensor) and is_accelerator(other.device):
+        return other.detach().reshape(())
+    return float(other)
 
 
 def _chance(node: Any, name: str) -> float | None:

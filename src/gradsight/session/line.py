@@ -6,6 +6,7 @@ What is handed on is a frozen value. Findings are returned, not told.
 """
 
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -26,7 +27,7 @@ from gradsight.measure.clipping import ClipReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.brake import Brake
 from gradsight.session.readings import GradientReading, arrived
-from gradsight.session.signals import TrainingSignals
+from gradsight.session.signals import SeenLoss, TrainingSignals
 from gradsight.session.step_builder import StepBuilder
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import Abstention
@@ -107,6 +108,7 @@ class StepLine:
         self._outputs = [(output, _output_guard(output, problems)) for output in outputs]
         self._last: Norms | None = None
         """The norms at the last look of the step under way, where they have arrived already."""
+        self._logged_late: deque[tuple[int, dict[str, float | HostCopy]]] = deque()
         self._factor = 1.0
         """The scaler's factor that was in the gradients then."""
 
@@ -223,10 +225,10 @@ class StepLine:
         self.has_stepped = True
         step = self.builder.step
         signals = StepSignals()
-        loss: Tensor | None = None
+        seen = SeenLoss()
         comparisons: Sequence[RankComparison] = ()
         if self._signals is not None:
-            signals, loss = self._signals.guard.run(self._signals.take) or (signals, loss)
+            signals, seen = self._signals.guard.run(self._signals.take) or (signals, seen)
         if self._health is not None:
             comparisons = self._judging.run(self._health.compare_ranks, step) or ()
         if self._incidents is not None:
@@ -235,7 +237,8 @@ class StepLine:
             self._incidents.guard.attempt(self._incidents.end_step)
         made = MadeStep(step, gradient)
         made = self._dumping.run(self._with_clipping, made) or made
-        finished = self.builder.end_step(gradient, signals, loss, comparisons)
+        finished = self.builder.end_step(gradient, signals, seen, comparisons)
+        self._write_logged(wait=False)
         for measured in finished:
             self._finish(measured)
         self._dumping.run(self._end_dumps, made, finished)
@@ -246,7 +249,7 @@ class StepLine:
     def _with_clipping(self, made: MadeStep) -> MadeStep:
         if self._dumps is None or not self._dumps.is_staged:
             return made
-        return replace(made, clip_coef=self.builder.clip_coefficient())
+        return replace(made, clips=tuple(self.builder.clips()))
 
     def _end_dumps(self, made: MadeStep, finished: Sequence[MeasuredStep]) -> None:
         """Write what was copied; what was found only now is dumped as it was left, if at all."""
@@ -311,6 +314,7 @@ class StepLine:
         with self.lock:
             for measured in self.builder.flush():
                 self._finish(measured)
+            self._write_logged(wait=True)
 
     def finish_judging(self) -> None:
         """The run is over: write the last word of every finding."""
@@ -332,9 +336,22 @@ class StepLine:
             if self.builder.begun:
                 self.builder.log(values)
                 return
+            if self.builder.log_to_last(values):
+                return
+            self._logged_late.append((self.builder.step - 1, dict(values)))
+            self._write_logged(wait=False)
+
+    def _write_logged(self, wait: bool) -> None:
+        """Write what was logged to steps that had arrived already, as far as it has come."""
+        while self._logged_late:
+            step, values = self._logged_late[0]
+            on_their_way = [each for each in values.values() if isinstance(each, HostCopy)]
+            if not wait and not all(each.ready() for each in on_their_way):
+                return
+            self._logged_late.popleft()
             known = {name: arrived(value) for name, value in values.items()}
             for output, guard in self._outputs:
-                guard.attempt(output.log, self.builder.step - 1, known)
+                guard.attempt(output.log, step, known)
 
     def log_scalar(self, name: str, value: float, step: int) -> bool:
         """A number of the step under way or just made; False where it is neither's.

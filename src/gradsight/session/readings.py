@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,11 +14,9 @@ from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading
 from gradsight.measure.rank_table import norms_in, rank_table
+from gradsight.measure.units import UnitReading
 from gradsight.measure.update import UpdateReading
 from gradsight.values.measured import Floats, Norms, RankComparison, StepSignals
-
-_CLIPPED_ALIKE = 1e-4
-"""Relative difference up to which two optimizers' gradients count as scaled by one number."""
 
 
 @dataclass(slots=True)
@@ -36,7 +33,8 @@ class GradientReading:
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
-        return self.norms.ready()
+        parts = (self.norms, self.scale, self.histograms)
+        return all(part is None or part.ready() for part in parts)
 
     def read(self) -> Norms:
         """The norms; on an accelerator without what only a recount could have told."""
@@ -46,7 +44,7 @@ class GradientReading:
 
     def factor(self) -> float:
         """The scaler's factor."""
-        return 1.0 if self.scale is None else float(self.scale.read()[0])
+        return 1.0 if self.scale is None else self.scale.number()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,11 @@ class UsedGradients:
         norms = self.reading.read()
         return norms.divided_by(self.reading.factor()) if self.scaled else norms
 
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        parts = (self.reading, self.clip, self.update)
+        return all(part is None or part.ready() for part in parts)
+
     def places(self) -> list[int]:
         """Where this optimizer's parameters are among those that were looked at."""
         return [self.reading.rows.index(row) for row in self.rows]
@@ -84,20 +87,31 @@ class StepInProgress:
     """Of the optimizer that is about to step; so are the next two."""
     update: UpdateReading | None = None
     update_rows: Sequence[int] = ()
-    lr: float | Tensor | None = None
-    group_lrs: Mapping[str, float] = field(default_factory=dict)
-    skipped: list[bool | Tensor] = field(default_factory=list)
+    lrs: Mapping[str, float | HostCopy] = field(default_factory=dict)
+    """The first group's learning rate as "lr", and all of them where groups differ."""
+    skipped: list[bool | HostCopy] = field(default_factory=list)
     signals: StepSignals = field(default_factory=StepSignals)
     loss: HostCopy | None = None
     weights_were: str | None = None
     """"NaN" or "infinite" where they were so before the optimizer stepped; looked at where the
     gradient was known to be broken by then.
     """
+    guess: float | HostCopy | None = None
+    """What the loss would be if the model knew nothing."""
+    units: UnitReading | None = None
     rank_comparisons: tuple[RankComparison, ...] = ()
 
     def ready(self) -> bool:
-        """Whether reading would not wait."""
-        return all(used.reading.ready() for used in self.used)
+        """Whether reading would not wait: everything that will be read is there."""
+        numbers = (*self.scalars.values(), *self.lrs.values(), *self.skipped, self.guess)
+        on_their_way = [each for each in numbers if isinstance(each, HostCopy)]
+        parts = (*self.used, *on_their_way, self.loss, self.units)
+        return all(part is None or part.ready() for part in parts)
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether an optimizer left the step out. Waits for the device."""
+        return any(bool(arrived(skipped)) for skipped in self.skipped)
 
 
 def norms_of(step: StepInProgress, size: int) -> tuple[list[int], Norms]:
@@ -126,44 +140,30 @@ def detail_sums(step: StepInProgress, size: int) -> Floats | None:
     return table.sums
 
 
-def clip_coefficient(all_used: Sequence[UsedGradients]) -> float | None:
-    """The one number by which every optimizer's gradients were scaled down; None without one."""
-    coefficients = []
-    for used in all_used:
-        coefficient = None if used.clip is None else used.clip.read()
-        if coefficient is None:
-            return None
-        coefficients.append(coefficient)
-    if not coefficients:
-        return None
-    first = coefficients[0]
-    if any(abs(each - first) > _CLIPPED_ALIKE * first for each in coefficients):
-        return None
-    return first
-
-
-def learning_rates(optimizer: Optimizer) -> tuple[float | Tensor | None, dict[str, float]]:
-    """The first group's learning rate, and all of them by name where groups differ."""
+def learning_rates(optimizer: Optimizer) -> dict[str, float | HostCopy]:
+    """The first group's learning rate as "lr", and all of them by number where groups differ."""
     rates = [group.get("lr") for group in optimizer.param_groups]
+    found: dict[str, float | HostCopy] = {}
+    if rates and rates[0] is not None:
+        found["lr"] = _on_its_way(rates[0])
     plain = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-    named: dict[str, float] = {}
     if len(set(plain)) > 1:
-        named = {f"lr/{number}": rate for number, rate in enumerate(plain)}
-    first = rates[0] if rates else None
-    if isinstance(first, Tensor):
-        first = first.detach().clone()
-    return first, named
+        found |= {f"lr/{number}": rate for number, rate in enumerate(plain)}
+    return found
 
 
-def scale_of(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
-    """The scaler's factor at this moment, without waiting for it."""
-    if scaler is None:
-        return None
-    # Not get_scale(): it reads the number on the host, and so waits for the device.
-    factor = getattr(scaler, "_scale", None)
-    if isinstance(factor, Tensor):
-        return HostCopy.of(factor.detach().clone().view(1))
-    return HostCopy.of(torch.tensor([scaler.get_scale()]))
+def _on_its_way(number: float | Tensor) -> float | HostCopy:
+    """A number as it is now, without waiting for the device that it is on."""
+    if isinstance(number, Tensor):
+        return HostCopy.of(number.detach().reshape(-1)[:1].clone())
+    return float(number)
+
+
+def skipped_by(flag: bool | Tensor) -> bool | HostCopy:
+    """Whether an optimizer left a step out, as it says: at once, or on its device."""
+    if isinstance(flag, Tensor):
+        return HostCopy.of(flag.detach().reshape(-1)[:1].clone())
+    return flag
 
 
 def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
@@ -176,8 +176,8 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
                 raise UsageError(
                     f"{name} must be a single number, got a tensor of shape {tuple(value.shape)}"
                 )
-            on_host = tensor.device.type == "cpu"
-            taken[name] = float(tensor) if on_host else HostCopy.of(tensor.clone())
+            copy = HostCopy.of(tensor.clone())
+            taken[name] = copy if copy.is_from_device else copy.number()
         elif isinstance(value, (int, float, np.number)):
             taken[name] = float(value)
         else:
@@ -188,5 +188,5 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
 def arrived(value: float | HostCopy) -> float:
     """A number that may be on its way; waits for it."""
     if isinstance(value, HostCopy):
-        return float(value.read().reshape(-1)[0])
+        return value.number()
     return value

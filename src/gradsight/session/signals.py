@@ -5,7 +5,9 @@ version numbers on every step, a few hundred entries of the batch on a few.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
+from gradsight.measure.host_copy import HostCopy
 from gradsight.session.first_look import FirstLook
 from gradsight.session.guess import loss_of_a_guess
 from gradsight.values.measured import StepSignals
@@ -29,6 +32,18 @@ _BATCHES = 12
 """Batches compared with the one before; then the model is left alone."""
 _ENTRIES = 256
 _TENSORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLoss:
+    """The loss of a step, and what it would be if the model knew nothing; on the device still."""
+
+    loss: Tensor | None = None
+    guess: float | HostCopy | None = None
+
+
+def _on_its_way(number: float | Tensor | None) -> float | HostCopy | None:
+    return HostCopy.of(number.reshape(1)) if isinstance(number, Tensor) else number
 
 
 class TrainingSignals:
@@ -54,7 +69,7 @@ class TrainingSignals:
         self._forward_handle: Any = None
         self._loss: Tensor | None = None
         self._guesses = 0
-        self._guess: float | None = None
+        self._guess: float | HostCopy | None = None
         self._half: bool | None = None
 
     def start(self) -> None:
@@ -99,11 +114,12 @@ class TrainingSignals:
         for clearing in self._clearing:
             clearing.look_away()
 
-    def take(self) -> tuple[StepSignals, Tensor | None]:
+    def take(self) -> tuple[StepSignals, "SeenLoss"]:
         """What was noticed in the step that has just ended; its loss is still on the device."""
         made_by = pass_under_way()
         if made_by is not None:  # an optimizer that steps inside backward
             self._note_loss(made_by)
+        self._batches.read_arrived()
         loss = self._loss
         guess = self._guess
         self._loss = None
@@ -117,11 +133,10 @@ class TrainingSignals:
             alike_batches=self._batches.alike,
             half=self._half,
             one_batch=self._batches.fixed,
-            guess=guess,
             first=first,
             passes=passes,
         )
-        return signals, loss
+        return signals, SeenLoss(loss, guess)
 
     def _uncleared(self) -> bool | None:
         """Whether some optimizer last stepped on gradients that nobody had cleared."""
@@ -138,7 +153,7 @@ class TrainingSignals:
             guess = None
             if self._guesses < _GUESSES:
                 # Now: backward frees what the guess is read from.
-                guess = loss_of_a_guess(roots[0])
+                guess = _on_its_way(loss_of_a_guess(roots[0]))
             # Whether the loss is of this model is known when the pass has ended.
             begun.notes[self] = (roots[0].detach(), guess)
 
@@ -175,7 +190,7 @@ class TrainingSignals:
         self._evaluations = None
 
     def _note_loss(self, begun: BackwardPass) -> None:
-        noted: tuple[Tensor, float | None] | None = begun.notes.pop(self, None)
+        noted: tuple[Tensor, float | HostCopy | None] | None = begun.notes.pop(self, None)
         if noted is None:
             return
         self._loss = noted[0]
@@ -204,6 +219,9 @@ class Clearing:
         # The gradient when we last looked, and its version.
         self._left: tuple[weakref.ref[Tensor], int] | None = None
         self._cleared = False
+        # Whether the gradient was all zero when a pass began; of this step, and of the one before.
+        self._zeros: HostCopy | None = None
+        self._undecided: HostCopy | None = None
         self._passes = 0
         self._handle: Any = None
         self._looks_away = False
@@ -233,12 +251,17 @@ class Clearing:
         touched = self._was_touched(gradient)
         # Zeros that were always there look untouched, and are as good as cleared.
         if not touched and self._passes == 0 and gradient is not None:
-            touched = not bool((gradient != 0).any())
+            begun.notes[self] = HostCopy.of((gradient.detach() == 0).all().reshape(1))
+            return
         begun.notes[self] = touched
 
     def after_backward(self, begun: BackwardPass) -> None:
         """It has added to them. Where there were none, or nobody could look, all is well."""
-        self._cleared = self._cleared or begun.notes.get(self, True)
+        cleared: bool | HostCopy = begun.notes.get(self, True)
+        if isinstance(cleared, HostCopy):
+            self._zeros = cleared
+        else:
+            self._cleared = self._cleared or cleared
         self._passes += 1
         self._look()
 
@@ -252,12 +275,26 @@ class Clearing:
         if self._looks_away or moments.inside_backward():
             return
         if self._parameter is not None and self._passes:
-            self.uncleared = not self._cleared
+            self._judge()
         if self._parameter is None or self._parameter.grad is None:
             self._parameter = _smallest_dense(optimizer)
         self._cleared = False
         self._passes = 0
         self._look()
+
+    def _judge(self) -> None:
+        """Say whether gradients were cleared; what is on its way says so a step later."""
+        if self._cleared or self._zeros is None:
+            self._undecided = None
+            self.uncleared = not self._cleared
+        else:
+            before = self._undecided
+            self._undecided = self._zeros
+            if not self._zeros.is_from_device:
+                before = self._zeros
+            if before is not None:
+                self.uncleared = not before.number()
+        self._zeros = None
 
     def _look(self) -> None:
         gradient = self._parameter.grad if self._parameter is not None else None
@@ -281,6 +318,8 @@ class Batches:
         self.count = 0
         self._before: list[Tensor] = []
         self._objects: list[Callable[[], Tensor | None]] = []
+        self._unread: deque[tuple[int, bool, list[HostCopy] | None]] = deque()
+        """Comparisons on their way: the batch's number, whether it is the same object, flags."""
         self.alike: int | None = None
         """How many batches in a row were the same, made anew; None where none was seen."""
         self.fixed = False
@@ -296,26 +335,50 @@ class Batches:
         # tensors, a loader that does not advance makes them anew.
         samples = [_sample(tensor) for tensor in tensors]
         same_objects = self._are_the_same_objects(tensors)
-        alike = not same_objects and self._are_alike(samples)
-        self.alike = (self.alike or 0) + 1 if alike else 0
-        seen_before = alike or same_objects
-        self.fixed = self.count > 1 and seen_before and (self.fixed or self.count == 2)
+        flags = None if same_objects else self._compared(samples)
+        self._unread.append((self.count, same_objects, flags))
         self._before = samples
         self._objects = [weakref.ref(tensor) for tensor in tensors]
+        self.read_arrived()
+
+    def read_arrived(self) -> None:
+        """Take in the comparisons that have come from the device, in their order."""
+        while self._unread and all(flag.ready() for flag in self._unread[0][2] or ()):
+            number, same_objects, flags = self._unread.popleft()
+            # Batches of one value only tell nothing.
+            equal, varied = _both(flags)
+            alike = not same_objects and equal and varied
+            self.alike = (self.alike or 0) + 1 if alike else 0
+            seen_before = alike or same_objects
+            self.fixed = number > 1 and seen_before and (self.fixed or number == 2)
 
     def _are_the_same_objects(self, tensors: Sequence[Tensor]) -> bool:
         if len(tensors) != len(self._objects):
             return False
         return all(one is other() for one, other in zip(tensors, self._objects, strict=True))
 
-    def _are_alike(self, samples: Sequence[Tensor]) -> bool:
-        """Whether they are those of the batch before; batches of one value only tell nothing."""
+    def _compared(self, samples: Sequence[Tensor]) -> list[HostCopy] | None:
+        """Of each sample: whether it is that of the batch before, and has several values.
+
+        None where the batches cannot be the same.
+        """
         if len(samples) != len(self._before):
-            return False
+            return None
+        flags = []
         for one, other in zip(samples, self._before, strict=True):
-            if one.shape != other.shape or not torch.equal(one, other):
-                return False
-        return any(each.numel() > 1 and bool((each != each[0]).any()) for each in samples)
+            if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+                return None
+            # Compared on the device: torch.equal() would wait for it.
+            flags.append(HostCopy.of(torch.stack([(one == other).all(), (one != one[0]).any()])))
+        return flags
+
+
+def _both(flags: Sequence[HostCopy] | None) -> tuple[bool, bool]:
+    """Whether all samples are as before, and whether one has several values."""
+    if not flags:
+        return False, False
+    read = [flag.read() for flag in flags]
+    return all(equal for equal, _ in read), any(varied for _, varied in read)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -19,10 +19,11 @@ from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
 from gradsight.measure.broken_weights import what_weights_are
-from gradsight.measure.clipping import ClipProbe, ClipReading, remaining_share
+from gradsight.measure.clipping import ClipProbe, ClipReading, joint_coefficient, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.loss_scale import loss_scale
 from gradsight.measure.norms import NormReading, recount
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
@@ -32,12 +33,12 @@ from gradsight.session.readings import (
     StepInProgress,
     UsedGradients,
     arrived,
-    clip_coefficient,
     detail_sums,
     learning_rates,
     norms_of,
-    scale_of,
+    skipped_by,
 )
+from gradsight.session.signals import SeenLoss
 from gradsight.values.measured import (
     BrokenWeights,
     Floats,
@@ -128,7 +129,7 @@ class StepBuilder:
         if not wants_norms or not (self._measures or self._plan.on_every_rank):
             return None
         gradients = self._gradients(rows)
-        reading = GradientReading(list(rows), NormReading(gradients), scale_of(scaler))
+        reading = GradientReading(list(rows), NormReading(gradients), loss_scale(scaler))
         # A recount reads the gradients themselves, so it must happen while they are what they were.
         if self._plan.at_once or reading.ready():
             reading.known = recount(gradients, reading.read())
@@ -201,17 +202,15 @@ class StepBuilder:
         current.clip = None
         current.update = None
         current.update_rows = ()
-        current.skipped.append(skipped)
-        if current.lr is None and optimizer is not None:
-            lr, group_lrs = learning_rates(optimizer)
-            current.lr = lr
-            current.group_lrs = group_lrs
+        current.skipped.append(skipped_by(skipped))
+        if not current.lrs and optimizer is not None:
+            current.lrs = learning_rates(optimizer)
 
     def end_step(
         self,
         gradient: str,
         signals: StepSignals,
-        loss: Tensor | None,
+        seen: SeenLoss,
         rank_comparisons: Sequence[RankComparison],
     ) -> list[MeasuredStep]:
         """The step is made; the steps that have arrived by now."""
@@ -222,8 +221,11 @@ class StepBuilder:
             made.gradient = PART_GRADIENT
         made.signals = signals
         made.rank_comparisons = tuple(rank_comparisons)
-        if loss is not None:
-            made.loss = HostCopy.of(loss.reshape(1).clone())
+        if seen.loss is not None:
+            made.loss = HostCopy.of(seen.loss.reshape(1).clone())
+        made.guess = seen.guess
+        if any(used.reading.histograms is not None for used in made.used):
+            made.units = self._units.reading()
         self._current = StepInProgress(made.number + 1)
         self._looked = False
         self._sequence = _sequence_number()
@@ -234,9 +236,9 @@ class StepBuilder:
             finished += self._read(self._queue.popleft())
         return finished
 
-    def clip_coefficient(self) -> float | None:
-        """Of the step under way, once its optimizers have stepped. Waits for the device."""
-        return clip_coefficient(self._current.used)
+    def clips(self) -> list[ClipReading | None]:
+        """How much the optimizers of the step under way have used of what was looked at."""
+        return [used.clip for used in self._current.used]
 
     def remaining_share(self, measured: MeasuredStep) -> float | None:
         """What is left now of every gradient of a finished step alike; None if not one number."""
@@ -284,6 +286,13 @@ class StepBuilder:
     def log(self, values: Mapping[str, float | HostCopy]) -> None:
         """Add to the step under way."""
         self._current.scalars.update(values)
+
+    def log_to_last(self, values: Mapping[str, float | HostCopy]) -> bool:
+        """Add to the step just made, as long as it is on its way; False where it has arrived."""
+        if not self._queue:
+            return False
+        self._queue[-1].scalars.update(values)
+        return True
 
     def _gradients(self, rows: Sequence[int]) -> list[Tensor]:
         if self._sharded:
@@ -341,8 +350,10 @@ class StepBuilder:
         if sums is not None:
             recorded = self._plan.histograms.due(made.number)
             names = self._names if recorded else None
-            details = details_in(sums, rows, self._units.dead_shares(), made.number, names)
-        loss = step.loss if made.loss is None else arrived(made.loss)
+            dead_shares = {} if made.units is None else made.units.read()
+            details = details_in(sums, rows, dead_shares, made.number, names)
+        loss = step.loss if made.loss is None else made.loss.number()
+        guess = None if made.guess is None else arrived(made.guess)
         broken = None
         if norms.counts is not None and not step.skipped:
             broken = self._broken_weights(made)
@@ -351,7 +362,7 @@ class StepBuilder:
             rows=None if len(rows) == len(self._parameters) else tuple(rows),
             norms=norms if has_norms else None,
             details=details,
-            signals=replace(made.signals, loss=loss, broken_weights=broken),
+            signals=replace(made.signals, loss=loss, guess=guess, broken_weights=broken),
             rank_comparisons=made.rank_comparisons,
         )
 
@@ -370,18 +381,19 @@ class StepBuilder:
 def _step_record(made: StepInProgress, total_norm: float | None) -> Step:
     """The step as the record keeps it; loss and lr are what was logged, where it was."""
     scalars = {name: arrived(value) for name, value in made.scalars.items()}
-    lr = None if made.lr is None else float(made.lr)
+    lrs = {name: arrived(value) for name, value in made.lrs.items()}
+    lr = lrs.pop("lr", None)
     return Step(
         step=made.number,
         time=made.time,
         loss=scalars.pop("loss", None),
         lr=scalars.pop("lr", lr),
         total_norm=total_norm,
-        clip_coef=clip_coefficient(made.used),
+        clip_coef=joint_coefficient([used.clip for used in made.used]),
         scale=_scale(made.used),
-        skipped=any(bool(skipped) for skipped in made.skipped),
+        skipped=made.was_skipped,
         gradient=made.gradient,
-        scalars=scalars | dict(made.group_lrs),
+        scalars=scalars | lrs,
     )
 
 

@@ -6,9 +6,9 @@ They are told by the classes at work. None of these packages is imported here.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
+from gradsight.core.devices import is_anything_capturing
 from gradsight.core.optimizers import innermost_optimizer
 from gradsight.errors import CannotBeSeen
 
@@ -58,7 +58,7 @@ def why_unseeable(model: object, optimizers: Iterable[object] = ()) -> str | Non
             if sentence is not None:
                 return sentence
     # A watch that is opened inside of a capture is there for one step, and sees no replay of it.
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_anything_capturing():
         return CUDA_GRAPHS
     return None
 

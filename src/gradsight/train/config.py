@@ -14,6 +14,7 @@ from gradsight.errors import UsageError
 from gradsight.values.whole_numbers import LARGEST
 
 # cyclopts would add a --no- twin for every switch.
+DeviceName = Literal["auto", "cpu", "cuda"]
 Flag = Annotated[bool, Parameter(negative="")]
 DATA = Group("Data", sort_key=1)
 MODEL = Group("Model", sort_key=2)
@@ -185,7 +186,7 @@ class Settings:
     """The distribution of gradients every so many epochs and at the end; 0 is off."""
     parallel: Annotated[Literal["ddp", "fsdp"], Parameter(group=MACHINE)] = "ddp"
     """How several processes share the work."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(group=MACHINE)] = "auto"
+    device: Annotated[DeviceName, Parameter(group=MACHINE)] = "auto"
     """Where to train; auto takes a GPU where there is one."""
     model_dtype: Annotated[Literal["float32", "bfloat16"], Parameter(group=MACHINE)] = "float32"
     """Of the weights."""

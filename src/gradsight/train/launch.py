@@ -32,9 +32,9 @@ def processes_to_start(wanted: int | None, device: str) -> int:
         return 1
     if wanted is not None or device == "cpu":
         return wanted or 1
-    import torch
+    from gradsight.core.devices import gpu_count
 
-    return max(1, torch.cuda.device_count())
+    return max(1, gpu_count())
 
 
 def start_processes(settings: Settings, flags: Sequence[str], count: int) -> int:

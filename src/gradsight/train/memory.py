@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gradsight.core.devices import is_accelerator, total_bytes
 from gradsight.errors import UsageError
 from gradsight.memory.monitor import available_memory, total_memory
 from gradsight.memory.predict import largest_batch, predict_peak_memory
@@ -162,8 +163,9 @@ def _policy(settings: Settings) -> str | None:
 
 def _room(device: torch.device) -> int:
     """The memory that this process could have in all."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = total_bytes(device) if is_accelerator(device) else None
+    if total is not None:
+        return total
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     room = (available_memory() or held) + held

@@ -2,30 +2,10 @@
 
 import os
 
-import torch
 from torch import Tensor
 
+from gradsight.core.devices import backend_of, is_accelerator, pick_device
 from gradsight.core.group import ProcessGroup, is_distributed, join_training, leave_training
-from gradsight.errors import UsageError
-
-
-def pick_device(wanted: str) -> torch.device:
-    """The device of this process."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "--device cuda: this torch sees no GPU. Use --device cpu, or install a CUDA build of "
-            "torch"
-        )
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    gpus = torch.cuda.device_count()
-    if local >= gpus:
-        raise UsageError(
-            f"{local + 1} processes on this machine, but only {gpus} GPUs: start fewer"
-        )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
 
 
 class Processes:
@@ -38,10 +18,10 @@ class Processes:
         self.device = pick_device(device)
         self._joined_here = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_distributed()
         if self._joined_here:
-            join_training("nccl" if self.device.type == "cuda" else "gloo")
+            join_training(backend_of(self.device))
         self._control = ProcessGroup("trainer", timeout=None)
         self._losses = self._control
-        if self.device.type != "cpu":
+        if is_accelerator(self.device):
             # Training's own group: a second one would hold its buffers on the GPU a second time.
             self._losses = ProcessGroup(device=self.device, own=False)
         self.world = self._control.size

@@ -5,10 +5,10 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gradsight.errors import UsageError
-from gradsight.train.config import Settings, options_of
+from gradsight.train.config import DeviceName, Settings, options_of
 
 _EQUALS = {
     "beta1": "optimizer.beta1",
@@ -34,7 +34,6 @@ _AS_HERE = {
 }
 """Values of theirs that are what the trainer does anyway."""
 _DTYPES = ("float32", "bfloat16")
-_DEVICES = ("cpu", "cuda")
 _OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -150,7 +149,7 @@ def _translated(name: str, values: Mapping[str, Any], where: str) -> dict[str, A
         return {_EQUALS[name]: value}
     if name == "device":
         kind = str(value).partition(":")[0]  # theirs may have a number, as "cuda:0"
-        return {"device": kind} if kind in _DEVICES else {}
+        return {"device": kind} if kind in get_args(DeviceName) else {}
     if name == "dtype" and value in _DTYPES:
         return {"train_dtype": value}
     if name == "eval_iters":  # theirs counts batches

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core import rundir
+from gradsight.core.devices import generator_state, is_accelerator, set_generator_state
 from gradsight.core.parameters import named_parameters
-from gradsight.core.random_state import device_state, set_device_state
 from gradsight.core.shards import held_like, whole
 from gradsight.errors import GradsightError, RunError, UsageError
 from gradsight.train.checkpoint import (
@@ -150,7 +150,7 @@ def _set_optimizer_and_generators(
         random = f"rng/{processes.rank}/{device.type}"
         if random in tensors:
             try:
-                set_device_state(device, tensors[random])
+                set_generator_state(device, tensors[random])
             except RuntimeError as error:
                 raise damaged_checkpoint(
                     name, f"{random} is no state of a generator: {error}"
@@ -172,7 +172,7 @@ def _expected_state(
             expected[f"optimizer/{name}/{moment}"] = _kind(parameter)
     # Another kind of device may have been at work then: the CPU's generator is always there.
     for rank in range(1 if facts.processes is None else facts.processes):
-        expected[f"rng/{rank}/cpu"] = _kind(device_state(torch.device("cpu")))
+        expected[f"rng/{rank}/cpu"] = _kind(generator_state(torch.device("cpu")))
     return expected
 
 
@@ -254,11 +254,11 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    return {each.type: device_state(each) for each in _devices(device)}
+    return {each.type: generator_state(each) for each in _devices(device)}
 
 
 def _devices(device: torch.device) -> list[torch.device]:
     """The devices whose generators a process draws from: the CPU and its own."""
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return [device]
     return [torch.device("cpu"), device]

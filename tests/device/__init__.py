@@ -1,0 +1,1 @@
+"""An accelerator that is not there, for tests: see `simulated`."""
