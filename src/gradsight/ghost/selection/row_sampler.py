@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ from gradsight.values.whole_numbers import single_number, whole_number
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+
+_MOST_IN_FLIGHT = 1 << 16
+"""Rows that a loader may have drawn ahead of training and that a state can keep."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,9 @@ class RowSampler(Sampler[int], ABC):
         self._given = _given_rank(options.rank, options.world_size)
         self._epoch = 0
         self._place = 0
-        self._drawn: list[int] = []
-        """What the current iteration has drawn."""
+        self._drawn = 0
+        """How many rows the current iteration has drawn."""
+        self._last_drawn: deque[int] = deque(maxlen=_MOST_IN_FLIGHT)
         self._pending: list[int] = []
         """Rows that were drawn before the state was saved, and not used by then."""
         self._goes_on = True
@@ -121,21 +127,34 @@ class RowSampler(Sampler[int], ABC):
             self._place = 0
             self._pending = []
         self._goes_on = False
-        self._drawn = []
+        self._drawn = 0
+        self._last_drawn.clear()
         me = self._iteration = object()
         epoch, place = self._epoch, self._place
         rank, turns = self._turns()
         while self._pending and self._iteration is me:
-            self._drawn.append(self._pending.pop(0))
-            yield self._drawn[-1]
+            yield self._noted(self._pending.pop(0))
         while place < self.num_samples:
             row = self._row_at(self._chances.at(epoch, place + rank))
             place += turns
             # A loop that was left in the middle may be held by somebody who draws once more.
             if self._iteration is me:
                 self._place = place
-                self._drawn.append(row)
+                self._noted(row)
             yield row
+
+    def _noted(self, row: int) -> int:
+        self._drawn += 1
+        self._last_drawn.append(row)
+        return row
+
+    def rows_at(self, start: int, count: int) -> list[int]:
+        """The rows of some places of one order without end, by the present weights.
+
+        For a trainer that counts places itself; iterations are not touched.
+        """
+        places = range(start, start + count)
+        return [self._row_at(self._chances.at(0, place)) for place in places]
 
     def _turns(self) -> tuple[int, int]:
         """This rank, and how many take turns."""
@@ -181,12 +200,7 @@ class RowSampler(Sampler[int], ABC):
         pending: list[int] = []
         if used is not None:
             used = whole_number(used, "used")
-            if used > len(self._drawn):
-                raise UsageError(
-                    f"used must be at most {len(self._drawn)}, the rows that this iteration has "
-                    f"drawn, got {used}"
-                )
-            pending = self._drawn[used:]
+            pending = self._in_flight(used)
         # The iteration under way may itself begin with rows of an earlier one.
         pending = [*pending, *self._pending]
         state = SamplerState(
@@ -205,6 +219,17 @@ class RowSampler(Sampler[int], ABC):
         )
         return state.to_dict()
 
+    def _in_flight(self, used: int) -> list[int]:
+        """The rows that were drawn in this iteration after the first so many."""
+        known = len(self._last_drawn)
+        first = self._drawn - known
+        if not first <= used <= self._drawn:
+            raise UsageError(
+                f"used must be from {first} to {self._drawn}, the rows that this iteration has "
+                f"drawn, got {used}"
+            )
+        return list(self._last_drawn)[used - first :]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state: the next iteration goes on where it was saved, in mid-epoch."""
         kept = SamplerState.from_dict(state)
@@ -218,7 +243,8 @@ class RowSampler(Sampler[int], ABC):
         self._epoch = kept.epoch
         self._place = kept.place
         self._pending = list(kept.pending)
-        self._drawn = []
+        self._drawn = 0
+        self._last_drawn.clear()
         self._goes_on = True
         self._iteration = object()
         self._weigh(np.arange(len(kept.sums)))
