@@ -10,7 +10,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "gradsight"
 NOT_COUNTED_FOR_CALLABLES = ("ghost", "memory", "train", "cli")
-FRONT_DOOR = ("watch", "GhostEngine", "GradientDumper", "WatchOptions")
+FRONT_DOOR = (
+    "watch",
+    "GhostEngine",
+    "GradientDumper",
+    "WatchOptions",
+    "InfluenceSampler",
+    "DomainMixer",
+)
 """Signatures that are the public contract's own."""
 MOST_PARAMETERS = 6
 WIDTH = 100

@@ -13,9 +13,11 @@ import gradsight
 PACKAGE = Path(gradsight.__file__).parent
 
 FRONT_DOOR = [
+    "DomainMixer",
     "GhostEngine",
     "GradientDumper",
     "GradsightError",
+    "InfluenceSampler",
     "MemoryMonitor",
     "MetricsTracker",
     "Schedule",

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from gradsight.dump.reader import get_checkpoint_metadata, load_keys
     from gradsight.errors import GradsightError
     from gradsight.ghost.engine import GhostEngine
+    from gradsight.ghost.selection.domain_mixer import DomainMixer
+    from gradsight.ghost.selection.influence_sampler import InfluenceSampler
     from gradsight.health.one_look import check_gradient_health
     from gradsight.measure.distribution import log_gradient_distribution
     from gradsight.memory.apply import apply_checkpointing
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
     _log_gradient_distribution = log_gradient_distribution
 
 __all__ = [
+    "DomainMixer",
     "GhostEngine",
     "GradientDumper",
     "GradsightError",
+    "InfluenceSampler",
     "MemoryMonitor",
     "MetricsTracker",
     "Schedule",
@@ -55,9 +59,11 @@ __all__ = [
 __version__ = "0.2.0"
 
 _HOMES = {
+    "DomainMixer": "ghost.selection.domain_mixer",
     "GhostEngine": "ghost.engine",
     "GradientDumper": "dump.dumper",
     "GradsightError": "errors",
+    "InfluenceSampler": "ghost.selection.influence_sampler",
     "MemoryMonitor": "memory.monitor",
     "MetricsTracker": "store.tracker",
     "Schedule": "values.steps",

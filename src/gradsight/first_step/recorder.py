@@ -21,6 +21,7 @@ from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import is_compiled
 from gradsight.core.calls import RecordedCall, is_suspended
+from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_module_hook
 from gradsight.core.parameters import called_module
@@ -55,11 +56,10 @@ class SeenCall:
     ) -> "SeenCall":
         """The call that is about to be made."""
         given = tensors_in(*args, *kwargs.values())
-        devices = {tensor.device for tensor in given if tensor.device.type != "cpu"}
         made = RecordedCall(
             args=args,
             kwargs=kwargs,
-            rng=torch_states(devices),
+            rng=torch_states(accelerators([*given, *module.parameters()])),
             buffers={},
             autocast=current_autocast(),
             training=module.training,

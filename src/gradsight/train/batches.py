@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradsight.errors import UsageError
 from gradsight.train.samples import Order, Samples
+from gradsight.train.selected_order import SelectedOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class BatchStream:
     """Hands out micro-batches: of a step's global batch, first by micro-batch, then by process."""
 
     samples: Samples
-    order: Order
+    order: Order | SelectedOrder
     batch_size: int
     accumulation: int
     rank: int

@@ -48,7 +48,8 @@ from gradsight.train.run_directory import Beginning, how_to_begin, run_directory
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring
-from gradsight.train.training_state import load_newest
+from gradsight.train.selected_order import SelectedOrder
+from gradsight.train.training_state import Trained, load_newest
 
 
 def run_training(
@@ -126,13 +127,10 @@ def prepare(
     """Everything that the loop needs, from settings that are resolved."""
     assert settings.block_size is not None
     samples = Samples(open_corpus(settings.data), settings.block_size)
-    weights = np.ones(len(samples))
-    if settings.data_weights is not None:
-        weights = read_weights(settings.data_weights, samples)
     model, optimizer = build(settings, processes)
     batches = BatchStream(
         samples=samples,
-        order=Order(weights, settings.seed),
+        order=order_of(settings, samples),
         batch_size=settings.batch_size,
         accumulation=settings.gradient_accumulation_steps,
         rank=processes.rank,
@@ -153,6 +151,16 @@ def prepare(
         progress=Progress(settings.max_steps, tokens_per_step, speaks=processes.first),
         on_batch=on_batch,
     )
+
+
+def order_of(settings: Settings, samples: Samples) -> Order | SelectedOrder:
+    """The order in which the run trains on its samples."""
+    if settings.select is not None:
+        return SelectedOrder(settings.select, samples, settings.seed)
+    weights = np.ones(len(samples))
+    if settings.data_weights is not None:
+        weights = read_weights(settings.data_weights, samples)
+    return Order(weights, settings.seed)
 
 
 def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimizer]:
@@ -220,7 +228,7 @@ def instruments(run: Training) -> Iterator[Instruments]:
     engine = None
     if run.settings.method == "GradDotProd":
         engine = make_engine(run)
-    scoring = Scoring(engine, run.problems)
+    scoring = Scoring(engine, run.problems, selects=run.settings.select is not None)
     # What is counted in epochs is shown wherever the watch shows its steps.
     sinks = run.settings.trainer.callbacks.watch.sinks if processes.first else ()
     tracker = MetricsTracker(
@@ -280,7 +288,8 @@ def resume_from_checkpoint(run: Training) -> None:
 
 def load_from(run: Training, optimizer: Optimizer | None) -> CheckpointFacts:
     """Load the newest checkpoint that is intact, and say which ones are not."""
-    facts, passed_over = load_newest(run.run_dir, run.model, optimizer, run.processes)
+    trained = Trained(run.model, optimizer, run.selected_order)
+    facts, passed_over = load_newest(run.run_dir, trained, run.processes)
     folder = rundir.checkpoint_folder(facts.step)
     for damage in passed_over:
         if run.processes.first:
