@@ -52,6 +52,27 @@ def train(
         optimizer.zero_grad()
 
 
+class Foreign(Optimizer):
+    """As others write them: it counts in its groups and in itself, and decays whatever it holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0})
+        self.made = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.made += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                parameter.data.mul_(0.99)
+                momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+                momentum.mul_(0.9)
+                if parameter.grad is not None:
+                    momentum.add_(parameter.grad)
+                    parameter.data.sub_(momentum, alpha=group["lr"] / (group["k"] + self.made))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -60,6 +81,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "rmsprop foreach": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, foreach=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "not torch's": Foreign,
 }
 
 
@@ -87,10 +109,15 @@ def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(
 def same_state(one: Optimizer, other: Optimizer) -> bool:
     mine = one.state_dict()["state"]
     theirs = other.state_dict()["state"]
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(torch.as_tensor(mine[key][name]), torch.as_tensor(theirs[key][name]))
-        for key in mine
-        for name in theirs[key]
+    options = [each.state_dict()["param_groups"] for each in (one, other)]
+    return (
+        options[0] == options[1]
+        and mine.keys() == theirs.keys()
+        and all(
+            torch.equal(torch.as_tensor(mine[key][name]), torch.as_tensor(theirs[key][name]))
+            for key in mine
+            for name in theirs[key]
+        )
     )
 
 
