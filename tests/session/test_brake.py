@@ -121,6 +121,29 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
     )
 
 
+@pytest.mark.parametrize(("value", "code"), [(math.nan, "GS103"), (math.inf, "GS104")])
+def test_a_skipped_step_is_found_though_its_loss_is_finite(
+    value: float, code: str, tmp_path: Path
+) -> None:
+    """Only what a GradScaler leaves out by itself is nobody's fault."""
+    net = model()
+    factor = [1.0]
+    net[2].bias.register_hook(lambda gradient: gradient * factor[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    told: list[Finding] = []
+    actions = {code: ["skip", told.append]}
+    with gradsight.watch(net, optimizer, run_dir=tmp_path, on_finding=actions, quiet=True):
+        for step in range(4):
+            factor[0] = value if step == 2 else 1.0
+            net(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [(finding.code, finding.first_step) for finding in told] == [(code, 2)]
+    run = gradsight.open_run(tmp_path)
+    assert [finding.code for finding in run.findings()] == [code]
+    assert [step.skipped for step in run.steps()] == [False, False, True, False]
+
+
 def test_the_gradient_of_a_skipped_step_is_still_there() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
