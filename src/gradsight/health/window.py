@@ -289,8 +289,11 @@ class Window:
         """Whether this step's gradient is not finite, and a GradScaler has not settled it."""
         if self.finite:
             return False
+        # Without a scale it was left out because the user asked for it: there is a fault to tell.
+        if not self.step.skipped or self.step.scale is None:
+            return True
         nan_loss = self.loss is not None and isnan(self.loss)
-        return not self.step.skipped or not scaler_settles(nan_loss, self.bad_before)
+        return not scaler_settles(nan_loss, self.bad_before)
 
     @property
     def clips_already(self) -> bool:
