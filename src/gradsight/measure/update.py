@@ -16,6 +16,10 @@ the weight before it).
 """
 
 
+SQUARED = 2
+"""The column of the update's sum of squares."""
+
+
 class UpdateReading:
     """Samples of the parameters before an optimizer step, and the same entries after it."""
 
@@ -62,16 +66,23 @@ def _moments(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def detail_columns(sums: Floats) -> dict[str, Floats]:
-    """Per parameter: its update-to-weight ratio, the error of that, and its weight's square."""
+    """Per parameter: its update-to-weight ratio, the error of that, and both by themselves."""
     if not sums.any():
-        unknown = np.full(len(sums), np.nan)
-        return dict.fromkeys(("update_ratio", "update_ratio_error", "weight_square"), unknown)
+        return dict.fromkeys(_COLUMNS, np.full(len(sums), np.nan))
     ratio, error = update_ratios(sums)
-    return {
-        "update_ratio": ratio,
-        "update_ratio_error": error,
-        "weight_square": squares_of_whole(sums),
-    }
+    weight, update = root_mean_squares(sums)
+    told = (ratio, error, squares_of_whole(sums), weight, update)
+    return dict(zip(_COLUMNS, told, strict=True))
+
+
+_COLUMNS = ("update_ratio", "update_ratio_error", "weight_square", "weight_rms", "update_rms")
+
+
+def root_mean_squares(sums: Floats) -> tuple[Floats, Floats]:
+    """Of the weights before the step, and of what it added; NaN where no entry was read."""
+    n, _, d2, _, w2, _ = sums.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.sqrt(w2 / n), np.sqrt(d2 / n)
 
 
 def update_ratios(

@@ -19,7 +19,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
-from gradsight.session.guess import loss_of_a_guess
+from gradsight.session.guess import TargetCounts, TargetFrequencies, loss_of_a_guess, target_counts
 from gradsight.values.measured import StepSignals
 
 _GUESSES = 12
@@ -28,6 +28,8 @@ _BATCHES = 12
 """Batches compared with the one before; then the model is left alone."""
 _ENTRIES = 256
 _TENSORS = 4
+_Noted = tuple[Tensor, float | None, TargetCounts | None]
+"""The loss of a backward pass, that of a guess, and its targets."""
 
 
 class TrainingSignals:
@@ -52,6 +54,8 @@ class TrainingSignals:
         self._loss: Tensor | None = None
         self._guesses = 0
         self._guess: float | None = None
+        self._targets = TargetFrequencies()
+        self._unigram: float | None = None
         self._half: bool | None = None
 
     def start(self) -> None:
@@ -97,13 +101,16 @@ class TrainingSignals:
         loss = self._loss
         guess = self._guess
         self._loss = None
+        unigram = self._unigram
         self._guess = None
+        self._unigram = None
         signals = StepSignals(
             uncleared=self._uncleared(),
             alike_batches=self._batches.alike,
             half=self._half,
             one_batch=self._batches.fixed,
             guess=guess,
+            unigram=unigram,
         )
         return signals, loss
 
@@ -120,11 +127,13 @@ class TrainingSignals:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
             guess = None
+            targets = None
             if self._guesses < _GUESSES:
                 # Now: backward frees what the guess is read from.
                 guess = loss_of_a_guess(roots[0])
+                targets = target_counts(roots[0])
             # Whether the loss is of this model is known when the pass has ended.
-            begun.notes[self] = (roots[0].detach(), guess)
+            begun.notes[self] = (roots[0].detach(), guess, targets)
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """Its gradients can be read, and are not written yet."""
@@ -159,13 +168,18 @@ class TrainingSignals:
         self._evaluations = None
 
     def _note_loss(self, begun: BackwardPass) -> None:
-        noted: tuple[Tensor, float | None] | None = begun.notes.pop(self, None)
+        noted: _Noted | None = begun.notes.pop(self, None)
         if noted is None:
             return
         self._loss = noted[0]
         if self._guesses < _GUESSES:
             self._guess = noted[1]
             self._guesses += 1
+            self._targets.add(noted[2])
+            if self._guesses == _GUESSES:
+                # Once in a run: this waits for the device.
+                self._unigram = self._targets.entropy()
+                self._targets = TargetFrequencies()
 
     def _leave_model(self) -> None:
         if self._forward_handle is not None:
