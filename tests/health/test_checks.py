@@ -86,6 +86,7 @@ def looked(
     dead: float = 0.0,
     weight: float | None = None,
     rms: Callable[[int], float] = lambda number: 0.2,
+    alike: float = 1.0,
     count: int = 60,
     loss: Callable[[int], float] | float | None = None,
     **changes: Any,
@@ -96,7 +97,7 @@ def looked(
             now = ratio(number) if callable(ratio) else ratio
             values = {"update_ratio": now, "zero_share": zero, "tiny_share": tiny}
             values |= {"dead_share": dead, "weight_square": number if weight is None else weight}
-            values |= {"weight_rms": rms(number), "update_rms": now}
+            values |= {"weight_rms": rms(number), "update_rms": now, "likeness": alike}
             columns = {
                 name: np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy()
                 for name, value in values.items()
@@ -358,3 +359,10 @@ def test_wrong_groups_and_right_ones() -> None:
     ratio = np.array([1e-4, 16e-4] * 3)
     plus = run(looked(ratio=ratio), names=adapters, groups=faster, group_of=(0, 1) * 3)
     assert "GS408" not in plus
+
+
+def test_weights_that_are_drawn_anew() -> None:
+    found = run(looked(alike=0.02))["GS304"]
+    assert "not those that the step before had left" in found.evidence
+    assert "anew" in found.recommendation
+    assert "GS304" not in run(looked(alike=0.8))

@@ -13,9 +13,7 @@ _GROWN = 10.0
 """So many times the first norms is growth: an explosion, not a unit."""
 _SHORT = 0.25
 """Updates of a smaller part of the weights are short: half of GS401's limit."""
-_STEPS_UNTIL_THE_LOSS_TELLS = 10
-_IF_NORMALISED = 50
-"""The same for optimizers that divide the gradient's size away: their steps can wait."""
+_STEPS_UNTIL_THE_LOSS_TELLS = 50
 _FALLEN = 0.01
 
 
@@ -26,12 +24,10 @@ def is_only_a_unit(window: Window) -> bool:
         return False
     if not _steps_are_short(window):
         return False
-    wait = _STEPS_UNTIL_THE_LOSS_TELLS
-    if window.subject.normalising:
-        wait = _IF_NORMALISED
-    if window.steps_seen <= wait:
+    if window.steps_seen <= _STEPS_UNTIL_THE_LOSS_TELLS:
         return True
     if not window.losses:
+        # An optimizer that divides the gradient's size away has no use for its unit.
         return window.subject.normalising
     return _has_fallen(window)
 

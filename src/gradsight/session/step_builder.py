@@ -26,7 +26,7 @@ from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading, recount
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
-from gradsight.measure.update import UpdateReading
+from gradsight.measure.update import LeftWeights, UpdateReading
 from gradsight.session.readings import (
     GradientReading,
     StepInProgress,
@@ -110,6 +110,7 @@ class StepBuilder:
         self._sees_part = spread and group.incomplete is not None
         self._units = UnitLife(plan.unit_rows)
         self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
+        self._left: dict[tuple[int, ...], LeftWeights] = {}
         self._queue: deque[StepInProgress] = deque()
         self._merge: _Merge | None = None
         self._current = StepInProgress(plan.first_step)
@@ -162,7 +163,8 @@ class StepBuilder:
         if self._measures and self._plan.wants_details(self.step):
             weights = [local_part(self._parameters[row]) for row in rows]
             current.update_rows = list(rows)
-            current.update = UpdateReading(weights, offset=self.step)
+            left = self._left.pop(tuple(rows), None)
+            current.update = UpdateReading(weights, offset=self.step, left=left)
         # Gradients of several looks have no one clip coefficient.
         if len(readings) > 1:
             return None
@@ -184,7 +186,11 @@ class StepBuilder:
         """Take the readings of these rows as what this optimizer stepped with."""
         current = self._current
         if current.update is not None:
-            current.update.finish()
+            # Compared from the first look to the second and from that to the third, no longer.
+            keep = self.step - self._plan.first_step < 2
+            left = current.update.finish(keep)
+            if left is not None:
+                self._left[tuple(current.update_rows)] = left
         clip = current.clip
         if clip is not None and clip.scale is not None and not scaled:
             clip = replace(clip, scale=None)

@@ -100,4 +100,4 @@ def _usual_size(shape: tuple[int, ...]) -> float:
     What starts far smaller has to grow to about that.
     """
     inputs = math.prod(shape[1:])
-    return (3 * max(1, inputs)) ** -0.5
+    return float((3 * max(1, inputs)) ** -0.5)
