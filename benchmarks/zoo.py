@@ -364,7 +364,14 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         corrupt=lambda step, batch: (batch[0] * 500 + 1000, batch[1]),
         model=lambda kind: (lambda: cnn(norm=False)) if kind == "cnn" else MODELS[kind],
     )
-    yield from plans("sum instead of mean", "mlp rnn", BIG, loss=summed)
+    yield from plans(
+        "sum instead of mean",
+        "mlp rnn",
+        {"GS610", "GS401", "GS106", "GS107", "GS205", *BIG},
+        loss=summed,
+        optimizer=torch.optim.SGD,
+        lr=0.05,
+    )
     yield from plans(
         "learning rate of nothing", every, {"GS402", "GS304"}, lr=1e-11, optimizer=torch.optim.SGD
     )

@@ -85,6 +85,8 @@ class Judge:
         if measured.norms is not None:
             finite = measured.finite and isfinite(measured.norms.total)
             window.baseline.enter(window.logarithms, finite)
+            if window.steps_seen % _STRETCH == 0:
+                window.take_baseline()
         return self._take_news()
 
     def compare(self, comparison: RankComparison) -> list[Finding]:

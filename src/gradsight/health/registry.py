@@ -126,6 +126,8 @@ MISSING = {
     "norms": "no gradient norms were measured",
     "optimizer": "no optimizer is known: give it to watch(model, optimizer)",
     "loss": "no loss was seen",
+    "lr": "no learning rate is known: give the optimizer to watch(model, optimizer), or log it",
+    "unigram": "the loss is no plain cross-entropy of classes: what frequency gives is not known",
     "guess": "the loss is no plain cross-entropy, so it is not known where it should start",
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",

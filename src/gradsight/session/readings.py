@@ -98,12 +98,15 @@ class StepInProgress:
     """
     guess: float | HostCopy | None = None
     """What the loss would be if the model knew nothing."""
+    unigram: float | HostCopy | None = None
+    """What it would be if the model knew how frequent each class is, and nothing else."""
     units: UnitReading | None = None
     rank_comparisons: tuple[RankComparison, ...] = ()
 
     def ready(self) -> bool:
         """Whether reading would not wait: everything that will be read is there."""
-        numbers = (*self.scalars.values(), *self.lrs.values(), *self.skipped, self.guess)
+        numbers = [*self.scalars.values(), *self.lrs.values(), *self.skipped]
+        numbers += [self.guess, self.unigram]
         on_their_way = [each for each in numbers if isinstance(each, HostCopy)]
         parts = (*self.used, *on_their_way, self.loss, self.units)
         return all(part is None or part.ready() for part in parts)

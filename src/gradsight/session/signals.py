@@ -23,7 +23,7 @@ from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.first_look import FirstLook
-from gradsight.session.guess import loss_of_a_guess
+from gradsight.session.guess import TargetCounts, TargetFrequencies, loss_of_a_guess, target_counts
 from gradsight.values.measured import StepSignals
 
 _GUESSES = 12
@@ -32,6 +32,8 @@ _BATCHES = 12
 """Batches compared with the one before; then the model is left alone."""
 _ENTRIES = 256
 _TENSORS = 4
+_Noted = tuple[Tensor, float | HostCopy | None, TargetCounts | None]
+"""The loss of a backward pass, that of a guess, and its targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class SeenLoss:
 
     loss: Tensor | None = None
     guess: float | HostCopy | None = None
+    unigram: float | HostCopy | None = None
+    """What it would be if the model knew the frequencies alone; of one step of a run."""
 
 
 def _on_its_way(number: float | Tensor | None) -> float | HostCopy | None:
@@ -70,6 +74,8 @@ class TrainingSignals:
         self._loss: Tensor | None = None
         self._guesses = 0
         self._guess: float | HostCopy | None = None
+        self._targets = TargetFrequencies()
+        self._unigram: float | HostCopy | None = None
         self._half: bool | None = None
 
     def start(self) -> None:
@@ -123,7 +129,9 @@ class TrainingSignals:
         loss = self._loss
         guess = self._guess
         self._loss = None
+        unigram = self._unigram
         self._guess = None
+        self._unigram = None
         first = passes = None
         if self.first_look is not None:
             taken = self.first_look.guard.run(self.first_look.take)
@@ -136,7 +144,7 @@ class TrainingSignals:
             first=first,
             passes=passes,
         )
-        return signals, SeenLoss(loss, guess)
+        return signals, SeenLoss(loss, guess, unigram)
 
     def _uncleared(self) -> bool | None:
         """Whether some optimizer last stepped on gradients that nobody had cleared."""
@@ -151,11 +159,13 @@ class TrainingSignals:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
             guess = None
+            targets = None
             if self._guesses < _GUESSES:
                 # Now: backward frees what the guess is read from.
                 guess = _on_its_way(loss_of_a_guess(roots[0]))
+                targets = target_counts(roots[0])
             # Whether the loss is of this model is known when the pass has ended.
-            begun.notes[self] = (roots[0].detach(), guess)
+            begun.notes[self] = (roots[0].detach(), guess, targets)
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """Its gradients can be read, and are not written yet."""
@@ -190,13 +200,17 @@ class TrainingSignals:
         self._evaluations = None
 
     def _note_loss(self, begun: BackwardPass) -> None:
-        noted: tuple[Tensor, float | HostCopy | None] | None = begun.notes.pop(self, None)
+        noted: _Noted | None = begun.notes.pop(self, None)
         if noted is None:
             return
         self._loss = noted[0]
         if self._guesses < _GUESSES:
             self._guess = noted[1]
             self._guesses += 1
+            self._targets.add(noted[2])
+            if self._guesses == _GUESSES:
+                self._unigram = _on_its_way(self._targets.entropy())
+                self._targets = TargetFrequencies()
 
     def _leave_model(self) -> None:
         if self._forward_handle is not None:

@@ -27,7 +27,7 @@ from gradsight.measure.loss_scale import loss_scale
 from gradsight.measure.norms import NormReading, recount
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
-from gradsight.measure.update import UpdateReading
+from gradsight.measure.update import LeftWeights, UpdateReading
 from gradsight.session.readings import (
     GradientReading,
     StepInProgress,
@@ -111,6 +111,7 @@ class StepBuilder:
         self._sees_part = spread and group.incomplete is not None
         self._units = UnitLife(plan.unit_rows)
         self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
+        self._left: dict[tuple[int, ...], LeftWeights] = {}
         self._queue: deque[StepInProgress] = deque()
         self._merge: _Merge | None = None
         self._current = StepInProgress(plan.first_step)
@@ -163,7 +164,8 @@ class StepBuilder:
         if self._measures and self._plan.wants_details(self.step):
             weights = [local_part(self._parameters[row]) for row in rows]
             current.update_rows = list(rows)
-            current.update = UpdateReading(weights, offset=self.step)
+            left = self._left.pop(tuple(rows), None)
+            current.update = UpdateReading(weights, offset=self.step, left=left)
         # Gradients of several looks have no one clip coefficient.
         if len(readings) > 1:
             return None
@@ -185,7 +187,11 @@ class StepBuilder:
         """Take the readings of these rows as what this optimizer stepped with."""
         current = self._current
         if current.update is not None:
-            current.update.finish()
+            # Compared from the first look to the second and from that to the third, no longer.
+            keep = self.step - self._plan.first_step < 2
+            left = current.update.finish(keep)
+            if left is not None:
+                self._left[tuple(current.update_rows)] = left
         clip = current.clip
         if clip is not None and clip.scale is not None and not scaled:
             clip = replace(clip, scale=None)
@@ -224,6 +230,7 @@ class StepBuilder:
         if seen.loss is not None:
             made.loss = HostCopy.of(seen.loss.reshape(1).clone())
         made.guess = seen.guess
+        made.unigram = seen.unigram
         if any(used.reading.histograms is not None for used in made.used):
             made.units = self._units.reading()
         self._current = StepInProgress(made.number + 1)
@@ -354,6 +361,7 @@ class StepBuilder:
             details = details_in(sums, rows, dead_shares, made.number, names)
         loss = step.loss if made.loss is None else made.loss.number()
         guess = None if made.guess is None else arrived(made.guess)
+        unigram = None if made.unigram is None else arrived(made.unigram)
         broken = None
         if norms.counts is not None and not step.skipped:
             broken = self._broken_weights(made)
@@ -362,7 +370,9 @@ class StepBuilder:
             rows=None if len(rows) == len(self._parameters) else tuple(rows),
             norms=norms if has_norms else None,
             details=details,
-            signals=replace(made.signals, loss=loss, guess=guess, broken_weights=broken),
+            signals=replace(
+                made.signals, loss=loss, guess=guess, unigram=unigram, broken_weights=broken
+            ),
             rank_comparisons=made.rank_comparisons,
         )
 

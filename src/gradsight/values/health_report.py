@@ -22,6 +22,7 @@ from gradsight.values.wording import markdown_lines
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
 _KEYS = ("total_norm", "nan_count", "zero_count", "num_params")
+_OF_THE_NORM = {"GS101", "GS102", "GS103", "GS104", "GS105", "GS106"}
 _NAMED = 4
 _NO_STEPS = "no steps: no optimizer step was seen"
 _MOST_FINDINGS = 200
@@ -242,7 +243,7 @@ def _summary_rows(report: HealthReport) -> list[tuple[str, str, str]]:
     norm = report.total_norm
     zero_share = report.zero_count / max(1, report.num_params)
     rows = [
-        ("Total grad norm", f"{norm:.4g}", _norm_status(norm)),
+        ("Total grad norm", f"{norm:.4g}", _norm_status(report)),
         ("NaN parameters", str(report.nan_count), _status("critical", report.nan_count > 0)),
         ("Inf parameters", str(report.inf_count), _status("critical", report.inf_count > 0)),
         # Half, as GS107 has it.
@@ -264,7 +265,11 @@ def _status(bad: str, is_bad: bool) -> str:
     return bad if is_bad else "healthy"
 
 
-def _norm_status(norm: float) -> str:
+def _norm_status(report: HealthReport) -> str:
+    norm = report.total_norm
+    if report.steps > 1 and math.isfinite(norm):
+        # A run is judged by what its steps do: of a loss that is a sum, a large norm is a unit.
+        return worst(each.severity for each in report.findings if each.code in _OF_THE_NORM)
     # The limits that GS102, GS101 and GS105 have unless they are set otherwise.
     if not math.isfinite(norm) or norm > 1000 or norm == 0:
         return "critical"

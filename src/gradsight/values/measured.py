@@ -101,6 +101,8 @@ class StepSignals:
     """Whether every batch so far was the same one."""
     guess: float | None = None
     """The loss of a model that knows nothing; None where the loss is of no kind that tells."""
+    unigram: float | None = None
+    """The loss of a model that knows how frequent each target is; told once, after a few passes."""
     broken_weights: BrokenWeights | None = None
     """Looked for only where the gradient is not finite; None where none are known to be broken."""
     first: FirstStep | None = None
