@@ -162,7 +162,11 @@ class _Look:
         placement: Placement | None,
     ) -> FirstStep:
         result = FirstStep()
-        traced = None if placement is None else self._traced(probes, outputs, placement)
+        traced = None
+        if placement is not None:
+            traced = self._traced(probes, outputs, placement)
+        if traced is not None:
+            traced = replace(traced, counts=traced.counts & _not_padding(call, traced.counts))
         passes = _SMALL_PASSES if self._options.is_small else _PASSES
         if traced is not None and placement is not None and placement.ahead:
             found = look_ahead(traced, placement.ahead, passes, self._generator)
@@ -249,7 +253,7 @@ class _Look:
         rows = self._rows_of(inputs, targets)
         if rows is None:
             return None
-        placed = [by_row(output, rows) for output in outputs]
+        placed = [by_row(output, rows, targets) for output in outputs]
         own = [each for each in placed if each is not None]
         chosen = [probe.zeros for probe in probes if probe.zeros.shape[:1] == (rows,)]
         if not own or not chosen:
@@ -289,6 +293,16 @@ def _probed(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any], list[P
 
     args, kwargs = tree_map_only(Tensor, probe, copied_arguments(call))
     return args, kwargs, probes
+
+
+def _not_padding(call: RecordedCall, counts: Tensor) -> Tensor:
+    """Which positions are no padding: queries of padding may see anything, and nobody uses them."""
+    mask = call.kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != counts.shape[0]:
+        return torch.ones_like(counts)
+    if mask.shape[1] < counts.shape[1]:
+        return torch.ones_like(counts)
+    return (mask[:, : counts.shape[1]] > 0).to(counts.device)
 
 
 def _counts_up(source: Tensor) -> bool:
