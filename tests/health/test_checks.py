@@ -13,6 +13,15 @@ from gradsight.health.judge import Judge
 from gradsight.health.registry import CHECKS, chosen
 from gradsight.health.window import GroupSettings, Subject
 from gradsight.values.findings import Finding
+from gradsight.values.first_step import (
+    CopiedTargets,
+    CountedLabels,
+    FedLoss,
+    FirstStep,
+    Leak,
+    RepeatedPass,
+    StepPasses,
+)
 from gradsight.values.measured import Details, MeasuredStep, Norms, RankComparison, StepSignals
 from gradsight.values.steps import Step
 
@@ -129,6 +138,17 @@ def compared(
     return {finding.code: finding for finding in judge.findings()}
 
 
+def began(**seen: Any) -> dict[str, Finding]:
+    """A run of which this was seen at its first step."""
+    first = FirstStep(**seen)
+    return run(observed(n, jittered(n), first=None if n else first) for n in range(20))
+
+
+def passed(**seen: Any) -> dict[str, Finding]:
+    """A run whose backward passes were like this."""
+    return run(observed(n, jittered(n), passes=StepPasses(**seen)) for n in range(20))
+
+
 def stuck_at(level: float) -> Callable[[int], float]:
     """A loss that falls to a level within a few steps, and stays there."""
     return lambda number: level + 3.5 * 0.7**number
@@ -176,6 +196,17 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
     ("GS502", lambda: run(usual(alike_batches=9)), lambda: run(usual(alike_batches=3))),
     ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
+    ("GS601", lambda: began(positions=Leak(0.2, 8, "it sees")), lambda: began(positions=Leak(1e-5, 8))),
+    ("GS602", lambda: began(rows=Leak(0.2, 2, "it sees")), lambda: began(rows=Leak(1e-6, 2))),
+    ("GS603", lambda: began(documents=Leak(0.2, 1, "it sees")), lambda: began(documents=Leak(0.0, 1))),
+    ("GS604", lambda: began(copied=CopiedTargets(1.0, True, True)), lambda: began(copied=CopiedTargets(1.0, True, False))),
+    ("GS605", lambda: began(fed=(FedLoss("nll_loss", "logits", "log-probabilities"),)), lambda: began(fed=())),
+    ("GS606", lambda: began(labels=(CountedLabels("cross_entropy", 8, 0),)), lambda: began(labels=(CountedLabels("cross_entropy", 8, 1),))),
+    ("GS607", lambda: began(depends=False, independence="the same"), lambda: began(depends=None)),
+    ("GS608", lambda: passed(evaluating=(("body", "2 dropout layers are off"),)), lambda: passed()),
+    ("GS609", lambda: passed(repeated=RepeatedPass(4, 1.0)), lambda: passed(repeated=RepeatedPass(4, 0.25))),
+    ("GS610", lambda: run(looked(ratio=0.3, passes=StepPasses(summed=64))), lambda: run(looked(ratio=0.01, passes=StepPasses(summed=64)))),
+    ("GS611", lambda: passed(thrown_away=(3, "train.py:8")), lambda: passed(thrown_away=None)),
 ]  # fmt: skip
 
 

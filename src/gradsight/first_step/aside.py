@@ -16,7 +16,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.samples import find_samples, tensors_in, with_rows
 from gradsight.core.shards import is_sharded
 from gradsight.first_step.dependence import depends_on_input
-from gradsight.first_step.documents import documents_of, named_arguments
+from gradsight.first_step.documents import documents_of, is_positions, named_arguments
 from gradsight.first_step.layout import by_position, by_row, sure_rows
 from gradsight.first_step.leaks import (
     Traced,
@@ -35,6 +35,7 @@ _PASSES = 8
 _SMALL_ROWS = 2
 _SMALL_PASSES = 2
 _SEED = 5
+_REST = ("GS602", "GS603", "GS607")
 ASIDE_CODES = ("GS601", "GS602", "GS603", "GS604", "GS607")
 """What only a pass of ours can tell."""
 
@@ -101,6 +102,7 @@ class _Look:
         self._ends = perf_counter() + (options.seconds or 1e9)
         self._generator = torch.Generator().manual_seed(_SEED)
         self._guard = Guard(None, "preflight", "an operation could not be looked at")
+        self._seen_so_far = FirstStep()
 
     def look(self) -> FirstStep:
         call = self._fewer_rows() if self._options.is_small else self._call
@@ -121,11 +123,17 @@ class _Look:
                 return left_out("the model gives nothing that a gradient could come back to")
             if placement is None:
                 placement = self._placement(operations.looked_up, operations.targets)
-            result = self._judged(call, operations, probes, outputs, placement)
-            return replace(result, **self._dependence(call, operations, probes, outputs))
+            try:
+                self._judge(call, operations, probes, outputs, placement)
+            except _TooLong:
+                return self._seen_so_far
+            return replace(self._seen_so_far, **self._dependence(call, operations, probes, outputs))
 
-    def _check_time(self) -> None:
+    def _check_time(self, left: Sequence[str] = ASIDE_CODES) -> None:
+        """Stop where time is up; `left` is what then stays unknown."""
         if perf_counter() > self._ends:
+            missing = left_out("it would take longer than a step", left).left_out
+            self._seen_so_far = replace(self._seen_so_far, left_out=missing)
             raise _TooLong
 
     def _fewer_rows(self) -> RecordedCall:
@@ -153,30 +161,35 @@ class _Look:
 
     # What the gradients say.
 
-    def _judged(
+    def _judge(
         self,
         call: RecordedCall,
         operations: Operations,
         probes: Sequence[Probe],
         outputs: Sequence[Tensor],
         placement: Placement | None,
-    ) -> FirstStep:
-        result = FirstStep()
-        traced = None if placement is None else self._traced(probes, outputs, placement)
+    ) -> None:
+        traced = None
+        if placement is not None:
+            traced = self._traced(probes, outputs, placement)
+        if traced is not None:
+            traced = replace(traced, counts=traced.counts & _not_padding(call, traced.counts))
         passes = _SMALL_PASSES if self._options.is_small else _PASSES
         if traced is not None and placement is not None and placement.ahead:
             found = look_ahead(traced, placement.ahead, passes, self._generator)
-            result = replace(result, positions=found)
-            self._check_time()
+            self._seen_so_far = replace(self._seen_so_far, positions=found)
+            self._check_time(_REST)
         elif traced is not None and placement is not None:
             is_tokens = not placement.source.is_floating_point()
             copied = copied_targets(traced, placement.share, self._generator)
-            result = replace(result, copied=copied if is_tokens else None)
-            self._check_time()
+            self._seen_so_far = replace(self._seen_so_far, copied=copied if is_tokens else None)
+            self._check_time(_REST)
         documents = self._documents(call, operations, probes, outputs)
-        self._check_time()
+        self._seen_so_far = replace(self._seen_so_far, documents=documents)
+        self._check_time(("GS602", "GS607"))
         rows = self._rows(call, operations, probes, outputs, placement)
-        return replace(result, documents=documents, rows=rows)
+        self._seen_so_far = replace(self._seen_so_far, rows=rows)
+        self._check_time(("GS607",))
 
     def _traced(
         self, probes: Sequence[Probe], outputs: Sequence[Tensor], placement: Placement
@@ -210,15 +223,15 @@ class _Look:
         probes: Sequence[Probe],
         outputs: Sequence[Tensor],
     ) -> Leak | None:
-        documents = documents_of(named_arguments(self._module, call), operations.looked_up)
+        named = named_arguments(self._module, call)
+        documents = documents_of(named, operations.looked_up)
         if documents is None:
             return None
         rows, length = documents.shape
-        # Not the positions' own: they are the same in every document.
         chosen = [
             probe.zeros
             for probe in probes
-            if probe.zeros.shape[:2] == documents.shape and not _counts_up(probe.source)
+            if probe.zeros.shape[:2] == documents.shape and not is_positions(probe.source, named)
         ]
         for output in outputs:
             placed = by_position(output, rows, length, False)
@@ -249,7 +262,7 @@ class _Look:
         rows = self._rows_of(inputs, targets)
         if rows is None:
             return None
-        placed = [by_row(output, rows) for output in outputs]
+        placed = [by_row(output, rows, targets) for output in outputs]
         own = [each for each in placed if each is not None]
         chosen = [probe.zeros for probe in probes if probe.zeros.shape[:1] == (rows,)]
         if not own or not chosen:
@@ -291,12 +304,14 @@ def _probed(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any], list[P
     return args, kwargs, probes
 
 
-def _counts_up(source: Tensor) -> bool:
-    """Whether these are positions."""
-    if source.is_floating_point() or source.dim() < 2 or source.shape[1] < 2:
-        return False
-    steps = source[:, 1:] - source[:, :-1]
-    return bool(((steps == 1) | (source[:, 1:] == 0)).all())
+def _not_padding(call: RecordedCall, counts: Tensor) -> Tensor:
+    """Which positions are no padding: queries of padding may see anything, and nobody uses them."""
+    mask = call.kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != counts.shape[0]:
+        return torch.ones_like(counts)
+    if mask.shape[1] < counts.shape[1]:
+        return torch.ones_like(counts)
+    return (mask[:, : counts.shape[1]] > 0).to(counts.device)
 
 
 def _mixes_by_design(module: nn.Module) -> bool:

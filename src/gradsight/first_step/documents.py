@@ -55,6 +55,12 @@ def documents_of(named: Mapping[str, Any], looked_up: Sequence[Tensor]) -> Tenso
     return None
 
 
+def is_positions(source: Tensor, named: Mapping[str, Any]) -> bool:
+    """Whether these integers are the positions of a call, not its tokens."""
+    given = [value for name, value in named.items() if name in _POSITIONS]
+    return any(isinstance(each, Tensor) and _is_looked_up(source, [each]) for each in given)
+
+
 def _by_positions(positions: Tensor) -> Tensor | None:
     """Numbered by the places where positions start again from 0."""
     steps = positions[:, 1:] - positions[:, :-1]

@@ -41,15 +41,22 @@ def _cut_short(output: Tensor, rows: int, length: int) -> Tensor | None:
     return None
 
 
-def by_row(output: Tensor, rows: int) -> Tensor | None:
+def by_row(output: Tensor, rows: int, targets: Sequence[SeenTargets]) -> Tensor | None:
     """An output as [rows, ...]; None where it is none, or compares rows with each other."""
     if output.dim() < 1 or output.shape[0] != rows:
         return None
     # Similarities of all rows with all: contrastive models give them on purpose.
     others = {rows, rows - 1, 2 * rows, 2 * rows - 1, 2 * rows - 2}
-    if output.dim() >= 2 and rows > 1 and others & set(output.shape[1:]):
+    may_compare = output.dim() >= 2 and bool(others & set(output.shape[1:]))
+    if may_compare and not any(_are_classes(each.values, rows) for each in targets):
         return None
     return output.reshape(rows, -1)
+
+
+def _are_classes(values: Tensor, rows: int) -> bool:
+    """Whether these are classes of rows; the right one of other rows is another for each."""
+    is_one_each = values.dim() == 1 and len(values) == rows and not values.is_floating_point()
+    return is_one_each and len(set(values.tolist())) < rows
 
 
 def sure_rows(

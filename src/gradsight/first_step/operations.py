@@ -53,6 +53,8 @@ class Operations(TorchFunctionMode):
         self.scores: list[Tensor] = []
         """What the losses were given; kept in a pass of ours only, for it holds the graph."""
         self.probes: list[Probe] = []
+        self.is_over = False
+        """Whether nothing is looked at any more, though it may be on torch's stack still."""
         self._probing = probing
         self._guard = guard
         self._one_hot: dict[int, tuple[Tensor, Tensor]] = {}
@@ -67,7 +69,7 @@ class Operations(TorchFunctionMode):
         """Run the operation, and look at it."""
         given = kwargs or {}
         result = func(*args, **given)
-        if func not in _SEEN:
+        if self.is_over or func not in _SEEN:
             return result
         seen = self._guard.run(self._see, func, args, given, result)
         return result if seen is None else seen

@@ -89,12 +89,12 @@ class PassRecorder:
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
-        self._handles: list[Any] = []
         self._hooked: set[int] = set()
         self._guard: Guard | None = None
         self._calls: list[SeenCall] = []
         self._open: nn.Module | None = None
         self._operations: Operations | None = None
+        self._ended: list[Operations] = []
         self._thread = 0
 
     def hold(self, holder: object, models: Sequence[nn.Module]) -> None:
@@ -139,6 +139,9 @@ class PassRecorder:
     # What torch tells.
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._holders:
+            self.let_go(self)
+            return
         if self._open is not None or self._looks_away():
             return
         self._open = module
@@ -169,8 +172,6 @@ class PassRecorder:
                 tuple(seen.labels),
             )
         self._holders = {key: left - 1 for key, left in self._holders.items() if left > 1}
-        if not self._holders:
-            self.let_go(self)
 
     def _looks_away(self) -> bool:
         return (
@@ -185,6 +186,7 @@ class PassRecorder:
 
     def _look(self, module: nn.Module) -> None:
         """See operations from now on, if nobody else's mode could get in its way."""
+        self._take_away()
         if self._operations is not None or self._guard is None or is_compiled(module):
             return
         # A mode that ends after ours began would take ours away instead of its own.
@@ -196,17 +198,25 @@ class PassRecorder:
     def _stop_looking(self) -> None:
         ours = self._operations
         self._operations = None
-        if ours is None:
-            return
-        # What was entered since and goes on is put back above.
-        above = []
-        while _get_current_function_mode_stack():
+        if ours is not None:
+            ours.is_over = True
+            self._ended.append(ours)
+        self._take_away()
+
+    def _take_away(self) -> None:
+        """Take modes of ours off torch's stack, whatever was entered above them since.
+
+        `loss.backward()` is an operation too: in there ours is not on the stack, and comes back.
+        """
+        while self._ended and self._ended[-1] in _get_current_function_mode_stack():
+            above = []
             top = torch._C._pop_torch_function_stack()
-            if top is ours:
-                break
-            above.append(top)
-        for mode in reversed(above):
-            torch._C._push_on_torch_function_stack(mode)
+            while top is not self._ended[-1]:
+                above.append(top)
+                top = torch._C._pop_torch_function_stack()
+            for mode in reversed(above):
+                torch._C._push_on_torch_function_stack(mode)
+            self._ended.pop()
 
 
 def called_modules(root: nn.Module) -> list[nn.Module]:

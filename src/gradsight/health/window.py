@@ -3,6 +3,7 @@
 The step just made, what came before it, and what is known of the model.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from math import isfinite, isnan
@@ -168,6 +169,8 @@ class Window:
     """Steps that a GradScaler left out."""
     cut_by_checkpoint: bool = False
     """Whether reentrant checkpointing was given inputs that need no gradient."""
+    unlabelled: bool = False
+    """Whether the first step had no label that counts."""
     not_judged: tuple[tuple[str, str], ...] = ()
     """Codes that the first step could not be judged by, each with the reason."""
     signals: set[str] = field(default_factory=set)
@@ -292,6 +295,8 @@ class Window:
         if signals.first is not None:
             self.signals.add("first step")
             self.not_judged = signals.first.left_out
+            labels = signals.first.labels
+            self.unlabelled = bool(labels) and not any(each.counted for each in labels)
         if signals.passes is not None:
             self.signals.add("passes")
             self.cut_by_checkpoint |= signals.passes.cut_by_checkpoint
@@ -320,6 +325,7 @@ class Window:
 
     def _take_loss(self, loss: float) -> None:
         if isfinite(loss):
+            self.unlabelled = False
             self.signals.add("loss")
             self.losses.append(loss)
             if len(self.first_losses) < 10:

@@ -15,7 +15,7 @@ from gradsight.first_step.recorder import NOTE, RECORDER, SeenCall, SeenPass
 from gradsight.session.pass_watch import PassWatch
 from gradsight.values.first_step import CountedLabels, FedLoss, FirstStep, StepPasses
 
-_LEAST_SECONDS = 0.1
+_LEAST_SECONDS = 0.25
 """What a pass aside may take however short a step is."""
 _LATEST = 3
 """Steps after which nobody waits for a call any more."""

@@ -43,8 +43,8 @@ class _Pass:
     """The user's lines that it was called from, the innermost first."""
     form: LossForm
     rows: tuple[int, ...] = ()
-    has_calls: bool | None = None
-    """Whether the model was called for it; None where nobody saw."""
+    has_calls: bool = False
+    """Whether the model was seen to be called for it: at the first step it is."""
 
 
 class PassWatch:
@@ -128,7 +128,7 @@ class PassWatch:
             is_mean = each.form.reduction == "mean" and each.form.entries > 1
             is_same = each.form.factor == first.form.factor and each.rows == first.rows
             # Several terms of one output are no micro-batches.
-            if not is_mean or not is_same or each.has_calls is False:
+            if not is_mean or not is_same or not each.has_calls:
                 return None
         return RepeatedPass(len(passes), first.form.factor / self._scale, _first(lines))
 
@@ -153,12 +153,14 @@ class PassWatch:
         if len(roots) != 1 or not isinstance(roots[0], Tensor):
             return
         begun.notes[self] = _Pass(_lines(), form_of(roots[0]))
-        if self._left is not None and not self._is_used and not self._inside_step:
-            if self._left.was_cleared():
-                self._thrown[self._left.lines] = self._thrown.get(self._left.lines, 0) + 1
-                if self._passes:
-                    self._passes.pop()
-            self._left = None
+        left = self._left
+        self._left = None
+        if left is None or not left.is_gone():
+            return
+        # What was cleared is no part of the step under way.
+        self._passes.clear()
+        if not self._is_used and not self._inside_step and not left.has_moved():
+            self._thrown[left.lines] = self._thrown.get(left.lines, 0) + 1
 
     def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
         """It has returned, and was of this model."""
@@ -166,7 +168,7 @@ class PassWatch:
         if begin is None or not self._looks():
             return
         seen: SeenPass | None = begun.notes.get(NOTE)
-        has_calls = None if seen is None else bool(seen.calls)
+        has_calls = seen is not None and bool(seen.calls)
         self._passes.append(_Pass(begin.lines, begin.form, tuple(rows), has_calls))
         learning = {id(self._parameters[row]) for row in rows}
         parts = evaluating_parts(self._model, learning)
@@ -217,14 +219,17 @@ class _Left:
         smallest = min(dense, key=lambda each: each.numel(), default=None)
         return None if smallest is None else cls(smallest, lines)
 
-    def was_cleared(self) -> bool:
-        """Whether it is gone, and has changed no weight: not even by hand."""
+    def is_gone(self) -> bool:
+        """Whether somebody has cleared it."""
         parameter = self._parameter()
         if parameter is None or self._was_zero:
             return False
-        if not torch.equal(parameter.detach(), self._weight):
-            return False
         return parameter.grad is None or not bool(parameter.grad.any())
+
+    def has_moved(self) -> bool:
+        """Whether its weight was changed, by an optimizer or by hand."""
+        parameter = self._parameter()
+        return parameter is None or not torch.equal(parameter.detach(), self._weight)
 
 
 def _lines() -> tuple[str, ...]:

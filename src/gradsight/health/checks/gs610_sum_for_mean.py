@@ -24,7 +24,7 @@ loss = F.cross_entropy(model(inputs), targets, reduction="mean")    # not "sum"
     ),
 )
 def summed(
-    window: Window, *, ratio: float = 0.1, entries: int = 4, share: float = 0.5
+    window: Window, *, ratio: float = 0.05, entries: int = 4, share: float = 0.5
 ) -> Iterator[Fact]:
     """The loss is a sum, and the steps are too long for one.
 
