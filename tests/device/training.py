@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device.clock import Wait
-from device.tensors import THE_DEVICE, DeviceTensor, moved, peek
 from torch import Tensor, nn
 
 import gradsight
+from device.clock import Wait
+from device.tensors import THE_DEVICE, DeviceTensor, moved, peek
 
 WIDTH, CLASSES, BATCH = 8, 6, 4
 

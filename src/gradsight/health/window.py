@@ -278,7 +278,9 @@ class Window:
         if self.finite:
             return False
         nan_loss = self.loss is not None and isnan(self.loss)
-        return not self.step.skipped or not scaler_settles(nan_loss, self.bad_before)
+        # Left out by a GradScaler, which has a scale; what on_finding left out is a fault still.
+        by_scaler = self.step.skipped and self.step.scale is not None
+        return not by_scaler or not scaler_settles(nan_loss, self.bad_before)
 
     @property
     def clips_already(self) -> bool:

@@ -29,12 +29,14 @@ from gradsight.errors import UsageError
 from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
+from gradsight.incidents.parameter_copy import ParameterCopy
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
 from gradsight.session.brake import Brake
 from gradsight.session.cost import CostOutput
 from gradsight.session.first_critical import FirstCritical
 from gradsight.session.left_behind import close_left_behind, remember
 from gradsight.session.line import Output, StepLine, WatchedInstruments
+from gradsight.session.loss_flags import LossFlags
 from gradsight.session.manual_steps import ManualSteps
 from gradsight.session.missing_steps import MissingSteps
 from gradsight.session.on_finding import SKIP
@@ -259,6 +261,8 @@ class Watch:
         self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
+        if self._instruments.losses is not None:
+            self._instruments.losses.start()
         if self._instruments.signals is not None:
             self._instruments.signals.start()
         _open.append(self)
@@ -353,6 +357,7 @@ class Watch:
                 rules={} if health is None else health.incident_rules(),
                 names=[named.name for named in parameters],
                 first=self._group.is_first,
+                copy=self._make_parameter_copy(parameters, options),
             )
             incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
         if options.dump is not None:
@@ -363,7 +368,18 @@ class Watch:
                 self._problems.report(
                     "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
                 )
-        return WatchedInstruments(health, signals, incidents, dumps)
+        losses: LossFlags | None = None
+        if incidents is not None:
+            losses = LossFlags([named.tensor for named in parameters], incidents.guard)
+        return WatchedInstruments(health, signals, incidents, dumps, losses)
+
+    def _make_parameter_copy(
+        self, parameters: Sequence[Named], options: WatchOptions
+    ) -> ParameterCopy | None:
+        if options.recorder != "batch":
+            return None
+        quiet = options.quiet or not self._group.is_first
+        return ParameterCopy([named.tensor for named in parameters], self._problems, quiet)
 
     # For the user.
 
