@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device.tensors import THE_DEVICE, moved, peek
 from torch import Tensor, nn
 
 import gradsight
+from device.tensors import THE_DEVICE, moved, peek
 
 STEPS, BAD, ROW = 18, 14, 5
 NAMES = [f"sample-{number}" for number in range(8)]

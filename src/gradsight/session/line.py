@@ -137,7 +137,11 @@ class StepLine:
         `complete`: no other gradient was seen earlier in the step, and edited since.
         """
         with self.lock:
-            if self._incidents is not None and self._late is not None:
+            if self._dumps is not None and self._dumps.keeps_gradients:
+                # Before the gradient that is kept is that of this step.
+                self._finish_all(self.builder.flush())
+                self._dumping.run(self._dumps.dump_kept)
+            elif self._incidents is not None and self._late is not None:
                 self._incidents.guard.run(self._settle_late, False)
             reading = self.builder.gradients_ready(rows, scaler)
             # Copied now: clipping and the optimizer will have changed it by the time it is judged.
@@ -304,7 +308,7 @@ class StepLine:
             self._brake.end_step(judged_late=self.builder.is_merged)
 
     def _with_clipping(self, made: MadeStep) -> MadeStep:
-        if self._dumps is None or not self._dumps.is_staged:
+        if self._dumps is None or not (self._dumps.is_staged or self._dumps.keeps_gradients):
             return made
         return replace(made, clips=tuple(self.builder.clips()))
 
@@ -316,7 +320,7 @@ class StepLine:
         dumps = self._dumps
         if dumps is None:
             return
-        if dumps.is_wanted and not dumps.is_staged:
+        if dumps.is_wanted and not (dumps.is_staged or dumps.keeps_gradients):
             for measured in finished:
                 if measured.step.step == made.step:
                     remaining = self.builder.remaining_share(measured)
@@ -378,6 +382,8 @@ class StepLine:
         """Wait for everything that is on its way, and finish it."""
         with self.lock:
             self._finish_all(self.builder.flush())
+            if self._dumps is not None:
+                self._dumping.run(self._dumps.dump_kept)
             self._write_logged(wait=True)
 
     def finish_judging(self) -> None:

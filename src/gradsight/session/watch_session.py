@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gradsight.core.group import LeavingProblems, ProcessGroup
+from gradsight.core.devices import accelerators
+from gradsight.core.group import LeavingProblems, ProcessGroup, world_size
 from gradsight.core.guard import Guard
 from gradsight.core.held_parts import parts_left_out
 from gradsight.core.hooks import put_hook
@@ -24,6 +25,7 @@ from gradsight.core.switch import is_switched_off
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.dump.dumper import GradientDumper
+from gradsight.dump.kept_gradients import KeptGradients
 from gradsight.dump.under_watch import WatchedDumps
 from gradsight.errors import UsageError
 from gradsight.health.health import Health, HealthOptions
@@ -312,6 +314,9 @@ class Watch:
         end(self._finish_steps)
         if parts.dumps is not None:
             end(parts.dumps.close)
+            if parts.dumps.keeps_gradients:
+                # Before: what is judged only now may be dumped.
+                end(self._line.flush)
         # Whoever was interrupted before the first step knows why there is none.
         end(self._say_what_is_missing)
         end(self._stop_comparing)
@@ -340,7 +345,8 @@ class Watch:
         dumps: WatchedDumps | None = None
         if checks is not None:
             closer_looks = CloserLooks(self._opened.first_step)
-            judged = HealthOptions(checks, closer_looks, early=_dumps_bad_steps(options.dump))
+            early = _dumps_bad_steps(options.dump) and not _are_judged_late(parameters)
+            judged = HealthOptions(checks, closer_looks, early=early)
             health = Health(
                 model, parameters, self._optimizers, judged, self._group, self._problems
             )
@@ -363,7 +369,9 @@ class Watch:
         if options.dump is not None:
             if self._group.incomplete is not None:
                 options.dump.dump_alone(self._group)
-            dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
+            kept = self._make_kept_gradients(parameters, options)
+            several = len(self._optimizers)
+            dumps = WatchedDumps(options.dump, model, several, self._problems, kept)
             if health is None and options.dump.dump_on is not None:
                 self._problems.report(
                     "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
@@ -372,6 +380,13 @@ class Watch:
         if incidents is not None:
             losses = LossFlags([named.tensor for named in parameters], incidents.guard)
         return WatchedInstruments(health, signals, incidents, dumps, losses)
+
+    def _make_kept_gradients(
+        self, parameters: Sequence[Named], options: WatchOptions
+    ) -> KeptGradients | None:
+        if not _dumps_bad_steps(options.dump) or not _are_judged_late(parameters):
+            return None
+        return KeptGradients([named.tensor for named in parameters], options.quiet)
 
     def _make_parameter_copy(
         self, parameters: Sequence[Named], options: WatchOptions
@@ -708,6 +723,12 @@ class _Process:
             watch._closing.attempt(watch._instruments.dumps.close)
         if watch._opened.sinks is not None:
             watch._closing.attempt(watch._opened.sinks.close)
+
+
+def _are_judged_late(parameters: Sequence[Named]) -> bool:
+    """Whether a step is judged when its gradient is gone: several ranks wait for it instead."""
+    tensors = [named.tensor for named in parameters]
+    return world_size() == 1 and bool(accelerators(tensors))
 
 
 def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:
