@@ -34,6 +34,7 @@ from gradsight.health.registry import CheckSettings
 from gradsight.incidents.parameter_copy import ParameterCopy
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
 from gradsight.session.brake import Brake
+from gradsight.session.captures import Captures
 from gradsight.session.cost import CostOutput
 from gradsight.session.first_critical import FirstCritical
 from gradsight.session.left_behind import close_left_behind, remember
@@ -244,6 +245,8 @@ class Watch:
         self._missing_steps = MissingSteps(
             tensors, self._optimizers, self._line, self._problems, self._guard
         )
+        inner = [innermost_optimizer(optimizer) for optimizer in self._optimizers]
+        self._captures = Captures(tensors, inner, self._problems)
         self._leave_for_the_end()
         process = _Process(self)
         ShutdownHooks(process, self._closing)
@@ -265,6 +268,7 @@ class Watch:
             self._instruments.incidents.start()
         if self._instruments.losses is not None:
             self._instruments.losses.start()
+        self._captures.start()
         if self._instruments.signals is not None:
             self._instruments.signals.start()
         _open.append(self)
@@ -325,7 +329,7 @@ class Watch:
 
     def _guards(self) -> list[Guard]:
         """Those of hooks, which they take away."""
-        guards = [self._guard]
+        guards = [self._guard, self._captures.guard]
         if self._instruments.signals is not None:
             guards.append(self._instruments.signals.guard)
         if self._instruments.incidents is not None:
