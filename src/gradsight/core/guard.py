@@ -20,21 +20,16 @@ getattr(os, "register_at_fork", dict)(after_in_child=lock._at_fork_reinit)  # no
 class Guard:
     """Keeps an instrument's faults from training. KeyboardInterrupt and SystemExit pass."""
 
-    def __init__(
-        self, problems: Any, key: str, what: str, passing: Any = (), always: bool = False
-    ) -> None:
-        """`always`: also while the border is closed."""
+    def __init__(self, problems: Any, key: str, what: str, passing: Any = ()) -> None:
         self.faults = 0
-        self._always = always
         self._told = (problems, key, what)
         self._passing = passing
         self._at_end: list[tuple[Any, tuple[Any, ...]]] = []
 
     def run(self, action: Any, *args: Any, **kwargs: Any) -> Any:
         """What the action returns; None where it fails, and at once after any fault."""
-        if self.faults or (closed_by and not self._always and any(ask() for ask in closed_by)):
-            return None
-        return self.attempt(action, *args, **kwargs)
+        is_out = self.faults or any(ask() for ask in closed_by)
+        return None if is_out else self.attempt(action, *args, **kwargs)
 
     def attempt(self, action: Any, *args: Any, **kwargs: Any) -> Any:
         """The same, also after a fault."""

@@ -6,6 +6,7 @@ the graph is looked at there; of one that is in the graph as a whole nothing can
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 
 from gradsight.core.devices import accelerators, is_anything_capturing
 from gradsight.core.guard import Guard, closed_by
-from gradsight.core.hooks import put_hook
 from gradsight.core.problems import Problems
 
 CAPTURED_STEP = (
@@ -32,7 +32,7 @@ class Captures:
         self._is_needed = bool(accelerators(parameters))
         self._optimizers = optimizers
         self._problems = problems
-        self.guard = Guard(problems, "captures", "captures are no longer noticed", always=True)
+        self.guard = Guard(problems, "captures", "captures are no longer noticed")
 
     def start(self) -> None:
         """Begin to ask; where there is no accelerator, nothing is asked."""
@@ -42,7 +42,9 @@ class Captures:
         closed_by.append(ask)
         self.guard.at_end(closed_by.remove, ask)
         for optimizer in self._optimizers:
-            put_hook(self.guard, optimizer.register_step_pre_hook, self._about_to_step)
+            # Attempted, not run: it is while the border is closed that this has to be noticed.
+            notice = partial(self.guard.attempt, self._about_to_step)
+            self.guard.at_end(optimizer.register_step_pre_hook(notice).remove)
 
     def _about_to_step(self, *_: Any) -> None:
         if is_anything_capturing():

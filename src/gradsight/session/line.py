@@ -192,7 +192,8 @@ class StepLine:
 
     def _not_finite(self, norms: Norms, loss: Tensor | None, scaled: bool) -> str | None:
         """The code under which the judge will find this gradient."""
-        if self._health is None:
+        # Asked first: whether a loss is NaN has to be waited for.
+        if self._health is None or norms.counts is None:
             return None
         return self._health.alarm.not_finite(norms, scaled, scaled and is_nan_loss(loss))
 
