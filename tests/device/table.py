@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from device.training import Settings
 from torch import Tensor
 
 import gradsight
+from device.training import Settings
 
 
 def _adamw(**options: Any) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
@@ -37,9 +37,7 @@ SETTINGS = {
     "health=False": Settings(log=True, watch={"health": False}),
     "accumulation, clipping": Settings(log=True, accumulation=2, clip=True),
     "GradScaler, unscaled before": Settings(log=True, scaler="unscaled", clip=True),
-    "GradScaler, inside fused": Settings(
-        log=True, scaler="inside", optimizer=_adamw(fused=True)
-    ),
+    "GradScaler, inside fused": Settings(log=True, scaler="inside", optimizer=_adamw(fused=True)),
     "foreach": Settings(log=True, optimizer=_adamw(foreach=True)),
     "fused": Settings(log=True, optimizer=_adamw(fused=True)),
     "fused, on_finding skip": Settings(

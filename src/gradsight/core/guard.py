@@ -13,6 +13,7 @@ from typing import Any
 
 lock: Any = RLock()  # held while something of torch's or Python's is replaced by ours, or put back
 spent: dict[int, float] = {}  # by thread: the seconds that it was on our side of the border
+closed_by: list[Any] = []  # asked at the border: while one says yes, nothing of ours runs
 getattr(os, "register_at_fork", dict)(after_in_child=lock._at_fork_reinit)  # not on Windows
 
 
@@ -27,7 +28,8 @@ class Guard:
 
     def run(self, action: Any, *args: Any, **kwargs: Any) -> Any:
         """What the action returns; None where it fails, and at once after any fault."""
-        return None if self.faults else self.attempt(action, *args, **kwargs)
+        is_out = self.faults or any(ask() for ask in closed_by)
+        return None if is_out else self.attempt(action, *args, **kwargs)
 
     def attempt(self, action: Any, *args: Any, **kwargs: Any) -> Any:
         """The same, also after a fault."""

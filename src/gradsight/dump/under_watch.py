@@ -11,6 +11,7 @@ from gradsight.core.group import world_size
 from gradsight.core.problems import Problems
 from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.job import Facts, Job, LateFacts
+from gradsight.dump.kept_gradients import KeptGradients
 from gradsight.dump.manifest import SCHEDULE, joined_reasons
 from gradsight.measure.clipping import ClipReading
 from gradsight.measure.loss_scale import loss_scale
@@ -40,8 +41,19 @@ class WatchedDumps:
     """Hands the gradients of due and of bad steps to a dumper."""
 
     def __init__(
-        self, dumper: GradientDumper, model: nn.Module, optimizers: int, problems: Problems
+        self,
+        dumper: GradientDumper,
+        model: nn.Module,
+        optimizers: int,
+        problems: Problems,
+        kept: KeptGradients | None = None,
     ) -> None:
+        """`kept`: where a step is judged when its gradient is gone."""
+        self._kept = kept
+        self._kept_facts: Facts | None = None
+        """What is known of the gradient that is kept, once its step is made."""
+        self._dumped = -1
+        """The last step that was written."""
         self._dumper = dumper
         self._model = model
         self._problems = problems
@@ -78,6 +90,9 @@ class WatchedDumps:
         complete: no gradient was edited before this look.
         """
         self._forget()
+        if self._kept is not None and not moments.inside_backward():
+            self._kept_facts = None
+            self._kept.keep(step, loss_scale(scaler))
         bad = suspicion is not None and self._dumper.wants_finding(suspicion.severity)
         due = bad or wanted or self._dumper.wants(step)
         if not due or moments.inside_backward():
@@ -106,6 +121,35 @@ class WatchedDumps:
             if step != self._bad_dumped:
                 self._found.append((f"{finding.code} {finding.name}", step))
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a step can be dumped when it is judged, after its gradient is gone."""
+        return self._kept is not None
+
+    def dump_kept(self) -> None:
+        """A step is judged whose gradient is kept: dump that where something was found of it."""
+        kept = self._kept
+        facts = self._kept_facts
+        if kept is None or facts is None or not self._found:
+            return
+        if all(step != kept.step for _, step in self._found) or kept.step is None:
+            return
+        reasons = self._reasons(kept.step)
+        self._found = []
+        if kept.step == self._dumped:  # by schedule
+            return
+        self._dumped = kept.step
+        self._bad_dumped = kept.step
+        with kept.in_place():
+            reason = joined_reasons(reasons)
+            self._dumper.capture(self._model, kept.step, replace(facts, reason=reason))
+
+    def _keep_facts(self, made: MadeStep) -> None:
+        if self._kept is not None and self._kept.step == made.step:
+            late = LateFacts(self._kept.scale, made.clips)
+            gradient = _MIXED if self._several else made.gradient
+            self._kept_facts = Facts(gradient=gradient, late=late)
+
     def _reasons(self, dumped: int) -> list[str]:
         """What was found, as the reasons of the dump of this step."""
         reasons = []
@@ -116,6 +160,8 @@ class WatchedDumps:
 
     def step_made(self, made: MadeStep) -> None:
         """The step is made and judged, as far as it can be by now: write the copy."""
+        self._keep_facts(made)
+        self.dump_kept()
         if self._staged is not None:
             job, facts = self._staged
             self._staged = None
@@ -123,6 +169,7 @@ class WatchedDumps:
                 facts = replace(facts, gradient=made.gradient)
             reason = joined_reasons([facts.reason, *self._reasons(made.step)])
             self._found = []
+            self._dumped = made.step
             if reason != SCHEDULE:
                 self._bad_dumped = made.step
             late = LateFacts(None if facts.late is None else facts.late.scale, made.clips)

@@ -54,6 +54,11 @@ class PendingScores:
         self._targets = targets
         self._trainable = trainable
 
+    @property
+    def are_on_their_way(self) -> bool:
+        """Whether scores come from an accelerator."""
+        return any(block.table.is_from_device for block in self.blocks)
+
     def take(self, before: int | None) -> list[BlockScores]:
         """Remove and return the blocks of all steps before the given one; None: of all steps."""
         due = [b for b in self.blocks if before is None or b.step < before]
@@ -219,22 +224,22 @@ class ScoreLog:
         if self.saving.run_dir is None or due <= self._saved_before:
             return
         self._saved_before = due
-        if self._group.size > 1:
-            self._attempt(self.save, due)
+        if self._group.size > 1 or not self.pending.are_on_their_way:
+            self._attempt(step, self.save, due)
             return
         # In a thread of its own: neither the device nor the disk is waited for.
         self._finish_writing()
         blocks = self.pending.take(due)
-        write = partial(self._guard.attempt, self._attempt, self._write_blocks, due, blocks)
+        write = partial(self._guard.attempt, self._attempt, step, self._write_blocks, due, blocks)
         self._thread = threading.Thread(target=write, name="gradsight-scores", daemon=True)
         self._thread.start()
 
-    def _attempt(self, write: Callable[..., Any], before: int, *given: Any) -> None:
+    def _attempt(self, step: int, write: Callable[..., Any], *given: Any) -> None:
         try:
-            write(before, *given)
+            write(*given)
         except Exception as error:
             text = f"{type(error).__name__}: {error}; training goes on, these scores are lost"
-            self._problems.report("scores", text, before)
+            self._problems.report("scores", text, step)
 
     def _finish_writing(self) -> None:
         """Wait for the file that is being written."""
@@ -299,7 +304,9 @@ class ScoreLog:
         on_device = [each for each in rates if isinstance(each, Tensor)]
         if on_device:
             # What is on a device is not compared: schedulers change all groups' rates alike.
-            return HostCopy.of(on_device[0].detach().reshape(1).clone()) if len(rates) == 1 else None
+            return (
+                HostCopy.of(on_device[0].detach().reshape(1).clone()) if len(rates) == 1 else None
+            )
         return float(rates[0]) if len(set(rates)) == 1 else None
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

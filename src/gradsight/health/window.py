@@ -3,7 +3,6 @@
 The step just made, what came before it, and what is known of the model.
 """
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from math import isfinite, isnan
@@ -283,7 +282,7 @@ class Window:
         if signals.loss is not None:
             # Backward is called on the loss times the GradScaler's factor.
             self._take_loss(signals.loss / (self.step.scale or 1.0))
-        if signals.unigram is not None and math.isfinite(signals.unigram):
+        if signals.unigram is not None and isfinite(signals.unigram):
             self.unigram = signals.unigram
             self.signals.add("unigram")
         self._take_learning_rate()

@@ -47,13 +47,18 @@ class IncidentWriter:
         self._with_batch = with_batch
         remove_unfinished(self._run_dir, rank())
 
-    def stage(self, passes: Sequence[RecordedCall]) -> StagedIncident:
-        """Begin a bundle, with batch and parameters as they are now if those are wanted."""
+    def stage(self, passes: Sequence[RecordedCall], refusal: str | None = None) -> StagedIncident:
+        """Begin a bundle, with batch and parameters as they are now if those are wanted.
+
+        refusal: why they are not those of the step, and are left out.
+        """
         bundle = Bundle(self._run_dir, rank())
         try:
-            return StagedIncident(
-                bundle, self._data(bundle, passes) if self._with_batch else {"replay": _NO_BATCH}
-            )
+            if not self._with_batch:
+                return StagedIncident(bundle, {"replay": _NO_BATCH})
+            if refusal is not None:
+                return StagedIncident(bundle, {"replay": refusal})
+            return StagedIncident(bundle, self._data(bundle, passes))
         except BaseException:
             bundle.discard()
             raise

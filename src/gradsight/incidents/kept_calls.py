@@ -52,6 +52,16 @@ class KeptLimits:
     """Whether calls are kept from the end of their step until the model is called again."""
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The calls of a step that was made."""
+
+    step: int
+    calls: list[KeptCall]
+    dropped: int
+    root: Tensor | None
+
+
 class KeptCalls:
     """Hooks one module; `calls` are those of the step under way, the oldest first."""
 
@@ -62,6 +72,10 @@ class KeptCalls:
         """Calls of this step that were let go."""
         self.root: Tensor | None = None
         """What backward was last called on in this step."""
+        self.last: FinishedStep | None = None
+        """The step before, where its numbers may come late: until the next one is made."""
+        self.made_step: int | None = None
+        """The last step that was made."""
         self._limits = limits
         self._guard = guard
         self._loss_lines = LossLines(guard)
@@ -112,16 +126,22 @@ class KeptCalls:
         if self._compiled is not None:
             self.model._compiled_call_impl = self._compiled
             self._compiled = None
+        self.last = None
         self.release()
 
     def look_away(self) -> None:
         """Keep no more calls, but leave the hooks in place."""
         self._looks_away = True
         moments.leave(self)
+        self.last = None
         self.release()
 
-    def end_step(self) -> None:
+    def end_step(self, step: int) -> None:
         """The step is over."""
+        self.made_step = step
+        self.last = None
+        if self.calls and self._devices:
+            self.last = FinishedStep(step, list(self.calls), self.dropped, self.root)
         self._step_is_over = True
         if not self._limits.lasting:
             self.release()
@@ -225,15 +245,21 @@ class KeptCalls:
         raised an exception.
         """
         used = self.calls if everything else self.used()
+        return self._recorded(used, self.dropped)
+
+    def passes_of(self, step: FinishedStep) -> tuple[list[RecordedCall], list[str]]:
+        """The same of a step that was made."""
+        used = [call for call in step.calls if call.nodes] or step.calls
+        return self._recorded(used, step.dropped)
+
+    def _recorded(
+        self, used: Sequence[KeptCall], dropped: int
+    ) -> tuple[list[RecordedCall], list[str]]:
         notes: dict[str, None] = {}
         made: list[RecordedCall] = []
-        if self.dropped:
-            notes[
-                (
-                    f"{self.dropped} earlier micro-batches of this step were not kept: they "
-                    "hold too much memory"
-                )
-            ] = None
+        if dropped:
+            text = "earlier micro-batches of this step were not kept: they hold too much memory"
+            notes[f"{dropped} {text}"] = None
         for call in used:
             notes.update(dict.fromkeys(self._doubts(call)))
             came_back = not call.too_large and any(

@@ -6,7 +6,7 @@ for the judge's word.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from gradsight.incidents.incident import (
     facts_of_finding,
 )
 from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
+from gradsight.incidents.parameter_copy import ParameterCopy
 from gradsight.incidents.ring import Ring
 from gradsight.store.diagnoses import is_broken, numbered
 from gradsight.values.diagnoses import Diagnosis
@@ -50,6 +51,17 @@ _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "
     "it was not run again"
 )
+_TOO_LATE_ON_DEVICE = (
+    "on an accelerator the gradient is known one step late, when the optimizer has used it: the "
+    "step was not run again. The parameters that broke say between which modules the fault was "
+    'born; for its operation and samples watch with on_finding={"critical": "skip"} (a fused '
+    'optimizer leaves the update out on the device) or with recorder="batch" (keeps a copy of the '
+    "parameters)"
+)
+_AFTER_UPDATE = (
+    "run again one step later, with the weights after the update: the gradient was known too late"
+)
+_GONE = "the step was known to be bad too late: its batch and its parameters are gone"
 
 Kind = Literal["nonfinite", "spike"]
 
@@ -68,6 +80,8 @@ class RecorderOptions:
     """The parameters of the model."""
     first: bool
     """Whether this rank judges and writes; the others write what they find beside it."""
+    copy: ParameterCopy | None = None
+    """The parameters before the last update, where numbers come late."""
 
 
 @dataclass(slots=True)
@@ -81,6 +95,19 @@ class _Pending:
     facts: dict[str, Any]
     """How it was diagnosed: for running it again."""
     path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LateStep:
+    """A bad step that was known when the optimizer had used its gradient, or had left it out."""
+
+    step: int
+    kind: Kind
+    code: str
+    scale: float
+    """A scaler's factor that was in the gradient."""
+    skipped: bool
+    """Whether the update was left out, so that the weights are still those of the step."""
 
 
 class FlightRecorder:
@@ -137,25 +164,38 @@ class FlightRecorder:
         """An optimizer is about to use far too large a gradient."""
         self._detected(step, "spike", code, scale)
 
-    def end_step(self) -> None:
+    def about_to_update(self, step: int) -> None:
+        """An optimizer is about to change the parameters."""
+        if self._options.copy is not None:
+            self._options.copy.take(step)
+
+    def was_bad(self, bad: "LateStep") -> None:
+        """A step was bad whose numbers came when its gradient had been used."""
+        if self._is_worth_it():
+            self._diagnose_late(bad)
+
+    def end_step(self, step: int) -> None:
         """The step is made."""
         self._clean_calls = 0
-        self.calls.end_step()
+        self.calls.end_step(step)
         if self.guard.faults:
             self.calls.release()
 
     def _detected(self, step: int, kind: Kind, code: str, scale: float) -> None:
         """Keep and find out what can be while everything is as it was."""
+        if self._is_worth_it():
+            # The model is handed on unwrapped: that DDP divides by the ranks is counted here.
+            self._diagnose(step, kind, code, scale * world_size())
+
+    def _is_worth_it(self) -> bool:
+        """Whether one more bad step is looked into."""
         # A run that is NaN for good must not spend its time on diagnoses.
         self._incidents_seen += 1
         count = self._incidents_seen
         is_power_of_two = count & (count - 1) == 0
         if count > _ALWAYS_DIAGNOSED and not is_power_of_two:
-            return
-        if not (self._options.seconds or self._options.with_batch):
-            return
-        # The model is handed on unwrapped: that DDP divides by the ranks is counted here.
-        self._diagnose(step, kind, code, scale * world_size())
+            return False
+        return bool(self._options.seconds or self._options.with_batch)
 
     def _diagnose(self, step: int, kind: Kind, code: str, scale: float) -> None:
         self._forget()
@@ -166,7 +206,7 @@ class FlightRecorder:
         pending = _Pending(step, code, None, self._stage(passes), facts)
         self._pending = pending
         if self._options.seconds:
-            diagnosis = self._run_again(passes[first:], kind, scale)
+            diagnosis = self._run_again(passes[first:], kind, scale, self.calls.root)
             diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
             dropped = self.calls.dropped
             pending.diagnosis = numbered(diagnosis, rank(), first + dropped, len(passes) + dropped)
@@ -174,23 +214,57 @@ class FlightRecorder:
         if not self._options.first:
             self._write_part(pending)
 
-    def _run_again(self, passes: list[RecordedCall], kind: Kind, scale: float) -> Diagnosis:
+    def _diagnose_late(self, bad: "LateStep") -> None:
+        self._forget()
+        passes: list[RecordedCall] = []
+        notes: list[str] = []
+        last = self.calls.last
+        if last is not None and last.step == bad.step:
+            passes, notes = self.calls.passes_of(last)
+        scale = bad.scale * world_size()
+        facts: dict[str, Any] = {"kind": bad.kind, "scale": scale, "first_pass": 0}
+        copy = self._options.copy
+        has_copy = not bad.skipped and copy is not None and copy.step == bad.step
+        weights_are_there = bad.skipped or has_copy
+        with copy.put_in() if copy is not None and has_copy else nullcontext():
+            refusal = None if weights_are_there else _GONE
+            pending = _Pending(bad.step, bad.code, None, self._stage(passes, refusal), facts)
+            self._pending = pending
+            if not self._options.seconds:
+                return
+            if not weights_are_there and bad.kind == "nonfinite":
+                pending.diagnosis = _nothing(_TOO_LATE_ON_DEVICE)
+                return
+            if not weights_are_there:
+                notes = [_AFTER_UPDATE, *notes]
+            root = None if last is None else last.root
+            diagnosis = self._run_again(passes, bad.kind, scale, root)
+            diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
+            dropped = 0 if last is None else last.dropped
+            pending.diagnosis = numbered(diagnosis, rank(), dropped, len(passes) + dropped)
+        if not self._options.first:
+            self._write_part(pending)
+
+    def _run_again(
+        self, passes: list[RecordedCall], kind: Kind, scale: float, root: Tensor | None
+    ) -> Diagnosis:
         # Here, because it imports much that a healthy run never needs.
         from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 
         if not passes:
             return _nothing(_NOT_CALLED)
-        root = self.calls.root
         with suspended(), _own_hooks_silent(self._model):
             options = DiagnosisOptions(
                 seconds=self._options.seconds, kind=kind, loss_root=root, scale=scale
             )
             return diagnose(self._model, passes, options)
 
-    def _stage(self, passes: list[RecordedCall]) -> StagedIncident | None:
+    def _stage(
+        self, passes: list[RecordedCall], refusal: str | None = None
+    ) -> StagedIncident | None:
         if self._writer is None:
             return None
-        staged: StagedIncident | None = self._writing.attempt(self._writer.stage, passes)
+        staged: StagedIncident | None = self._writing.attempt(self._writer.stage, passes, refusal)
         return staged
 
     def _write_part(self, pending: _Pending) -> None:
@@ -297,7 +371,9 @@ class FlightRecorder:
         name = f"step{step}-{finding.code}"
         staged = None if pending is None else pending.staged
         if staged is None:
-            staged = writer.stage(self.calls.passes()[0])
+            # Where numbers come late, the calls that are kept are of a later step.
+            refusal = None if self.calls.made_step in (None, step) else _GONE
+            staged = writer.stage(self.calls.passes()[0], refusal)
         if pending is None:
             facts = facts_of_finding(step, finding, None) | {"after": True}
         else:

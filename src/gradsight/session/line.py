@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from gradsight.dump.under_watch import MadeStep, WatchedDumps
 from gradsight.health.bad_steps import is_nan_loss
 from gradsight.health.early_findings import DumpDecision, Look
 from gradsight.health.health import Health
-from gradsight.incidents.recorder import FlightRecorder
+from gradsight.incidents.recorder import FlightRecorder, LateStep
 from gradsight.measure.clipping import ClipReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.brake import Brake
-from gradsight.session.readings import GradientReading, arrived
+from gradsight.session.loss_flags import LossFlags
+from gradsight.session.readings import GradientReading, StepInProgress, arrived
 from gradsight.session.signals import SeenLoss, TrainingSignals
 from gradsight.session.step_builder import StepBuilder
 from gradsight.values.findings import Finding
@@ -72,6 +73,8 @@ class WatchedInstruments:
     """What the judge wants to know beside gradients."""
     incidents: FlightRecorder | None
     dumps: WatchedDumps | None
+    losses: LossFlags | None = None
+    """Where numbers come late, losses tell first."""
 
 
 class StepLine:
@@ -109,6 +112,9 @@ class StepLine:
         self._last: Norms | None = None
         """The norms at the last look of the step under way, where they have arrived already."""
         self._logged_late: deque[tuple[int, dict[str, float | HostCopy]]] = deque()
+        self._losses = instruments.losses
+        self._late: StepInProgress | None = None
+        """The step before, where its numbers were not there when its gradient was used."""
         self._factor = 1.0
         """The scaler's factor that was in the gradients then."""
 
@@ -131,6 +137,12 @@ class StepLine:
         `complete`: no other gradient was seen earlier in the step, and edited since.
         """
         with self.lock:
+            if self._dumps is not None and self._dumps.keeps_gradients:
+                # Before the gradient that is kept is that of this step.
+                self._finish_all(self.builder.flush())
+                self._dumping.run(self._dumps.dump_kept)
+            elif self._incidents is not None and self._late is not None:
+                self._incidents.guard.run(self._settle_late, False)
             reading = self.builder.gradients_ready(rows, scaler)
             # Copied now: clipping and the optimizer will have changed it by the time it is judged.
             self._dumping.run(self._stage_dump, reading, scaler, together, complete)
@@ -180,7 +192,8 @@ class StepLine:
 
     def _not_finite(self, norms: Norms, loss: Tensor | None, scaled: bool) -> str | None:
         """The code under which the judge will find this gradient."""
-        if self._health is None:
+        # Asked first: whether a loss is NaN has to be waited for.
+        if self._health is None or norms.counts is None:
             return None
         return self._health.alarm.not_finite(norms, scaled, scaled and is_nan_loss(loss))
 
@@ -190,9 +203,53 @@ class StepLine:
         They are still scaled if a scaler is given.
         """
         with self.lock:
+            if self._incidents is not None:
+                self._incidents.guard.run(self._before_update, rows)
             used = self.builder.before_update(rows, scaler)
             if used is not None and self._incidents is not None and self._health is not None:
                 self._incidents.guard.run(self._look_for_spike, *used)
+
+    def _before_update(self, rows: Sequence[int]) -> None:
+        """Where numbers come late: what can be known before the weights change."""
+        incidents = self._incidents
+        if incidents is None:
+            return
+        # First: whoever waits for this finds the numbers of the step before there, too.
+        loss_is_bad = self._losses is not None and self._losses.is_bad()
+        self._settle_late()
+        if loss_is_bad:
+            # What was found of the steps before is written before anything else is found.
+            if not self.builder.is_merged:
+                self._finish_all(self.builder.flush())
+            for reading in self.builder.readings_of(rows):
+                if reading.known is None:
+                    reading.read()
+                    self._look_for_incident(reading, reading.scale is not None)
+        incidents.about_to_update(self.builder.step)
+
+    def _settle_late(self, wait: bool = True) -> None:
+        """Look at the step before as it would have been looked at, had its numbers been there."""
+        late = self._late
+        incidents = self._incidents
+        health = self._health
+        if late is None or incidents is None or not (wait or late.ready()):
+            return
+        self._late = None
+        if health is None:
+            return
+        for used in late.used:
+            factor = used.reading.factor()
+            norms = used.reading.read().divided_by(factor)
+            scaled = used.reading.scale is not None
+            kind: Literal["nonfinite", "spike"] = "nonfinite"
+            last = incidents.calls.last
+            code = self._not_finite(norms, None if last is None else last.root, scaled)
+            if code is None:
+                kind = "spike"
+                code = health.alarm.too_large(norms, used.clip)
+            if code is not None:
+                incidents.was_bad(LateStep(late.number, kind, code, factor, late.was_skipped))
+            health.alarm.end_step(norms)
 
     def _look_for_spike(self, reading: GradientReading, clip: ClipReading) -> None:
         if reading.known is None or self._incidents is None or self._health is None:
@@ -231,23 +288,28 @@ class StepLine:
             signals, seen = self._signals.guard.run(self._signals.take) or (signals, seen)
         if self._health is not None:
             comparisons = self._judging.run(self._health.compare_ranks, step) or ()
+        is_late = any(used.reading.known is None for used in self.builder.used())
         if self._incidents is not None:
-            self._incidents.guard.run(self._end_incidents, step)
+            self._incidents.guard.run(self._settle_late)
+            self._incidents.guard.run(self._end_incidents, step, is_late)
             # Also where it is out: what it holds must not be held until the end.
-            self._incidents.guard.attempt(self._incidents.end_step)
+            self._incidents.guard.attempt(self._incidents.end_step, step)
+        if self._losses is not None:
+            self._losses.end_step()
         made = MadeStep(step, gradient)
         made = self._dumping.run(self._with_clipping, made) or made
-        finished = self.builder.end_step(gradient, signals, seen, comparisons)
+        self.builder.end_step(gradient, signals, seen, comparisons)
+        self._late = self.builder.newest if is_late else None
+        finished = self.builder.finished()
         self._write_logged(wait=False)
-        for measured in finished:
-            self._finish(measured)
+        self._finish_all(finished)
         self._dumping.run(self._end_dumps, made, finished)
         # Last of all: this may be an exception, and the step is complete by now.
         if self._brake is not None:
             self._brake.end_step(judged_late=self.builder.is_merged)
 
     def _with_clipping(self, made: MadeStep) -> MadeStep:
-        if self._dumps is None or not self._dumps.is_staged:
+        if self._dumps is None or not (self._dumps.is_staged or self._dumps.keeps_gradients):
             return made
         return replace(made, clips=tuple(self.builder.clips()))
 
@@ -259,7 +321,7 @@ class StepLine:
         dumps = self._dumps
         if dumps is None:
             return
-        if dumps.is_wanted and not dumps.is_staged:
+        if dumps.is_wanted and not (dumps.is_staged or dumps.keeps_gradients):
             for measured in finished:
                 if measured.step.step == made.step:
                     remaining = self.builder.remaining_share(measured)
@@ -267,8 +329,8 @@ class StepLine:
                     made = replace(made, remaining=remaining, clip_coef=clip)
         dumps.step_made(made)
 
-    def _end_incidents(self, step: int) -> None:
-        norms = self._last
+    def _end_incidents(self, step: int, is_late: bool) -> None:
+        norms = None if is_late else self._last
         self._last = None
         if self._incidents is not None and self._health is not None and norms is not None:
             if self._manual:
@@ -287,6 +349,14 @@ class StepLine:
         self._problems.report("threads", _SEVERAL_THREADS, step=self.builder.step)
 
     # A finished step.
+
+    def _finish_all(self, steps: Sequence[MeasuredStep]) -> None:
+        for measured in steps:
+            late = self._late
+            is_late = late is not None and late.number <= measured.step.step
+            if is_late and self._incidents is not None:
+                self._incidents.guard.run(self._settle_late)
+            self._finish(measured)
 
     def _finish(self, measured: MeasuredStep) -> None:
         self._problems.step = measured.step.step
@@ -312,8 +382,9 @@ class StepLine:
     def flush(self) -> None:
         """Wait for everything that is on its way, and finish it."""
         with self.lock:
-            for measured in self.builder.flush():
-                self._finish(measured)
+            self._finish_all(self.builder.flush())
+            if self._dumps is not None:
+                self._dumping.run(self._dumps.dump_kept)
             self._write_logged(wait=True)
 
     def finish_judging(self) -> None:

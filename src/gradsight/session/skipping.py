@@ -76,7 +76,7 @@ class UpdateSkipper:
             optimizer.found_inf = _flag(readings)  # type: ignore[attr-defined]
             self._flagged.add(id(optimizer))
             return
-        if not known:
+        if not known and not _will_take_a_flag(optimizer):
             self._problems.report("on_finding-skip", _WAITS.format(name=type(optimizer).__name__))
         bad = any(_is_bad(reading, rows) for reading in readings)
         if self._group is not None:
@@ -97,7 +97,8 @@ class UpdateSkipper:
 
 
 def _is_bad(reading: GradientReading, rows: Sequence[int]) -> bool:
-    norms = reading.read()
+    # Not noted as known: the recorder looks at what came late, when the update was left out.
+    norms = reading.norms.read() if reading.known is None else reading.known
     if norms.counts is None:
         return False
     wanted = set(rows)
@@ -150,12 +151,27 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _takes_a_flag(optimizer: Optimizer) -> bool:
-    """Whether it leaves a step out on the device; a GradScaler that does so is left alone."""
+    """Whether it leaves this step out on the device; a GradScaler that does so is left alone."""
+    is_free = getattr(optimizer, "found_inf", None) is None
+    return _will_take_a_flag(optimizer) and is_free and not _lacks_momentum(optimizer)
+
+
+def _lacks_momentum(optimizer: Optimizer) -> bool:
+    """Whether fused SGD has no momentum yet: it would be uninitialised memory, were its very
+    first step left out.
+    """
+    return any(
+        parameter.grad is not None and not optimizer.state.get(parameter)
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for parameter in group["params"]
+    )
+
+
+def _will_take_a_flag(optimizer: Optimizer) -> bool:
+    """Whether it leaves steps out on the device, from its second one on."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    has_state = all(optimizer.state.get(p) for g in optimizer.param_groups for p in g["params"])
-    # Fused SGD's momentum would be uninitialised memory, were its very first step left out.
-    return fused and supports and has_state and getattr(optimizer, "found_inf", None) is None
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _flag(readings: Sequence[GradientReading]) -> Tensor:

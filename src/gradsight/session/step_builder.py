@@ -218,8 +218,8 @@ class StepBuilder:
         signals: StepSignals,
         seen: SeenLoss,
         rank_comparisons: Sequence[RankComparison],
-    ) -> list[MeasuredStep]:
-        """The step is made; the steps that have arrived by now."""
+    ) -> None:
+        """The step is made, and on its way."""
         made = self._current
         made.time = time.time()
         made.gradient = gradient
@@ -237,6 +237,9 @@ class StepBuilder:
         self._looked = False
         self._sequence = _sequence_number()
         self._queue.append(made)
+
+    def finished(self) -> list[MeasuredStep]:
+        """The steps that have arrived by now."""
         finished = []
         # At least one step is left on its way: reading the newest would wait for the device.
         while self._queue and (len(self._queue) > _LAG or self._queue[0].ready()):
@@ -258,6 +261,15 @@ class StepBuilder:
         if any(gradient.numel() == 0 for gradient in gradients):
             return None
         return remaining_share(measured.norms, recount(gradients, NormReading(gradients).read()))
+
+    def used(self) -> list[UsedGradients]:
+        """What the optimizers of the step under way have stepped with so far."""
+        return self._current.used
+
+    @property
+    def newest(self) -> StepInProgress | None:
+        """The last step that was made, as long as it is on its way."""
+        return self._queue[-1] if self._queue else None
 
     def flush(self) -> list[MeasuredStep]:
         """Wait for everything that is on its way."""

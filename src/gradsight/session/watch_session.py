@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gradsight.core.group import LeavingProblems, ProcessGroup
+from gradsight.core.devices import accelerators
+from gradsight.core.group import LeavingProblems, ProcessGroup, world_size
 from gradsight.core.guard import Guard
 from gradsight.core.held_parts import parts_left_out
 from gradsight.core.hooks import put_hook
@@ -24,18 +25,22 @@ from gradsight.core.switch import is_switched_off
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.dump.dumper import GradientDumper
+from gradsight.dump.kept_gradients import KeptGradients
 from gradsight.dump.under_watch import WatchedDumps
 from gradsight.errors import UsageError
 from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
+from gradsight.incidents.parameter_copy import ParameterCopy
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
 from gradsight.session.brake import Brake
+from gradsight.session.captures import Captures
 from gradsight.session.cost import CostOutput
 from gradsight.session.first_critical import FirstCritical
 from gradsight.session.first_look import FirstLook, PreflightOptions
 from gradsight.session.left_behind import close_left_behind, remember
 from gradsight.session.line import Output, StepLine, WatchedInstruments
+from gradsight.session.loss_flags import LossFlags
 from gradsight.session.manual_steps import ManualSteps
 from gradsight.session.missing_steps import MissingSteps
 from gradsight.session.on_finding import SKIP
@@ -246,6 +251,8 @@ class Watch:
         self._missing_steps = MissingSteps(
             tensors, self._optimizers, self._line, self._problems, self._guard
         )
+        inner = [innermost_optimizer(optimizer) for optimizer in self._optimizers]
+        self._captures = Captures(tensors, inner, self._problems)
         self._leave_for_the_end()
         process = _Process(self)
         ShutdownHooks(process, self._closing)
@@ -265,6 +272,9 @@ class Watch:
         self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
+        if self._instruments.losses is not None:
+            self._instruments.losses.start()
+        self._captures.start()
         if self._instruments.signals is not None:
             self._instruments.signals.start()
         _open.append(self)
@@ -314,6 +324,9 @@ class Watch:
         end(self._finish_steps)
         if parts.dumps is not None:
             end(parts.dumps.close)
+            if parts.dumps.keeps_gradients:
+                # Before: what is judged only now may be dumped.
+                end(self._line.flush)
         # Whoever was interrupted before the first step knows why there is none.
         end(self._say_what_is_missing)
         end(self._stop_comparing)
@@ -322,7 +335,7 @@ class Watch:
 
     def _guards(self) -> list[Guard]:
         """Those of hooks, which they take away."""
-        guards = [self._guard]
+        guards = [self._guard, self._captures.guard]
         if self._instruments.signals is not None:
             guards.append(self._instruments.signals.guard)
             if self._instruments.signals.first_look is not None:
@@ -344,7 +357,8 @@ class Watch:
         dumps: WatchedDumps | None = None
         if checks is not None:
             closer_looks = CloserLooks(self._opened.first_step)
-            judged = HealthOptions(checks, closer_looks, early=_dumps_bad_steps(options.dump))
+            early = _dumps_bad_steps(options.dump) and not _are_judged_late(parameters)
+            judged = HealthOptions(checks, closer_looks, early=early)
             health = Health(
                 model, parameters, self._optimizers, judged, self._group, self._problems
             )
@@ -362,17 +376,38 @@ class Watch:
                 rules={} if health is None else health.incident_rules(),
                 names=[named.name for named in parameters],
                 first=self._group.is_first,
+                copy=self._make_parameter_copy(parameters, options),
             )
             incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
         if options.dump is not None:
             if self._group.incomplete is not None:
                 options.dump.dump_alone(self._group)
-            dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
+            kept = self._make_kept_gradients(parameters, options)
+            several = len(self._optimizers)
+            dumps = WatchedDumps(options.dump, model, several, self._problems, kept)
             if health is None and options.dump.dump_on is not None:
                 self._problems.report(
                     "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
                 )
-        return WatchedInstruments(health, signals, incidents, dumps)
+        losses: LossFlags | None = None
+        if incidents is not None:
+            losses = LossFlags([named.tensor for named in parameters], incidents.guard)
+        return WatchedInstruments(health, signals, incidents, dumps, losses)
+
+    def _make_kept_gradients(
+        self, parameters: Sequence[Named], options: WatchOptions
+    ) -> KeptGradients | None:
+        if not _dumps_bad_steps(options.dump) or not _are_judged_late(parameters):
+            return None
+        return KeptGradients([named.tensor for named in parameters], options.quiet)
+
+    def _make_parameter_copy(
+        self, parameters: Sequence[Named], options: WatchOptions
+    ) -> ParameterCopy | None:
+        if options.recorder != "batch":
+            return None
+        quiet = options.quiet or not self._group.is_first
+        return ParameterCopy([named.tensor for named in parameters], self._problems, quiet)
 
     def _make_first_look(
         self, model: nn.Module, tensors: Sequence[torch.Tensor], options: WatchOptions
@@ -711,6 +746,12 @@ class _Process:
             watch._closing.attempt(watch._instruments.dumps.close)
         if watch._opened.sinks is not None:
             watch._closing.attempt(watch._opened.sinks.close)
+
+
+def _are_judged_late(parameters: Sequence[Named]) -> bool:
+    """Whether a step is judged when its gradient is gone: several ranks wait for it instead."""
+    tensors = [named.tensor for named in parameters]
+    return world_size() == 1 and bool(accelerators(tensors))
 
 
 def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:

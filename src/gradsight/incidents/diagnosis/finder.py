@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core.passes import this_thread
 from gradsight.core.samples import tensors_in
 from gradsight.incidents.diagnosis.numbers import dtype_name, nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import NOWHERE, SourcePlace, current_place, source_of
@@ -96,8 +97,11 @@ class Finder(OperationWatcher):
         self._micro_batch = micro_batch
         self._caller = caller
         self._marks: dict[int, Origins] = {}
-        self._sequence: list[int] = []
-        self._places: list[SourcePlace] = []
+        self._made: dict[int, tuple[list[int], list[SourcePlace]]] = {}
+        """By thread: autograd's numbers when operations ran, and their places.
+
+        On an accelerator backward has a thread of its own, which counts by itself.
+        """
 
     def expect(self, tensor: Tensor, event: Event) -> None:
         """This tensor comes into the pass and is not finite."""
@@ -135,8 +139,9 @@ class Finder(OperationWatcher):
         place = current_place(self._names)
         # Autograd numbers its nodes as they are made: by that number, backward finds the place of
         # the forward operation that a node belongs to.
-        self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._places.append(place)
+        sequence, places = self._made.setdefault(this_thread(), ([], []))
+        sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        places.append(place)
         inputs = _inputs(func, args, kwargs)
         given = {key_of(tensor) for tensor in tensors_in(*args, *kwargs.values())}
         changed = {key_of(tensor) for tensor in written(func, args, kwargs)}
@@ -228,8 +233,13 @@ class Finder(OperationWatcher):
 
     def _place_of(self, node: Any) -> SourcePlace:
         """The place of a node's forward operation: the first that ran after the node was made."""
-        position = bisect_right(self._sequence, node._sequence_nr())
-        return self._places[position] if position < len(self._places) else NOWHERE
+        number = node._sequence_nr()
+        for sequence, places in self._made.values():
+            position = bisect_right(sequence, number)
+            # A thread whose first operation ran later has not made it.
+            if position < len(places) and (position or sequence[0] == number + 1):
+                return places[position]
+        return NOWHERE
 
 
 def _inputs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Input]:
