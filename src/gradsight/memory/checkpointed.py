@@ -25,7 +25,8 @@ class CheckpointedForward:
     """
 
     def __init__(self, named: NamedModule, mode: Mode, owners: Sequence[nn.Module] = ()) -> None:
-        self.name, self.module = named
+        self.name = named[0]
+        self.module = named[1]
         self.mode = mode
         self.owners = owners
         """The block and what it lies in, as far as Hugging Face's own checkpointing has a flag."""

@@ -9,6 +9,7 @@ from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.fake import sequences_not_packed
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
+from gradsight.memory.leftovers import without_leftovers
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
 from gradsight.memory.workload import Build, call_build
@@ -36,6 +37,7 @@ class OverBudget(GradsightError):
         )
 
 
+@without_leftovers
 def plan_checkpointing(
     build: Build,
     budget: str | int | float,

@@ -9,6 +9,7 @@ from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators
 from gradsight.memory.fake import data_dependence_refused, fake_tensors, sequences_not_packed
+from gradsight.memory.leftovers import without_leftovers
 from gradsight.memory.peak import memory_use, scratch_notes
 from gradsight.memory.workload import Build, backward, call_build, make_optimizer, warm_up
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
@@ -18,6 +19,7 @@ LARGEST_SIZE = 1 << 20
 """Where the search for a batch size ends."""
 
 
+@without_leftovers
 def predict_peak_memory(
     build: Build,
     *,
@@ -81,6 +83,7 @@ def granule_of(device: str) -> int:
     return GRANULE if device == "cuda" else 1
 
 
+@without_leftovers
 def count_parameters(build: Build) -> int:
     """The number of parameters of a model that is never filled."""
     with fake_tensors():

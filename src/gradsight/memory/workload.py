@@ -12,6 +12,7 @@ from torch import nn
 
 from gradsight.core.parameters import type_name
 from gradsight.errors import GradsightError, UsageError, UserCodeError
+from gradsight.memory.fake import fake_twin
 
 Build = Callable[[], object]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -87,7 +88,7 @@ def call_build(build: Build) -> Workload:
         raise UserCodeError(
             f"build() raised {type(error).__name__}: {error}. Call it by itself first; {EXPECTED}"
         ) from error
-    return as_workload(built)
+    return as_workload(fake_twin(built))
 
 
 def as_workload(built: object) -> Workload:
