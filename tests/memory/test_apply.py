@@ -11,8 +11,8 @@ from torch import nn
 
 from gradsight import apply_checkpointing, measure_peak_memory
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.apply import CheckpointedForward
 from gradsight.memory.blocks import find_blocks
+from gradsight.memory.checkpointed import CheckpointedForward
 from gradsight.memory.workload import as_workload, backward
 from gradsight.values.memory import CheckpointingPlan
 
@@ -166,7 +166,7 @@ def test_only_in_training_and_with_gradients(
 ) -> None:
     calls = []
     monkeypatch.setattr(
-        "gradsight.memory.apply.checkpoint",
+        "gradsight.memory.checkpointed.checkpoint",
         lambda run, *leaves, **_: calls.append(1) or run(*leaves),
     )
     model, tokens, _ = make_gpt()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gradsight.core.random_state import RandomSource, random_sources
+from gradsight.core.random_state import RandomSource, random_sources, sources_in_code
 from gradsight.memory.differences import StepDifferences
 
 
@@ -197,13 +197,4 @@ def _sources_near(evidence: Evidence) -> dict[str, RandomSource]:
     sources = {
         f"{evidence.guilty}.{name}": source for name, source in random_sources(module).items()
     }
-    forward = type(module).forward
-    for name in forward.__code__.co_names:
-        value = forward.__globals__.get(name)
-        if isinstance(value, RandomSource):
-            sources[name] = value
-    cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-    for name, cell in cells:
-        if isinstance(cell.cell_contents, RandomSource):
-            sources[name] = cell.cell_contents
-    return sources
+    return sources | sources_in_code(type(module).forward)

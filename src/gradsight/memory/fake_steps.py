@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradsight.memory.apply import CheckpointingHandle
 from gradsight.memory.blocks import NamedModule, find_blocks
+from gradsight.memory.checkpointed import CheckpointingHandle
 from gradsight.memory.choose import BlockOption, BlockProblem
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.operators import cost_per_byte

@@ -8,6 +8,7 @@ from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
+from gradsight.memory.leftovers import without_leftovers
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
 from gradsight.memory.ranks import group_of
@@ -41,6 +42,7 @@ class OverBudget(GradsightError):
         )
 
 
+@without_leftovers
 def plan_checkpointing(
     build: Build,
     budget: str | int | float,

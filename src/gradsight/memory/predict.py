@@ -22,6 +22,7 @@ from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
 from gradsight.memory.fake import data_dependence_refused, fake_tensors
 from gradsight.memory.known_values import KnownValues
+from gradsight.memory.leftovers import without_leftovers
 from gradsight.memory.peak import memory_use, scratch_notes
 from gradsight.memory.ranks import bucket_bytes, group_of, shard, with_buckets
 from gradsight.memory.real_branches import real_branches
@@ -58,6 +59,7 @@ def predict_peak_memory(
     return predict_step(build, StepSetting(policy, optimizer, device, blocks))
 
 
+@without_leftovers
 def predict_step(build: Build, setting: StepSetting) -> MemoryUse:
     """The peak of a training step on the fullest of its devices."""
     refuse_unknown_torch("memory")
@@ -144,6 +146,7 @@ def granule_of(device: str) -> int:
     return GRANULE if is_cuda(device) else 1
 
 
+@without_leftovers
 def count_parameters(build: Build) -> int:
     """The number of parameters of a model that is never filled."""
     with fake_device("cpu"):
