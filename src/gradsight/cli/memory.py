@@ -1,7 +1,8 @@
 """gradsight memory: a training step's peak, what checkpointing saves, and if gradients stay."""
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,14 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from gradsight.cli.memory_predict import COMPARED, NO_POLICY, TrainingOptions, answer, ask
+from gradsight.cli.memory_predict import (
+    COMPARED,
+    NO_POLICY,
+    TrainingOptions,
+    answer,
+    ask,
+    refuse_unknown_batches,
+)
 from gradsight.cli.memory_predictions import as_object, show_predictions
 from gradsight.cli.memory_step import Device, StepOptions
 from gradsight.errors import GradsightError, UsageError
@@ -201,21 +209,16 @@ def predict_step(
         names = list(SHOWN)
         if json:
             raise UsageError("--json prints one prediction: name a model, or --architecture")
-    questions = [ask(model, step, training, name) for name in names]
-    for question in questions:
-        if limit is not None and question.choice.sized is None:
-            raise UsageError(
-                "--memory looks for a batch size, and file.py:build makes its own batch: "
-                "use --architecture, a configuration, or a build that takes batch_size"
-            )
     policies = list(dict.fromkeys([NO_POLICY, policy or COMPARED]))
     if json:
         policies = [policy or NO_POLICY]
-    with progress() as tell:
-        answers = [
-            answer(replace(question, policy=policies[-1], limit=limit), policies, tell)
-            for question in questions
-        ]
+    # What a build function prints goes where progress goes: stdout is for the answer alone.
+    with redirect_stdout(sys.stderr):
+        questions = [ask(model, step, training, name) for name in names]
+        asked = [replace(each, policy=policies[-1], limit=limit) for each in questions]
+        refuse_unknown_batches(asked)
+        with progress() as tell:
+            answers = [answer(question, policies, tell) for question in asked]
     if json:
         print(json_text(as_object(answers[0])))
     else:

@@ -121,6 +121,16 @@ def ask(
     return Question(choice, step, training, NO_POLICY, ranks=training.ranks(), lora=lora)
 
 
+def refuse_unknown_batches(questions: list[Question]) -> None:
+    """Refuse to look for a batch size where the build function has but one batch."""
+    for question in questions:
+        if question.limit is not None and question.choice.sized is None:
+            raise UsageError(
+                "--memory looks for a batch size, and file.py:build makes its own batch: "
+                "use --architecture, a configuration, or a build that takes batch_size"
+            )
+
+
 def answer(question: Question, policies: list[str], tell: Callable[[str], None]) -> Answer:
     """Predict a model under each policy, and what fits where that is asked."""
     # torch takes 1.6 s to import: neither --help nor a wrong option may wait for it.

@@ -70,6 +70,7 @@ class FakeSteps:
         shard(workload, setting, mesh)
         self._workload = workload
         self._granule = granule_of(setting.device)
+        self._gloo = setting.device == "cpu"
         self._optimizer = make_optimizer(setting.optimizer, workload.model, device=setting.device)
         warm_up(self._optimizer)
         self._bucket_bytes = bucket_bytes(workload.model, setting, self._granule)
@@ -105,7 +106,7 @@ class FakeSteps:
         return [levels[round(number * stride)] for number in range(MAX_LEVELS)]
 
     def _run(self, modes: tuple[Mode, ...]) -> FakeStep:
-        counter = StorageCounter(self._granule)
+        counter = StorageCounter(self._granule, gloo=self._gloo)
         checkpointing = CheckpointingHandle(list(zip(self.blocks, modes, strict=True)))
         with checkpointing, _BlockClock(self.blocks, counter) as block_clock:
             with counter:

@@ -104,6 +104,8 @@ class KnownValues(TorchDispatchMode):
         try:
             out = grouped_product(*args) if is_grouped_product(func) else func(*args, **kwargs)
         except DynamicOutputShapeException:
+            if func in (aten._ctc_loss.Tensor, aten._ctc_loss.default):
+                return self._ctc_loss(args)
             if real_args is None:
                 raise
             # The number of results is decided by values, as of nonzero.
@@ -221,9 +223,7 @@ class KnownValues(TorchDispatchMode):
             return None
         with _disable_current_modes(), torch.no_grad():
             view = torch.empty(0, dtype=tensor.dtype)
-            return view.set_(
-                known.storage, tensor.storage_offset(), tensor.shape, tensor.stride()
-            )
+            return view.set_(known.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _key(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided:
@@ -265,6 +265,21 @@ class KnownValues(TorchDispatchMode):
             for column in range(found.shape[1]):
                 places.append(self._faked(found[:, column].contiguous(), reasons))
         return (args[0], places)
+
+    def _ctc_loss(self, args: tuple[Any, ...]) -> Any:
+        """The shapes of CTC's loss, which depend on the longest of its targets."""
+        likelihoods = args[0]
+        lengths = args[3]
+        if isinstance(lengths, torch.Tensor):
+            real = self._real(lengths)
+            if real is None:
+                raise DynamicOutputShapeException(aten._ctc_loss.Tensor)
+            self._note_read([lengths])
+            with _disable_current_modes():
+                lengths = real.flatten().tolist()
+        steps, samples = likelihoods.shape[:2]
+        states = 2 * max(lengths, default=0) + 1
+        return likelihoods.new_empty(samples), likelihoods.new_empty(samples, steps, states)
 
     def _refuse_wrong_index(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Fail as a real step does where a token or a position lies beyond its table."""

@@ -31,7 +31,9 @@ def parse_lora(text: str) -> Lora:
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or name not in ("r", "alpha", "dropout", "targets", "dtype"):
-            raise UsageError(f"--lora {text}: {part.strip()!r} is not understood; write {LORA_FORM}")
+            raise UsageError(
+                f"--lora {text}: {part.strip()!r} is not understood; write {LORA_FORM}"
+            )
         given[name] = value.strip()
     try:
         lora = Lora(

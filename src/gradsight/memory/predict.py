@@ -71,9 +71,7 @@ def predict_step(build: Build, setting: StepSetting) -> MemoryUse:
         others += [_one_case(build, setting, Case(random=each)) for each in ("low", "high")]
         found = max([found, *others], key=_peak)
     if ROUTING in found.read:
-        others += [
-            _one_case(build, setting, replace(found.case, routing=each)) for each in SKEWED
-        ]
+        others += [_one_case(build, setting, replace(found.case, routing=each)) for each in SKEWED]
     peaks = [_peak(each) for each in (found, *others)]
     if len(set(peaks)) == 1 and others:
         return found.use  # however it comes out, the peak is the same
@@ -106,7 +104,7 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
             shard(workload, setting, mesh)
             made_optimizer = make_optimizer(setting.optimizer, workload.model, device=device)
             warm_up(made_optimizer)
-            counter = StorageCounter(granule_of(device))
+            counter = StorageCounter(granule_of(device), gloo=device == "cpu")
             with counter:
                 backward(workload)
                 if made_optimizer is not None:

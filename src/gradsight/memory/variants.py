@@ -10,6 +10,7 @@ from gradsight.errors import UsageError
 from gradsight.memory.lora_options import TYPES, Lora
 from gradsight.memory.workload import Build, Workload, call_build
 
+
 def in_type(build: Build, dtype: str) -> Build:
     """The build function with its model, and the numbers of its batch, in another type."""
     import torch
