@@ -221,16 +221,23 @@ class ScoreLog:
             return
         self._saved_before = due
         try:
-            self.save(due)
+            self._save(due)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}; training goes on, these scores are lost"
-            self._problems.report("scores", text, step)
+            self._problems.report("scores", _lost(error), step)
 
     def save(self, iteration: int | None) -> Path | None:
         """Write the scores of all steps before this one (None: of all).
 
-        One file with every process's rows, written by the first; returns its path there.
+        One file with every process's rows, written by the first; returns its path there. A failure
+        is raised, and goes to the record too.
         """
+        try:
+            return self._save(iteration)
+        except Exception as error:
+            self._problems.record("scores", _lost(error), iteration or self._count.last + 1)
+            raise
+
+    def _save(self, iteration: int | None) -> Path | None:
         rows = self.pending.take(iteration)
         nothing_left = iteration is None and not rows and self._group.size == 1
         if self.saving.run_dir is None or nothing_left:
@@ -305,6 +312,10 @@ class ScoreLog:
         # No collective of ours may run inside a hook: with several processes the next block saves.
         if self._group.size == 1 and self.pending.blocks:
             self.save_finished(self._count.last + 1)
+
+
+def _lost(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}; training goes on, these scores are lost"
 
 
 class _SavesAtExit:
