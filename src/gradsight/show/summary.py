@@ -141,12 +141,14 @@ def summary_of(
 ) -> Summary:
     """The summary of a run whose steps and statistics have been read already."""
     samples, troubles = _samples(run)
+    problems = list(run.problems())
+    said = {problem.message for problem in problems}
     return Summary(
         steps=steps,
         blocks=statistics.blocks(),
         broken=statistics.broken,
         histogram=_last_histogram(run),
-        problems=[*run.problems(), *troubles],
+        problems=[*problems, *(each for each in troubles if each.message not in said)],
         config=run.config,
         health=_health(run, steps, statistics.last_counts()),
         incidents=list(run.incidents()),

@@ -15,6 +15,7 @@ from gradsight.store import tail_format as frames
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.record_view import RecordView, Row
 from gradsight.store.run_files import read_run_config
+from gradsight.store.score_problems import score_problems
 from gradsight.store.scores import each_step_once, readable_scores, score_files, step_after
 from gradsight.store.stat_chunks import StatChunk, stat_chunks
 from gradsight.store.tables import PackedStats, records_table, stats_table
@@ -225,9 +226,10 @@ class Run:
         yield from with_causes(with_ranks(self.path, findings))
 
     def problems(self) -> Iterator[Problem]:
-        """Faults of Gradsight's own that training survived."""
+        """Faults of Gradsight's own that training survived, and score files that are not whole."""
         for row in self._records("problem"):
             yield self._record(Problem, row)
+        yield from score_problems(self.path)
 
     def abstentions(self) -> Iterator[Abstention]:
         """The checks that could not judge this run, and why."""
