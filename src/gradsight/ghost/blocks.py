@@ -1,6 +1,7 @@
 """One observed block after another: directions, the traced pass, its scores."""
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.guard import Guard
+from gradsight.core.moments import listen
 from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
@@ -26,6 +29,9 @@ from gradsight.ghost.scores import Scores
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.targets import Targets
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
+
+AT_ONCE = 4
+"""Products of one layer that one pass makes at once: its memory is to be that of plain training."""
 
 
 class GhostNotice(GradsightWarning):
@@ -57,7 +63,6 @@ class BlockScorer:
         self.parameters = parameters
         self.targets = targets
         self._scores: Scores | None = None
-        self._fault: GradsightError | None = None
         self.model = model
         self._group = targets.group
         self._schedule = schedule
@@ -65,6 +70,7 @@ class BlockScorer:
         self._options = options
         self._memory = LayoutMemory(options.batch_dim or 0)
         self._scratch = Scratch()
+        self._joined_scratch = Scratch(AT_ONCE)
         self._check = FirstBlockCheck(
             self._group, self._memory, options.rules, enabled=options.self_check
         )
@@ -76,28 +82,23 @@ class BlockScorer:
         self._samples = 0
         self._noticed: set[str] = set()
         self._closed = False
+        # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
+        # before there is a block.
+        self._scales = LossScales(self)
 
     @property
     def scores(self) -> Scores | None:
-        """Those of the last block; an error where that was refused after its backward pass."""
-        if self._fault is not None:
-            raise self._fault
+        """Those of the last block."""
         return self._scores
 
     def end_later(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
-        """Finish a block inside of the user's own backward; a refusal is told when they ask."""
-        # Nothing of ours comes out of a backward pass that was not opened in a block.
+        """Finish a block at the end of the user's own backward, from which a refusal comes."""
         try:
             self.end(ids, domains)
         except GradsightError as error:
-            self._fault = error
-
-    def raise_fault(self) -> None:
-        """Raise, once, why the last block was refused."""
-        fault = self._fault
-        self._fault = None
-        if fault is not None:
-            raise fault
+            # Out of their backward, as it would be out of a block: the guard lets it pass.
+            error.passes_guard = True  # type: ignore[attr-defined]
+            raise
 
     @property
     def group(self) -> ModelGroup:
@@ -165,7 +166,7 @@ class BlockScorer:
             )
 
     def _start(self, step: int | None) -> None:
-        self._finish_stopping()
+        self.finish_stopping()
         if self._closed:
             raise UsageError("this GhostEngine is closed")
         if self._open is not None:
@@ -180,9 +181,8 @@ class BlockScorer:
     def _trace(
         self, directions: Directions, guard: PassGuard, one_pass: OnePass | None
     ) -> TraceOptions:
-        return TraceOptions(
-            directions, self._memory, self._options.rules, one_pass, guard, self._scratch
-        )
+        scratch = self._scratch if one_pass is None else self._joined_scratch
+        return TraceOptions(directions, self._memory, self._options.rules, one_pass, guard, scratch)
 
     def _observe(self, options: TraceOptions, expected: Expected) -> Observation:
         observation = Observation(self.parameters, options, expected, self._check)
@@ -206,9 +206,9 @@ class BlockScorer:
             observation.release()
             if not observation.stopped:
                 self._unfinished.append(observation)
-        self._finish_stopping()
+        self.finish_stopping()
 
-    def _finish_stopping(self) -> None:
+    def finish_stopping(self) -> None:
         """Take away what could not be taken away inside of the refused operation."""
         for observation in self._unfinished:
             observation.stop()
@@ -238,12 +238,19 @@ class BlockScorer:
         options = TraceOptions(self._directions(), self._memory, self._options.rules)
         return Observation(self.parameters, options, Expected(None, self._options.batch_dim))
 
+    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A GradScaler has multiplied a loss."""
+        if self._open is not None and self._open.scale is None:
+            self._open.loss_scaled(scaler)
+
     def close(self) -> None:
         """Give up an open block, and let go of directions and memory."""
         self._closed = True
+        self._scales.close()
         self.abandon()
         self.targets.directions.clear()
         self._scratch = Scratch()
+        self._joined_scratch = Scratch()
 
     def _directions(self) -> Directions:
         parameters = None
@@ -340,6 +347,22 @@ class BlockScorer:
             "take longer"
         )
         warnings.warn(text, GhostNotice, stacklevel=5)
+
+
+class LossScales:
+    """Hears of scaled losses for as long as an engine is there."""
+
+    def __init__(self, blocks: BlockScorer) -> None:
+        self._blocks = weakref.ref(blocks)
+        guard = Guard(None, "loss scales", "scores cannot be divided by the loss scale", Exception)
+        listen(self, guard, own_thread=True)
+        self.close = weakref.finalize(blocks, guard.close)
+
+    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A GradScaler has multiplied a loss."""
+        blocks = self._blocks()
+        if blocks is not None:
+            blocks.loss_scaled(scaler)
 
 
 def fingerprint(batch: Any) -> Tensor:

@@ -20,6 +20,7 @@ from gradsight.ghost.one_pass import OnePass
 from gradsight.ghost.one_pass_check import compare_rehearsal, rehearse
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refusals import refuse_batch_norm
+from gradsight.ghost.row_parts import RowParts
 from gradsight.ghost.selfcheck import rounding
 from gradsight.ghost.tracer import TraceOptions, Tracer, paused, recompute_seen
 
@@ -287,7 +288,10 @@ class Observation:
         """In the first block of one pass, run the training rows alone as well."""
         if self._one_pass is not None and self._check is not None and self._check.first:
             with paused(self.tracer):
-                self._rehearsed = rehearse(self._root, call, self._one_pass.parts)
+                self._rehearsed = self._alone(call, self._one_pass.parts)
+
+    def _alone(self, call: SplitCall, parts: RowParts) -> list[Tensor]:
+        return rehearse(self._root, call, parts, sharded=self._parameters.sharded)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         guard = self.tracer.options.guard

@@ -1,6 +1,7 @@
 """One pass proven on the user's own model: against single rows, and against plain training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradsight.core.calls import RecordedCall
 from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
 from gradsight.core.random_state import torch_states
 from gradsight.core.samples import SplitCall, nearly_equal, tensors_in
+from gradsight.core.sharing import reshard
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
@@ -32,16 +34,27 @@ Scores = dict[tuple[int, str], Tensor]
 """By the number of a target and a parameter, the scores of some training rows."""
 
 
-def rehearse(root: nn.Module, call: SplitCall, parts: RowParts) -> list[Tensor]:
+@contextmanager
+def as_in_training(root: nn.Module, *, sharded: bool) -> Iterator[None]:
+    """A pass beside training in the very state of training; the same random numbers, once more."""
+    if sharded:
+        # fully_shard changes parameters' places in the modules: they cannot be put back for it.
+        with beside_training(root), eager():
+            yield
+        reshard(root)
+        return
+    now = RecordedCall((), {}, torch_states(), {}, current_autocast(), root.training, None)
+    with replaying(root, now):
+        yield
+
+
+def rehearse(root: nn.Module, call: SplitCall, parts: RowParts, *, sharded: bool) -> list[Tensor]:
     """The model's outputs for the training rows alone, with the random numbers of this very call.
 
     The validation rows have no part in them: what one pass gives the training rows must be equal.
     """
     args, kwargs = _training_rows(call, parts)
-    recorded = RecordedCall(
-        args, kwargs, torch_states(), {}, current_autocast(), root.training, None
-    )
-    with replaying(root, recorded), torch.no_grad():
+    with as_in_training(root, sharded=sharded), torch.no_grad():
         return [t.detach() for t in tensors_in(root(*args, **kwargs))]
 
 

@@ -44,6 +44,7 @@ class BatchProtocol:
         """Announce a batch; batch_idx is the number of the batch, or the sample ids."""
         if self._stage == "forward" and not self._blocks.is_open:
             self._stage = "idle"  # the last step was refused on its way
+        self._blocks.finish_stopping()
         another_micro_batch = self._stage == "scored" and iteration == self._iteration
         if not another_micro_batch:
             self._expect("idle", "attach_train_batch")

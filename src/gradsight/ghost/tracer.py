@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.core.autocast import autocast_dtype
 from gradsight.core.samples import SplitCall, tensors_in
+from gradsight.core.shards import is_sharded
 from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
@@ -178,8 +179,8 @@ class Tracer(TorchFunctionMode):
         if entry is not None and entry[0]() is x:
             return entry[1]
         name = self._name(x)
-        if name is None:
-            return None
+        if name is None or (self.options.one_pass is not None and is_sharded(x)):
+            return None  # rows meet whole parameters, not a process's part of them
         if name not in self._parameters:
             self._parameters[name] = ParameterTangents(name, self.options.directions)
             self.options.directions.fetch(name)

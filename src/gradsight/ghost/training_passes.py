@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsight.core.autocast import current_autocast
-from gradsight.core.beside import beside_training, eager, replaying
-from gradsight.core.calls import RecordedCall
-from gradsight.core.random_state import torch_states
-from gradsight.core.sharing import without_reduction
+from gradsight.core.beside import beside_training, eager
+from gradsight.core.sharing import reshard, without_reduction
 from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.blocks import BlockScorer
 from gradsight.ghost.joined_batch import JoinedBatch
@@ -24,6 +21,7 @@ from gradsight.ghost.loss_calls import (
     refuse_other_losses,
 )
 from gradsight.ghost.one_pass import OnePassRefusal
+from gradsight.ghost.one_pass_check import as_in_training
 from gradsight.ghost.pass_choice import PassChoice
 from gradsight.ghost.selfcheck import rounding
 from gradsight.ghost.targets import LossFn, check_loss
@@ -53,7 +51,6 @@ class TrainingPasses:
     def loss(self, announced: Announced) -> Tensor:
         """The loss of a batch; when its backward pass has returned, the scores are there."""
         blocks = self._blocks
-        blocks.raise_fault()
         blocks.abandon()
         joined = self._joined(announced)
         one_pass = None
@@ -145,16 +142,17 @@ class TrainingPasses:
         blocks = self._blocks
         blocks.refuse_other_targets()
         root = blocks.parameters.root
-        now = RecordedCall((), {}, torch_states(), {}, current_autocast(), root.training, None)
+        sharded = blocks.group.sharded
         with without_reduction(blocks.model):
-            with replaying(root, now), torch.no_grad():
+            with as_in_training(root, sharded=sharded), torch.no_grad():
                 training = self._loss_fn(blocks.model, batch).detach()
             with beside_training(root, evaluating=True), eager(), torch.no_grad():
                 targets = [
                     self._loss_fn(blocks.model, each).detach()
                     for each in blocks.targets.batches.values()
                 ]
-            with replaying(root, now):
+            reshard(blocks.model)
+            with as_in_training(root, sharded=sharded):
                 found = self._losses_of_trial(joined)
         names = ["the training batch", *(f"target {name!r}" for name in blocks.targets.names)]
         refuse_other_losses(found, [training, *targets], names, rounding(blocks.parameters))
