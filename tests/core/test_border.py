@@ -14,6 +14,8 @@ THEIR_OWN = {
     "ghost/tracer.py": "in the user's own `with engine.observe()`: what it refuses they must hear",
     "ghost/observation.py": "the same",
     "ghost/gram.py": "the same",
+    "ghost/one_pass.py": "the same",
+    "ghost/loss_calls.py": "engine.loss() is the user's own call, and raises",
     "ghost/verify.py": "engine.verify() is the user's own call, and raises",
     "memory/": "measuring and planning are the user's own calls, and raise",
     "cli/check.py": "the command's own process, which trains nothing",

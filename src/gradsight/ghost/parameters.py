@@ -27,13 +27,14 @@ class ScoredParameters:
         """Where the first parameter lives."""
         self.score_dtype = _widest(self.trainable.values())
         """The scores' type: fp32, or fp64 for a model in fp64."""
-        self._sharded = any(is_sharded(p) for p in self.all.values())
-        self._places = self._find_places() if self._sharded else []
+        self.sharded = any(is_sharded(p) for p in self.all.values())
+        """Whether fully_shard has spread them over processes."""
+        self._places = self._find_places() if self.sharded else []
 
     def name(self, tensor: Tensor) -> str | None:
         """The name of a trainable parameter; None for any other tensor."""
         name = self._names.get(id(tensor))
-        if name is not None or not self._sharded:
+        if name is not None or not self.sharded:
             return name
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
             return None

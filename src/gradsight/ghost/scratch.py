@@ -29,7 +29,9 @@ class Scratch:
     would cost a fault per page; other devices' allocators keep it themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        """most: how many matrices at once, however small they are; None: as many as fit."""
+        self._most = most
         self._kept: dict[torch.dtype, Tensor] = {}
         self._rooms: dict[tuple[torch.dtype, int, int, int], Room] = {}
 
@@ -39,6 +41,8 @@ class Scratch:
         on_cpu = like.device.type == "cpu"
         if on_cpu and key in self._rooms:
             return self._rooms[key]
+        if self._most is not None:
+            most = min(most, self._most)
         entries = max(1, height * width)
         budget = ON_CPU if on_cpu else ELSEWHERE
         fitting = budget // (entries * like.element_size())

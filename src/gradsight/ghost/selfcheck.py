@@ -102,7 +102,7 @@ class SelfCheck:
                 # A pass may end with other layouts than it began with: they are tried as they are.
                 if self._agreed(self._memory.snapshot() != assumed):
                     continue
-                if not self._agreed(self._assume_otherwise(wrong, keys)):
+                if not self._agreed(assume_otherwise(self._memory, wrong, keys)):
                     break
         raise GradsightError(refusal(comparison, wrong))
 
@@ -111,18 +111,6 @@ class SelfCheck:
         if not self._group.sharded:
             return flag
         return bool(self._group.sum(torch.tensor(float(flag))) > 0)
-
-    def _assume_otherwise(self, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]) -> bool:
-        """Assume the next combination of layouts at the wrong parameters; False after the last."""
-        moved: set[Key] = set()
-        changed = False
-        for name in sorted(wrong):
-            mine = [key for key, origins in keys.items() if name in origins]
-            if moved & set(mine):
-                continue
-            moved |= set(mine)
-            changed |= any(self._memory.advance(key) for key in mine)
-        return changed
 
     def _outputs(self, calls: Sequence[SplitCall]) -> tuple[list[Tensor], list[Tensor]]:
         """The model's outputs for the batch, and random gradients for them."""
@@ -133,12 +121,7 @@ class SelfCheck:
                 "loss, and computes it with no loss function of torch. Return the predictions too, "
                 "or pass self_check=False."
             )
-        generator = torch.Generator().manual_seed(len(outputs))
-        cotangents = []
-        for y in outputs:
-            noise = torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
-            cotangents.append(noise / max(y.numel(), 1) ** 0.5)
-        return [y.detach() for y in outputs], cotangents
+        return [y.detach() for y in outputs], cotangents_for(outputs)
 
     def _twin(
         self,
@@ -251,6 +234,31 @@ def rounding(parameters: ScoredParameters) -> float:
     if autocast_dtype(parameters.device.type) is not None:
         return tolerance(torch.bfloat16)
     return max(tolerance(p.dtype) for p in parameters.trainable.values())
+
+
+def assume_otherwise(
+    memory: LayoutMemory, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]
+) -> bool:
+    """Assume the next combination of layouts at the wrong parameters; False after the last."""
+    moved: set[Key] = set()
+    changed = False
+    for name in sorted(wrong):
+        mine = [key for key, origins in keys.items() if name in origins]
+        if moved & set(mine):
+            continue
+        moved |= set(mine)
+        changed |= any(memory.advance(key) for key in mine)
+    return changed
+
+
+def cotangents_for(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Random gradients for a model's outputs, the same on every call."""
+    generator = torch.Generator().manual_seed(len(outputs))
+    cotangents = []
+    for y in outputs:
+        noise = torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
+        cotangents.append(noise / max(y.numel(), 1) ** 0.5)
+    return cotangents
 
 
 def spread(batch: int) -> list[int]:

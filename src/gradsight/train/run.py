@@ -21,6 +21,7 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.reader import dumps_in
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
+from gradsight.ghost.pass_choice import is_bargain
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.show.run_report import write_reports
 from gradsight.show.summary import summarize
@@ -258,17 +259,30 @@ def make_engine(run: Training) -> GhostEngine:
     if sharded and settings.train_dtype == "bfloat16":
         # Right scores are refused there: the twin's rounding is not the sharded model's.
         options["self_check"] = False
+    mode = scoring_mode(settings)
     return GhostEngine(
         run.model,
         run.loss,
-        run.batches.validation(settings.val_batch_size),
+        run.batches.validation(settings.val_batch_size, shared_out=mode == "two_pass"),
         optimizer=run.optimizer,
         run_dir=run.run_dir,
-        mode=settings.ghost_mode,
+        mode=mode,
         save_interval=settings.dot_prod_save_interval,
         save_format=save_format,
         **options,
     )
+
+
+def scoring_mode(settings: Settings) -> str:
+    """One pass or two, decided before the first step: a run that is resumed goes the same way."""
+    ghost = settings.trainer.callbacks.ghost
+    if settings.ghost_mode != "auto":
+        return settings.ghost_mode
+    micro_batches = settings.gradient_accumulation_steps
+    cheap = is_bargain(settings.batch_size, settings.val_batch_size, micro_batches)
+    asked = ghost.exact_grad or ghost.refresh_every > 1 or settings.data_weights is not None
+    scaled = settings.parallel == "fsdp" and ghost.precondition is not None
+    return "auto" if cheap and not asked and not scaled else "two_pass"
 
 
 def resume_from_checkpoint(run: Training) -> None:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from gradsight.errors import GradsightError, UsageError
+from gradsight.errors import GradsightError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.store.run_problems import RunProblems
 from gradsight.train.batches import Batch
@@ -59,7 +59,8 @@ class Scoring:
     def _enter(self, stack: ExitStack, engine: GhostEngine, batch: Batch) -> Rows:
         self._is_scored = True
         try:
-            if engine.mode == "concat":
+            # Rows with weights of their own have a loss that the protocol does not know.
+            if engine.mode != "two_pass" and batch.weights is None:
                 return stack.enter_context(self._with_validation_rows(engine, batch))
             stack.enter_context(engine.observe(batch.sample_ids, batch.domains, self._step))
         except (
@@ -86,8 +87,6 @@ class Scoring:
     @contextmanager
     def _with_validation_rows(self, engine: GhostEngine, batch: Batch) -> Iterator[Rows]:
         """One pass over the training and the validation rows; of the latter no gradient stays."""
-        if batch.weights is not None:
-            raise UsageError("rows with weights need --ghost_mode two_pass")
         inputs, targets = batch.inputs, batch.targets
         engine.attach_train_batch(inputs, targets, self._step, batch.sample_ids, batch.domains)
         try:

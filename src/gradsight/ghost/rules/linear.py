@@ -174,11 +174,13 @@ class SplitProduct(torch.autograd.Function):
         dtype = split.dtype
         if dtype is None:
             ctx.save_for_backward(x, weight)
-            return _product(x, weight, bias, split.transposed)
+            return plain_product(x, weight, bias, split.transposed)
         x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return _product(x, weight, None if bias is None else bias.to(dtype), split.transposed)
+            return plain_product(
+                x, weight, None if bias is None else bias.to(dtype), split.transposed
+            )
 
     @staticmethod
     @once_differentiable
@@ -211,7 +213,7 @@ class SplitProduct(torch.autograd.Function):
         return dx, dw, db, scores, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     if not transposed:
         return F.linear(x, weight, bias)
     return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
