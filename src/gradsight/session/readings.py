@@ -105,8 +105,8 @@ class StepInProgress:
 
     def ready(self) -> bool:
         """Whether reading would not wait: everything that will be read is there."""
-        numbers = [*self.scalars.values(), *self.lrs.values(), *self.skipped]
-        numbers += [self.guess, self.unigram]
+        seen = (self.guess, self.unigram)
+        numbers = (*self.scalars.values(), *self.lrs.values(), *self.skipped, *seen)
         on_their_way = [each for each in numbers if isinstance(each, HostCopy)]
         parts = (*self.used, *on_their_way, self.loss, self.units)
         return all(part is None or part.ready() for part in parts)
