@@ -109,6 +109,9 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
                 assert torch.equal(local(before), local(p.grad))
         optimizer.step()
         optimizer.zero_grad()
+    report = engine.verify(mine)
+    assert report.passed, report
+    assert len(report.twin["validation"]) == ROWS
     honesty = engine.honesty()["validation"]
     assert len(honesty.pairs) == 2
     engine.close()
@@ -213,6 +216,23 @@ def check_one_pass(kind: str) -> None:
     print(f"{kind} one pass rank {rank} ok", flush=True)
 
 
+def check_autocast(kind: str) -> None:
+    """In bf16 the self-check lets right scores pass, in one pass and in two."""
+    rank, exact = dist.get_rank(), reference()
+    val, batch = pair(4, 2), pair(2 * ROWS, 10)
+    expected = truth(exact, batch, direction_of(exact, val))
+    for mode in ("two_pass", "concat"):
+        engine = GhostEngine(wrapped(kind, reference().float()), loss_fn, val, mode=mode)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = engine.loss(local_rows(batch, rank))
+        loss.backward()
+        mine = expected[rank * ROWS : (rank + 1) * ROWS]
+        error = float((engine.scores.total - mine).abs().max() / expected.abs().max())
+        assert error < 5e-2, (mode, error)
+        engine.close()
+    print(f"{kind} autocast rank {rank} ok", flush=True)
+
+
 @contextmanager
 def counted_messages() -> Iterator[list[str]]:
     """The collectives that the engine's own group is asked for."""
@@ -241,6 +261,7 @@ if __name__ == "__main__":
     check(sys.argv[1], sys.argv[2], exact_grad=sys.argv[3] == "exact")
     if sys.argv[3] != "exact":
         check_one_pass(sys.argv[1])
+        check_autocast(sys.argv[1])
     if sys.argv[1] == "ddp":
         check_accumulation()
         check_resumed(sys.argv[2])

@@ -159,18 +159,26 @@ def test_adam_scales_the_direction_as_in_two_passes() -> None:
     assert torch.allclose(torch.tensor(pairs[0]), torch.tensor(pairs[1]))
 
 
-def test_autocast() -> None:
-    model, batch, val = small(dtype=torch.float32), pair(4, 1), pair(3, 2)
+def under_autocast(model: nn.Module, batch: Pair) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        plain_loss = loss_fn(model, batch)
+        logits = model(batch[0])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast(inside: bool) -> None:
+    """Around the loss, and inside of the loss function around the model alone."""
+    model, batch, val = small(dtype=torch.float32), pair(4, 1), pair(3, 2)
+    function = under_autocast if inside else loss_fn
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        plain_loss = function(model, batch)
     plain_loss.backward()
     right = gradient(model)
     model.zero_grad()
-    engine = GhostEngine(model, loss_fn, val, mode="concat")
-    with quietly(), torch.autocast("cpu", torch.bfloat16):
+    engine = GhostEngine(model, function, val, mode="concat")
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         loss = engine.loss(batch)
-    with quietly():
-        loss.backward()
+    loss.backward()
     assert torch.equal(loss, plain_loss)
     exact = small()
     expected = truth(exact, batch, direction_of(exact, val))

@@ -17,5 +17,5 @@ def test_two_ranks(kind: str, exact_grad: str, tmp_path: Path) -> None:
     printed = torchrun(SCRIPT, kind, tmp_path, exact_grad)
     checks = 3 if kind == "ddp" else 1
     if exact_grad == "fast":
-        checks += 1  # one pass
+        checks += 2  # one pass, and both modes in bf16
     assert printed.count("ok") == 2 * checks, printed

@@ -138,7 +138,7 @@ class BlockScorer:
 
     def rehearsal(self, parts: RowParts, *, splits_loss: bool) -> tuple[Observation, OnePass]:
         """An observation of one pass that is no part of training; the twin is asked in it."""
-        self.parameters = ScoredParameters(self.parameters.root)
+        self.parameters = self.parameters.renewed()
         one_pass = OnePass(parts, self.targets.names, None)
         options = self._trace_joined(one_pass, splits_loss)
         expected = Expected(parts.total, self._options.batch_dim)
@@ -175,7 +175,7 @@ class BlockScorer:
         if self._group.sharded:
             # An evaluation before the block may have left it whole.
             reshard(self.model)
-        self.parameters = ScoredParameters(self.parameters.root)
+        self.parameters = self.parameters.renewed()
         self._step = self._log.step(step)
         self._log.begin(self._step)
 
@@ -233,7 +233,7 @@ class BlockScorer:
 
     def beside_training(self) -> Observation:
         """An observation of a pass that is no part of training, for verify()."""
-        self.parameters = ScoredParameters(self.parameters.root)
+        self.parameters = self.parameters.renewed()
         if not self.targets.directions:
             self.targets.refresh(self.parameters)
         options = TraceOptions(self._directions(), self._memory, self._options.rules)

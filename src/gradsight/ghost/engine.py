@@ -256,13 +256,9 @@ class GhostEngine:
     def verify(self, batch: object) -> VerifyReport:
         """Score a batch with the engine and with the slow exact twin, dropout off.
 
-        Nothing in the model or in .grad changes.
+        Nothing in the model or in .grad changes. Under fully_shard all processes call it, each with
+        a batch of its own.
         """
-        if self._group.sharded:
-            raise UsageError(
-                "verify() runs the model in one process; under fully_shard the self-check of the "
-                "first step does it"
-            )
         observation = self._blocks.beside_training()
         return compare_with_twin(
             self.model, self.loss_fn, batch, self._targets, observation, self._blocks.parameters

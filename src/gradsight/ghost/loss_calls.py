@@ -75,22 +75,16 @@ class JoinedLossCall:
         if calls.inside:
             with calling_loss_fn("on training and validation rows together", self.batches[0]):
                 return calls.loss_fn(calls.model, self.joined.rows)
-        args, kwargs = self.joined.rows
-        output = calls.model(*args, **kwargs)
-        losses = []
-        for number, batch in enumerate(self.batches):
-            loss = self._loss_of(output, number, batch)
+        joined = _Joined(calls.model, self.joined)
+        with calling_loss_fn("on the training batch", self.batches[0]):
+            losses = [calls.loss_fn(joined, self.batches[0])]
+        for number, batch in enumerate(self.batches[1:], 1):
+            given = _Given(calls.model, rows_of_output(joined.output(), self.parts, number))
+            with calling_loss_fn("on a target's rows", batch), randomness_kept():
+                losses.append(calls.loss_fn(given, batch))
+        for loss in losses:
             check_loss(loss, "on the rows of one pass")
-            losses.append(loss)
         return join_losses(one_pass, losses)
-
-    def _loss_of(self, output: Any, number: int, batch: Any) -> Tensor:
-        given = _Given(self.calls.model, rows_of_output(output, self.parts, number))
-        with calling_loss_fn("on some rows of the model's output", batch):
-            if number == 0:
-                return self.calls.loss_fn(given, batch)
-            with randomness_kept():
-                return self.calls.loss_fn(given, batch)
 
 
 class _Called(BaseException):
@@ -123,6 +117,31 @@ class _Stopped(_StandInModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
+
+    forward = __call__
+
+
+class _Joined(_StandInModel):
+    """Runs the model on all rows where the loss function calls it; returns the training rows'.
+
+    There, and not before: the loss function may have opened an autocast around its call.
+    """
+
+    def __init__(self, model: nn.Module, joined: JoinedBatch) -> None:
+        super().__init__(model)
+        object.__setattr__(self, "_joined", joined)
+        object.__setattr__(self, "_found", [])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rows, named = self._joined.rows
+        self._found.append(self._model(*rows, **named))
+        return rows_of_output(self.output(), self._joined.parts, 0)
+
+    def output(self) -> Any:
+        """The model's output for all rows."""
+        if len(self._found) != 1:
+            raise OnePassRefusal(f"loss_fn calls the model {len(self._found)} times, not once.")
+        return self._found[0]
 
     forward = __call__
 

@@ -102,12 +102,13 @@ class OnePassCheck:
         with beside_training(self._root, evaluating=True), eager():
             outputs = outputs_with_rows(self._root, [call])
             cotangents = cotangents_for(outputs)
-            whole = BatchOutputs([y.detach() for y in outputs], cotangents, call.batch)
+            detached = [y.detach() for y in outputs]
+            limit = rounding(self._parameters)
+            whole = BatchOutputs(detached, cotangents, call.batch, limit)
             del outputs
             directions = self._directions(call, whole)
             rows = spread(self._parts.train)
             right = self._by_rows(call, whole, directions, rows)
-            limit = rounding(self._parameters)
             memory = self._options.memory
             for _ in range(MOST_ATTEMPTS):
                 found, keys = self._by_one_pass(call, cotangents)

@@ -255,10 +255,6 @@ def make_engine(run: Training) -> GhostEngine:
     settings = run.settings
     options = asdict(settings.trainer.callbacks.ghost)
     save_format = options.pop("format")
-    sharded = run.processes.world > 1 and settings.parallel == "fsdp"
-    if sharded and settings.train_dtype == "bfloat16":
-        # Right scores are refused there: the twin's rounding is not the sharded model's.
-        options["self_check"] = False
     mode = scoring_mode(settings)
     return GhostEngine(
         run.model,

@@ -55,7 +55,11 @@ def layer_norm(use: Use) -> Any:
     """y = n(x) w + b over the last dimension: every row's sums of B n(x) and of B."""
     x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
     weight, bias = use.argument(2, "weight"), use.argument(3, "bias")
-    if weight is None or bias is None or len(shape) != 1 or not _is_plain(use, x, weight):
+    if weight is None or bias is None or len(shape) != 1 or use.source(x) is not None:
+        return DECLINED
+    if autocast_dtype(x.device.type) is not None and x.device.type != "cpu":
+        x = x.float()  # as autocast does there
+    if not _has_kernel(x, weight):
         return DECLINED
     layout = use.layout(x.shape[: x.dim() - 1])
     if layout is None or not weight.requires_grad:
@@ -94,6 +98,12 @@ def group_norm(use: Use) -> Any:
     return _affine(use, normalised, weight, bias, layout, None)
 
 
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch normalises such an input with such a weight, by itself or with autocast."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == torch.float32
+    return x.dtype == weight.dtype or (narrow and x.device.type == "cpu")
+
+
 def _is_plain(use: Use, x: Tensor, weight: Tensor) -> bool:
     """Whether no parameter stands behind the input, and one type is computed in."""
     same = x.dtype == weight.dtype and autocast_dtype(x.device.type) is None
@@ -129,7 +139,8 @@ class JoinedLayerNorm(torch.autograd.Function):
         *stand_ins: Tensor,
     ) -> Tensor:
         """The plain operation."""
-        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, split.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, split.eps)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.split = split
         ctx.probe = probe
