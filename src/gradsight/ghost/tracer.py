@@ -26,6 +26,7 @@ from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
+from gradsight.ghost.kernels.product_kernel import ProductKernel
 from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
 from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout
@@ -57,6 +58,8 @@ class RuleOptions:
     """Whether the gradient must be the plain operation's own, bit for bit."""
     route: str | None = None
     """A route to take everywhere, for comparisons; None: by the cost rule."""
+    kernel: ProductKernel | None = None
+    """By which split products are made; None: as torch makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,10 @@ class TraceOptions:
     """Asked before every operation; None in passes beside training."""
     scratch: Scratch = field(default_factory=Scratch)
     """Memory for the products of a layer."""
+
+    def __post_init__(self) -> None:
+        # Whoever makes products is handed the memory for them, and so the kernel.
+        self.scratch.kernel = self.rules.kernel
 
 
 class Tracer(TorchFunctionMode):
