@@ -30,6 +30,7 @@ from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.joined_operations import JoinedCall, run_joined
 from gradsight.ghost.joined_rules import JOINED_RULES
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
+from gradsight.ghost.kernels.product_kernel import ProductKernel
 from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
 from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout
@@ -61,6 +62,8 @@ class RuleOptions:
     """Whether the gradient must be the plain operation's own, bit for bit."""
     route: str | None = None
     """A route to take everywhere, for comparisons; None: by the cost rule."""
+    kernel: ProductKernel | None = None
+    """By which split products are made; None: as torch makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,10 @@ class TraceOptions:
     """Asked before every operation; None in passes beside training."""
     scratch: Scratch = field(default_factory=Scratch)
     """Memory for the products of a layer."""
+
+    def __post_init__(self) -> None:
+        # Whoever makes products is handed the memory for them, and so the kernel.
+        self.scratch.kernel = self.rules.kernel
 
 
 class Tracer(TorchFunctionMode):
