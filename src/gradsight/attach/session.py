@@ -28,13 +28,14 @@ from gradsight.attach.models import (
     variable_name,
 )
 from gradsight.attach.step_calls import step_call
+from gradsight.attach.wrappers import frame_outside_wrappers
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
 from gradsight.core.group import rank
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
-from gradsight.core.source import users_frames, users_place
+from gradsight.core.source import users_frames
 from gradsight.core.switch import is_switched_off
 from gradsight.errors import RunError, UsageError
 from gradsight.first_step.recorder import RECORDER
@@ -114,8 +115,10 @@ class Session:
         """An optimizer has just been made."""
         self._new.append(optimizer)
         self._guard.run(self._record_passes, optimizer)
+        frame = frame_outside_wrappers()
+        made = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         self._known.append(
-            {"optimizer": type(optimizer).__name__, "made": users_place(), "id": id(optimizer)}
+            {"optimizer": type(optimizer).__name__, "made": made, "id": id(optimizer)}
         )
 
     def _record_passes(self, optimizer: Optimizer) -> None:
@@ -178,7 +181,7 @@ class Session:
             return
         self._places.add(place)
         try:
-            self._describe(optimizer, frame)
+            self._describe(optimizer, frame_outside_wrappers())
         except Exception as error:  # nothing of ours may reach the script
             print(
                 f"gradsight: cannot describe an optimizer: {type(error).__name__}: {error}",

@@ -11,8 +11,11 @@ from gradsight.health.window import Window
 
 _GROWN = 10.0
 """So many times the first norms is growth: an explosion, not a unit."""
-_SHORT = 0.25
-"""Updates of a smaller part of the weights are short: half of GS401's limit."""
+_SHORT = (1e-5, 0.25)
+"""Updates of such a part of the weights are short: up to half of GS401's limit.
+
+Where they are next to nothing, no loss can show that all is well.
+"""
 _STEPS_UNTIL_THE_LOSS_TELLS = 50
 _FALLEN = 0.01
 
@@ -38,7 +41,7 @@ def _steps_are_short(window: Window) -> bool:
         return False
     ratios = window.details[-1]["update_ratio"]
     known = ratios[~np.isnan(ratios) & ~window.started_at_zero]
-    return len(known) > 0 and bool(np.median(known) < _SHORT)
+    return len(known) > 0 and bool(_SHORT[0] < np.median(known) < _SHORT[1])
 
 
 def _has_fallen(window: Window) -> bool:

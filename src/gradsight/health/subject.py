@@ -39,6 +39,11 @@ _PENALTY = {"Adam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam"
 """Optimizers whose weight decay is a term of the gradient, which they divide by its size."""
 
 
+_STRONG = 0.5
+_STRONG_FOR_SGD = 0.02
+"""Decays from here on are beyond what is usual: 0.1 with AdamW, 5e-4 with SGD."""
+
+
 def groups_of(optimizers: Sequence[Optimizer]) -> tuple[GroupSettings, ...]:
     """What every group of the optimizers does now."""
     groups = []
@@ -69,8 +74,11 @@ def _shrinks(optimizer: Optimizer, group: Mapping[str, Any], lr: float) -> float
     apart = bool(group.get("decoupled_weight_decay"))
     if type(optimizer).__name__ in _PENALTY and not apart:
         return 0.0
+    is_sgd = isinstance(optimizer, SGD)
+    if decay < (_STRONG_FOR_SGD if is_sgd else _STRONG):
+        return 0.0
     # A momentum adds up the decays of some steps.
-    momentum = min(0.99, _number(group.get("momentum"))) if isinstance(optimizer, SGD) else 0.0
+    momentum = min(0.99, _number(group.get("momentum"))) if is_sgd else 0.0
     return lr * decay / (1 - momentum)
 
 

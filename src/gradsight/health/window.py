@@ -41,7 +41,10 @@ class GroupSettings:
     """The class of the optimizer, and which of several it is."""
     lr: float
     shrinks: float = 0.0
-    """The part of every weight that weight decay takes away per step."""
+    """The part of every weight that weight decay takes away per step.
+
+    0 where the decay is an ordinary one: if that takes much, the learning rate is to blame.
+    """
 
 
 @dataclass(frozen=True, slots=True)

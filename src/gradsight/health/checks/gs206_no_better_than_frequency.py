@@ -66,4 +66,4 @@ def stays(
         f"the loss is {last:.3g} over the last {steps} steps and was {before:.3g} before; the "
         f"targets' frequencies alone give {level:.3g}"
     )
-    yield Fact(text, first_step=window.step.step - 2 * steps + 1)
+    yield Fact(text, first_step=window.step.step - steps + 1)

@@ -107,14 +107,17 @@ def _is_of_another_group(window: Window, rows: Sequence[int], rates: Floats, lim
 
 
 def _goes_by_depth(window: Window, rows: Sequence[int]) -> bool:
-    """Whether every block has one setting, and these only rise or only fall with depth."""
+    """Whether every block has one setting, and these only rise or only fall with depth.
+
+    The first and the last may have a rate of their own.
+    """
     by_block: dict[str, set[tuple[str, float]]] = {}
     for row in rows:
         block = block_of(window.subject.names[row])
         by_block.setdefault(block, set()).add(_setting(window, row))
     if any(len(settings) > 1 for settings in by_block.values()):
         return False
-    rates = [next(iter(settings))[1] for settings in by_block.values()]
+    rates = [next(iter(settings))[1] for settings in by_block.values()][1:-1]
     rises = all(one <= other for one, other in pairwise(rates))
     return rises or all(one >= other for one, other in pairwise(rates))
 
