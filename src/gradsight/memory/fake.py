@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import owner_of
 from gradsight.errors import GradsightError
+from gradsight.memory.compiled import compiled_code_eager
 
 NEEDS_DATA = (
     DataDependentOutputException,
@@ -38,6 +39,7 @@ def fake_tensors() -> Iterator[None]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_initialisers_do_nothing())
         stack.enter_context(_imports_are_real())
+        stack.enter_context(compiled_code_eager())
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
         stack.enter_context(patch.object(torch.utils, "swap_tensors", _take_over))
         yield
