@@ -45,14 +45,18 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+def is_faking() -> bool:
+    """Whether a fake pass is under way."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def fake_twin(built: object) -> object:
     """What build() returned; a model from before the fake pass is copied, and so is its batch.
 
     The copy is fake, and nothing of the user's own model is touched. Outside of a fake pass
     everything is as it is.
     """
-    faking = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if not faking or not isinstance(built, tuple) or not built:
+    if not is_faking() or not isinstance(built, tuple) or not built:
         return built
     if not isinstance(built[0], torch.nn.Module):
         return built

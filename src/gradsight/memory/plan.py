@@ -6,6 +6,7 @@ from gradsight.core.parameters import unwrapped
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.fake import sequences_not_packed
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
@@ -63,7 +64,8 @@ def plan_checkpointing(
     with fake_device(device):
         workload = call_build(build)
         refuse_second_checkpointing(unwrapped(workload.model))
-        steps = FakeSteps(workload, optimizer=optimizer, device=device, blocks=blocks)
+        meant = blocks_of(workload, blocks)
+        steps = FakeSteps(workload, optimizer=optimizer, device=device, blocks=meant)
         with sequences_not_packed():
             return PlanSearch(steps, limit, device).plan()
 

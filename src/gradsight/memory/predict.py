@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.apply import apply_checkpointing
+from gradsight.memory.blocks import blocks_meant
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators
 from gradsight.memory.fake import data_dependence_refused, fake_tensors, sequences_not_packed
@@ -48,7 +50,8 @@ def predict_peak_memory(
     with fake_device(device):
         workload = call_build(build)
         if policy is not None:
-            apply_checkpointing(workload.model, policy, blocks=blocks)
+            meant = blocks_of(workload, blocks_meant(policy, blocks))
+            apply_checkpointing(workload.model, policy, blocks=meant)
         made_optimizer = make_optimizer(optimizer, workload.model, device=device)
         warm_up(made_optimizer)
         counter = StorageCounter(granule_of(device))
