@@ -62,7 +62,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_unflatten",
     ),
     "memory": (
+        "torch._C._TorchDispatchModeKey.FAKE",
         "torch._C._current_graph_task_id",
+        "torch._C._get_dispatch_mode",
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
         "torch._subclasses.fake_tensor.FakeTensor",

@@ -29,8 +29,8 @@ from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.joined_operations import JoinedCall, run_joined
 from gradsight.ghost.joined_rules import JOINED_RULES
-from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.kernels.product_kernel import ProductKernel
+from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
 from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout

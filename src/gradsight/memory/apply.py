@@ -11,6 +11,7 @@ from gradsight.core.parameters import check_module, unwrapped
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.blocks import blocks_meant, find_blocks
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.checkpointed import (
     CheckpointedForward,
     CheckpointingHandle,
@@ -51,15 +52,19 @@ def apply_checkpointing(
     check_module(model)
     inner = unwrapped(model)
     refuse_second_checkpointing(inner)
+    if check is None and loss_fn is not None:
+        raise UsageError("loss_fn is the loss of the check: give check=batch as well")
     blocks = blocks_meant(policy, blocks)
+    workload = None
+    if check is not None:
+        workload = checked_workload(inner, check, loss_fn)
+        blocks = blocks_of(workload, blocks)
     named = find_blocks(inner, blocks)
     modes = parse_policy(policy, len(named))
     owners = {name: _flag_owners(inner, name) for name, _ in named}
-    if check is None and loss_fn is not None:
-        raise UsageError("loss_fn is the loss of the check: give check=batch as well")
     chosen = list(zip(named, modes, strict=True))
-    if check is not None:
-        StepCheck(checked_workload(inner, check, loss_fn), chosen).refuse_differences()
+    if workload is not None:
+        StepCheck(workload, chosen).refuse_differences()
     return CheckpointingHandle(chosen, owners)
 
 

@@ -1,6 +1,5 @@
 """Blocks that recompute their activations in backward, and the handle that takes it off again."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsight.errors import UsageError
 from gradsight.memory.blocks import NamedModule
+from gradsight.memory.caches import with_own_caches, without_empty_caches
 from gradsight.memory.given import GivenTensors
 from gradsight.memory.policy import NONE, Mode
 from gradsight.memory.selective import contexts
@@ -51,10 +51,10 @@ class CheckpointedForward:
         # Every tensor becomes an argument by position, also those in keywords and tuples: torch
         # then notices, and refuses, when one is changed in place before it is needed again. By
         # keyword the gradients would be wrong without a word.
-        leaves, shape = tree_flatten(without_cache(args, kwargs))
+        leaves, shape = tree_flatten(without_empty_caches(args, kwargs))
 
         def run(*leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, shape)
+            args, kwargs = with_own_caches(*tree_unflatten(leaves, shape))
             return self.plain(*args, **kwargs)
 
         if torch.compiler.is_compiling():
@@ -83,23 +83,6 @@ class CheckpointedForward:
         given.refuse_writes_inside(run, leaves)
         given.watch(out)
         return out
-
-
-def without_cache(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without a Hugging Face key-value cache.
-
-    Training reads none, and recomputation would fill it twice.
-    """
-    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    if cache is None or not any(isinstance(value, cache) for value in (*args, *kwargs.values())):
-        return args, kwargs
-    kept_args = tuple(None if isinstance(value, cache) else value for value in args)
-    kept = {name: None if isinstance(value, cache) else value for name, value in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return kept_args, kept
 
 
 class CheckpointingHandle:

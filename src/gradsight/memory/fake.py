@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import owner_of
 from gradsight.errors import GradsightError
+from gradsight.memory.compiled import compiled_code_eager
 
 NEEDS_DATA = (
     DataDependentOutputException,
@@ -38,9 +39,15 @@ def fake_tensors() -> Iterator[None]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_initialisers_do_nothing())
         stack.enter_context(_imports_are_real())
+        stack.enter_context(compiled_code_eager())
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
         stack.enter_context(patch.object(torch.utils, "swap_tensors", _take_over))
         yield
+
+
+def is_faking() -> bool:
+    """Whether a fake pass is under way."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def fake_twin(built: object) -> object:
@@ -49,8 +56,7 @@ def fake_twin(built: object) -> object:
     The copy is fake, and nothing of the user's own model is touched. Outside of a fake pass
     everything is as it is.
     """
-    faking = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if not faking or not isinstance(built, tuple) or not built:
+    if not is_faking() or not isinstance(built, tuple) or not built:
         return built
     if not isinstance(built[0], torch.nn.Module):
         return built

@@ -1,11 +1,13 @@
 """The cheapest checkpointing that fits a budget of memory, found by fake runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradsight.core.parameters import unwrapped
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.leftovers import without_leftovers
@@ -73,8 +75,9 @@ def plan_step(build: Build, limit: int, setting: StepSetting) -> CheckpointingPl
     with group_of(setting) as mesh, fake_device(setting.device) as values:
         workload = call_build(build)
         refuse_second_checkpointing(unwrapped(workload.model))
+        meant = blocks_of(workload, setting.blocks)
         with real_branches(values):
-            steps = FakeSteps(workload, setting, mesh)
+            steps = FakeSteps(workload, replace(setting, blocks=meant), mesh)
             return PlanSearch(steps, limit, setting.device).plan()
 
 

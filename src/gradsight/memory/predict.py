@@ -18,6 +18,8 @@ from gradsight.memory.assumed_values import (
     USUAL,
     Case,
 )
+from gradsight.memory.blocks import blocks_meant
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
 from gradsight.memory.fake import data_dependence_refused, fake_tensors
@@ -99,7 +101,8 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
     with group_of(setting) as mesh, fake_device(device, case) as values:
         workload = call_build(build)
         if setting.policy is not None:
-            apply_checkpointing(workload.model, setting.policy, blocks=setting.blocks)
+            meant = blocks_of(workload, blocks_meant(setting.policy, setting.blocks))
+            apply_checkpointing(workload.model, setting.policy, blocks=meant)
         with real_branches(values):
             shard(workload, setting, mesh)
             made_optimizer = make_optimizer(setting.optimizer, workload.model, device=device)
