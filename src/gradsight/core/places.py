@@ -112,7 +112,8 @@ def make_below(root: Path, folder: str | PurePath, sync: bool = True) -> None:
     """Create a folder below `root` and its parents; their names are durable, unless not asked."""
     for _ in range(_TRIES):
         try:
-            return _make_all(root, folder, sync)
+            _make_all(root, folder, sync)
+            return
         except FileNotFoundError:
             # Another process may have tidied away a parent that was still empty.
             if not root.exists():
