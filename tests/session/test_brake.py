@@ -144,6 +144,31 @@ def test_a_skipped_step_is_found_though_its_loss_is_finite(
     assert [step.skipped for step in run.steps()] == [False, False, True, False]
 
 
+def test_a_gradient_that_is_broken_after_backward_is_skipped_too(tmp_path: Path) -> None:
+    net = model()
+    twin = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    with gradsight.watch(net, optimizer, run_dir=tmp_path, on_finding="skip", quiet=True):
+        for step in range(4):
+            net(batch(step)).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            if step == 2:
+                assert net[2].weight.grad is not None
+                net[2].weight.grad[0, 3] = -math.inf
+            optimizer.step()
+            optimizer.zero_grad()
+    twins = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    for step in (0, 1, 3):
+        twin(batch(step)).square().mean().backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        twins.step()
+        twins.zero_grad()
+    for mine, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    skipped = [step.skipped for step in gradsight.open_run(tmp_path).steps()]
+    assert skipped == [False, False, True, False]
+
+
 def test_the_gradient_of_a_skipped_step_is_still_there() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

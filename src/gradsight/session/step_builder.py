@@ -149,6 +149,11 @@ class StepBuilder:
         known = [self._readings[row] for row in rows if row in self._readings]
         return list({id(reading): reading for reading in known}.values())
 
+    def again(self, rows: Sequence[int]) -> GradientReading:
+        """This rank's parts of these gradients as they are now; not for the record."""
+        gradients = [self._gradient(row) for row in rows]
+        return GradientReading(list(rows), NormReading(gradients), scale=None)
+
     def before_update(
         self, rows: Sequence[int], scaler: torch.amp.GradScaler | None
     ) -> tuple[GradientReading, ClipReading] | None:
