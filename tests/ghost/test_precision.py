@@ -164,7 +164,10 @@ def test_compiled_models_are_observed_uncompiled(what: str) -> None:
     loss_fn(compiled, batch).backward()
     model.zero_grad()
     engine = GhostEngine(compiled, loss_fn, val, per_parameter=True)
-    with engine.observe():
+    with pytest.warns(UserWarning, match="runs eagerly"), engine.observe():
+        loss_fn(compiled, batch).backward()
+    assert not engine.scores.compiled
+    with engine.observe():  # said once
         loss_fn(compiled, batch).backward()
     assert relative_error(engine.scores.total, expected) < 1e-12
     assert "blocks.0.up.weight" in engine.scores.by_parameter

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.beside import is_compiled
 from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
 from gradsight.core.samples import tensors_in
@@ -82,6 +83,7 @@ class BlockScorer:
         self._losses_of = -1
         self._samples = 0
         self._noticed: set[str] = set()
+        self._said_eager = False
         self._closed = False
         # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
         # before there is a block.
@@ -278,6 +280,7 @@ class BlockScorer:
         )
         self._judge(observed)
         self._notice_slow(observation.tracer)
+        self._notice_eager()
         batch = table.shape[2]
         if ids is None:
             ids = self._running_numbers(batch)
@@ -333,6 +336,18 @@ class BlockScorer:
         by_target = dict(zip(targets, totals, strict=True))
         mode = "two_pass" if self._one_pass is None else "concat"
         self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode)
+
+    def _notice_eager(self) -> None:
+        """Say, once, that a compiled model is observed uncompiled."""
+        if self._said_eager or not is_compiled(self.model):
+            return
+        self._said_eager = True
+        warnings.warn(
+            "the compiled model runs eagerly while its samples are scored: the operations of its "
+            "training pass have to be seen one by one. The scores are exact; only speed is lost.",
+            GradsightWarning,
+            stacklevel=5,
+        )
 
     def _notice_slow(self, tracer: Tracer) -> None:
         """Name, once, the parameters that no fast rule covers."""
