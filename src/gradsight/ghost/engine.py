@@ -28,7 +28,12 @@ from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
 from gradsight.ghost.kernels.product_kernel import ProductKernel
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.pass_choice import PassChoice
-from gradsight.ghost.prediction_check import LossHistory, Momentum, PredictionCheck
+from gradsight.ghost.prediction_check import (
+    CarriedMoment,
+    LossHistory,
+    Momentum,
+    PredictionCheck,
+)
 from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.refresh import RefreshSchedule, Staleness
 from gradsight.ghost.score_log import PendingScores, SaveOptions, ScoreLog
@@ -172,11 +177,14 @@ class GhostEngine:
         names = None
         if per_parameter:
             names = tuple(parameters.all)
+        carried = None
+        if precondition is not None and optimizer is not None:
+            carried = CarriedMoment(self._targets, optimizer, parameters.trainable)
         columns = ScoreFile(names, has_direction=precondition is not None)
         pending = PendingScores(self._targets.names, frozenset(parameters.trainable), columns)
         self._log = ScoreLog(
             pending,
-            LossHistory(self._targets.names, Momentum.of(optimizer)),
+            LossHistory(self._targets.names, Momentum.of(optimizer), carried),
             self._group,
             optimizer,
             SaveOptions(folder, save_interval, start_step, pickles=save_format == "pkl"),

@@ -324,8 +324,7 @@ class ScoreLog:
         for block in blocks:
             if block.step == blocks[-1].step:
                 block.clip = clip
-        if self.history.steps:
-            self.history.steps[-1].clip = clip
+        self.history.before_step(clip)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._called_by_scaler = True
