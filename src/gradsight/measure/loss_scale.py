@@ -14,4 +14,4 @@ def loss_scale(scaler: torch.amp.GradScaler | None) -> HostCopy | None:
     factor = getattr(scaler, "_scale", None)
     if isinstance(factor, Tensor):
         return HostCopy.of(factor.detach().clone().view(1))
-    return HostCopy.of(torch.tensor([scaler.get_scale()]))
+    return HostCopy.of(torch.tensor([scaler.get_scale()], device="cpu"))

@@ -308,7 +308,7 @@ class StepBuilder:
     def _gradient(self, row: int) -> Tensor:
         """This rank's part of a gradient; empty where it is gone by now."""
         gradient = self._parameters[row].grad
-        return torch.empty(0) if gradient is None else local_part(gradient)
+        return torch.empty(0, device="cpu") if gradient is None else local_part(gradient)
 
     # Reading and merging.
 
