@@ -21,8 +21,7 @@ from gradsight.core.shards import are_spread, local_part
 from gradsight.measure.clipping import ClipProbe, ClipReading, joint_coefficient, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
-from gradsight.measure.host_copy import HostCopy
-from gradsight.measure.loss_scale import loss_scale
+from gradsight.measure.host_copy import HostCopy, loss_scale
 from gradsight.measure.norms import NormReading, recount
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
