@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 
 from device import tensors
 from device.clock import Clock, Generators, Speed
@@ -221,6 +222,7 @@ def _install() -> None:
     """Once per process: the name, kernels that make tensors, and autocast's."""
     if _LIBRARIES:
         return
+    _device_constructors()  # remembers torch.empty as it is
     torch.utils.rename_privateuse1_backend(NAME)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, SimpleNamespace(**_api()))

@@ -203,6 +203,19 @@ def peek(tensor: Tensor) -> Tensor:
     return held(tensor.detach()).clone()
 
 
+def brought_back(module: torch.nn.Module) -> torch.nn.Module:
+    """The module on the CPU."""
+    for each in module.modules():
+        for entries in (each._parameters, each._buffers):
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    there = peek(tensor)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        there = torch.nn.Parameter(there, tensor.requires_grad)
+                    entries[name] = there  # type: ignore[assignment]
+    return module
+
+
 def moved(module: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
     """The module on the device; tied parameters stay tied, which `Module.to` does not manage."""
     if torch.device(device).type == "cpu":

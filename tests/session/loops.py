@@ -33,6 +33,8 @@ class Case:
 
     watched: Callable[..., AbstractContextManager[Any]]
     micro_batches: int = 1
+    device: torch.device | str = "cpu"
+    on_cpu: Callable[[nn.Module], nn.Module] = lambda twin: twin
     expected: list[dict[str, Tensor]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -42,18 +44,19 @@ class Case:
         for _ in range(STEPS):
             yield [
                 (
-                    torch.randn(16, 8, generator=generator) * 3,
-                    torch.randn(16, 4, generator=generator),
+                    torch.randn(16, 8, generator=generator, device="cpu").to(self.device) * 3,
+                    torch.randn(16, 4, generator=generator, device="cpu").to(self.device),
                 )
                 for _ in range(self.micro_batches)
             ]
 
     def expect(self, model: nn.Module, batches: list[Batch], loss_of: Loss | None = None) -> None:
         """The gradient of the mean loss over these batches, in float64, by the model's own names."""
-        twin = copy.deepcopy(getattr(model, "_orig_mod", model)).double()
+        twin = self.on_cpu(copy.deepcopy(getattr(model, "_orig_mod", model))).double()
         for parameter in twin.parameters():
             parameter.grad = None
         for x, y in batches:
+            x, y = x.cpu(), y.cpu()
             batch = (x.double() if x.is_floating_point() else x, y.double())
             ((loss_of or mse)(twin, batch) / len(batches)).backward()
         self.expected.append(

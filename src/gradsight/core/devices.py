@@ -48,10 +48,10 @@ def host_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.device) 
     """Memory of the host that a copy from this device can go to while the host goes on."""
     pinned = is_accelerator(device)
     try:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
     except (RuntimeError, NotImplementedError):
         # A kind that has no pinned memory: the copy waits, and the numbers are right.
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def sent_to(numbers: Tensor, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ def gradient_parts(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _part(gradient: Tensor | None) -> Tensor:
-    return torch.empty(0) if gradient is None else local_part(gradient)
+    return torch.empty(0, device="cpu") if gradient is None else local_part(gradient)
 
 
 def _key(gradient: Any) -> object:

@@ -271,7 +271,10 @@ class ProcessGroup:
             if len(mine):
                 dist.send(mine, dst=0, group=self._group)
             return []
-        parts = [mine, *(torch.empty(length, dtype=torch.uint8) for length in lengths[1:])]
+        parts = [
+            mine,
+            *(torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths[1:]),
+        ]
         for sender, part in enumerate(parts[1:], start=1):
             if len(part):
                 dist.recv(part, src=sender, group=self._group)

@@ -13,7 +13,7 @@ from typing import Any
 
 lock: Any = RLock()  # held while something of torch's or Python's is replaced by ours, or put back
 spent: dict[int, float] = {}  # by thread: the seconds that it was on our side of the border
-closed_by: list[Any] = []  # asked at the border: while one says yes, nothing of ours runs
+closed_by: list[Any] = []  # while one of these says yes, nothing of ours runs
 getattr(os, "register_at_fork", dict)(after_in_child=lock._at_fork_reinit)  # not on Windows
 
 

@@ -41,7 +41,7 @@ def bring_together(
     parts = [
         buffer.view(span).reshape(-1).view(torch.uint8) for span in spans if span.stop > span.start
     ]
-    mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
     return ranks.collect(mine, plan.lengths)
 
 
@@ -77,7 +77,7 @@ def _insert(whole: dict[str, torch.Tensor], row: Row, piece: torch.Tensor) -> No
     """Copy a piece to its place among the first rows."""
     dtype: torch.dtype = getattr(torch, row.dtype)
     if row.name not in whole:
-        whole[row.name] = torch.empty(row.place.shape, dtype=dtype)
+        whole[row.name] = torch.empty(row.place.shape, dtype=dtype, device="cpu")
     where = tuple(
         slice(start, start + size)
         for start, size in zip(row.place.offsets, row.place.sizes, strict=True)

@@ -27,7 +27,7 @@ class Buffer:
     """Host memory that is kept from dump to dump; pinned once they come from an accelerator."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._events: list[torch.Event] = []
         self._for_devices = False
         self._rows: tuple[Row, ...] = ()
@@ -76,7 +76,7 @@ class Buffer:
         if length > len(self._bytes) or needs_other_memory:
             # The old memory goes before the new is asked for: both together may not fit.
             self._views = []
-            self._bytes = torch.empty(0, dtype=torch.uint8)
+            self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
             where = devices[0] if devices else torch.device("cpu")
             self._bytes = host_memory((length,), torch.uint8, where)
             self._for_devices = bool(devices)

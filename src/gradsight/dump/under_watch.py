@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradsight.core import moments
 from gradsight.core.group import world_size
@@ -14,7 +14,7 @@ from gradsight.dump.job import Facts, Job, LateFacts
 from gradsight.dump.kept_gradients import KeptGradients
 from gradsight.dump.manifest import SCHEDULE, joined_reasons
 from gradsight.measure.clipping import ClipReading
-from gradsight.measure.loss_scale import loss_scale
+from gradsight.measure.host_copy import loss_scale
 from gradsight.values.findings import Finding, Suspicion
 from gradsight.values.steps import CHANGED_GRADIENT, TRUE_GRADIENT
 
@@ -46,10 +46,8 @@ class WatchedDumps:
         model: nn.Module,
         optimizers: int,
         problems: Problems,
-        kept: KeptGradients | None = None,
     ) -> None:
-        """`kept`: where a step is judged when its gradient is gone."""
-        self._kept = kept
+        self._kept: KeptGradients | None = None
         self._kept_facts: Facts | None = None
         """What is known of the gradient that is kept, once its step is made."""
         self._dumped = -1
@@ -120,6 +118,10 @@ class WatchedDumps:
             # Sharded gradients are judged a step later, when this one may have been dumped already.
             if step != self._bad_dumped:
                 self._found.append((f"{finding.code} {finding.name}", step))
+
+    def keep_gradients(self, parameters: Sequence[Tensor], quiet: bool) -> None:
+        """Steps are judged when their gradient is gone: keep it until then, if there is room."""
+        self._kept = KeptGradients(parameters, quiet)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -174,7 +174,7 @@ class LossHistory:
         if last is not None and last.step == step:
             before = [each for each in last.sums if isinstance(each, HostCopy)]
             if len(before) < len(last.sums):  # it is read already
-                before = [HostCopy.of(torch.tensor(last.sums, dtype=torch.float64))]
+                before = [HostCopy.of(torch.tensor(last.sums, dtype=torch.float64, device="cpu"))]
             last.sums = [*before, copy]
             last.lr = lr
             return

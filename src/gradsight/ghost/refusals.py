@@ -108,7 +108,8 @@ def mixes_samples(loss: Tensor, outputs: Sequence[Tensor], batch: int) -> bool:
             return False
         # A random vector on the even samples alone: whatever comes back on odd ones has crossed.
         even = torch.zeros_like(first)
-        noise = torch.randn(even[::2].shape, generator=torch.Generator().manual_seed(0))
+        source = torch.Generator("cpu").manual_seed(0)
+        noise = torch.randn(even[::2].shape, generator=source, device="cpu")
         even[::2] = noise.to(even)
         second = torch.autograd.grad(first, rows[0], even, retain_graph=True, allow_unused=True)[0]
     except RuntimeError:

@@ -60,7 +60,7 @@ def random_direction(parameters: ScoredParameters) -> Direction:
     for seed, (name, parameter) in enumerate(parameters.trainable.items()):
         part = local_part(parameter)
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(part.shape, generator=generator, dtype=torch.float32)
+        noise = torch.randn(part.shape, generator=generator, dtype=torch.float32, device="cpu")
         values = noise.to(part.device, torch.float32) / max(parameter.numel(), 1) ** 0.5
         wide = torch.promote_types(part.dtype, torch.float32)
         direction[name] = like(parameter, values.to(wide))
@@ -267,7 +267,7 @@ def cotangents_for(outputs: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(len(outputs))
     cotangents = []
     for y in outputs:
-        noise = torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
+        noise = torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
         cotangents.append(noise / max(y.numel(), 1) ** 0.5)
     return cotangents
 

@@ -80,8 +80,8 @@ class RecorderOptions:
     """The parameters of the model."""
     first: bool
     """Whether this rank judges and writes; the others write what they find beside it."""
-    copy: ParameterCopy | None = None
-    """The parameters before the last update, where numbers come late."""
+    quiet: bool = True
+    """Whether nothing is said of the memory that is kept."""
 
 
 @dataclass(slots=True)
@@ -127,6 +127,10 @@ class FlightRecorder:
         self.calls = KeptCalls(model, limits, self.guard)
         self._model = unwrapped(model)
         self._options = options
+        self._copy: ParameterCopy | None = None
+        """The parameters before the last update, where numbers come late."""
+        if options.with_batch:
+            self._copy = ParameterCopy(list(model.parameters()), problems, options.quiet)
         self._ring: Ring | None = None
         self._writer: IncidentWriter | None = None
         if run_dir is not None:
@@ -166,8 +170,8 @@ class FlightRecorder:
 
     def about_to_update(self, step: int) -> None:
         """An optimizer is about to change the parameters."""
-        if self._options.copy is not None:
-            self._options.copy.take(step)
+        if self._copy is not None:
+            self._copy.take(step)
 
     def was_bad(self, bad: "LateStep") -> None:
         """A step was bad whose numbers came when its gradient had been used."""
@@ -223,7 +227,7 @@ class FlightRecorder:
             passes, notes = self.calls.passes_of(last)
         scale = bad.scale * world_size()
         facts: dict[str, Any] = {"kind": bad.kind, "scale": scale, "first_pass": 0}
-        copy = self._options.copy
+        copy = self._copy
         has_copy = not bad.skipped and copy is not None and copy.step == bad.step
         weights_are_there = bad.skipped or has_copy
         with copy.put_in() if copy is not None and has_copy else nullcontext():

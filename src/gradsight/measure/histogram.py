@@ -71,7 +71,7 @@ def count_classes(entries: Tensor, sizes: Sequence[int]) -> Tensor:
     One flat vector.
     """
     device = entries.device
-    lengths = sent_to(torch.tensor(sizes), device)
+    lengths = sent_to(torch.tensor(sizes, device="cpu"), device)
     row = torch.repeat_interleave(
         torch.arange(len(sizes), device=device), lengths, output_size=entries.numel()
     )

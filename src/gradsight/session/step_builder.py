@@ -22,8 +22,7 @@ from gradsight.measure.broken_weights import what_weights_are
 from gradsight.measure.clipping import ClipProbe, ClipReading, joint_coefficient, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
-from gradsight.measure.host_copy import HostCopy
-from gradsight.measure.loss_scale import loss_scale
+from gradsight.measure.host_copy import HostCopy, loss_scale
 from gradsight.measure.norms import NormReading, recount
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
@@ -330,7 +329,7 @@ class StepBuilder:
     def _gradient(self, row: int) -> Tensor:
         """This rank's part of a gradient; empty where it is gone by now."""
         gradient = self._parameters[row].grad
-        return torch.empty(0) if gradient is None else local_part(gradient)
+        return torch.empty(0, device="cpu") if gradient is None else local_part(gradient)
 
     # Reading and merging.
 

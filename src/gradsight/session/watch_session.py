@@ -25,13 +25,11 @@ from gradsight.core.switch import is_switched_off
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.dump.dumper import GradientDumper
-from gradsight.dump.kept_gradients import KeptGradients
 from gradsight.dump.under_watch import WatchedDumps
 from gradsight.errors import UsageError
 from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
-from gradsight.incidents.parameter_copy import ParameterCopy
 from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
 from gradsight.session.brake import Brake
 from gradsight.session.captures import Captures
@@ -376,15 +374,15 @@ class Watch:
                 rules={} if health is None else health.incident_rules(),
                 names=[named.name for named in parameters],
                 first=self._group.is_first,
-                copy=self._make_parameter_copy(parameters, options),
+                quiet=options.quiet or not self._group.is_first,
             )
             incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
         if options.dump is not None:
             if self._group.incomplete is not None:
                 options.dump.dump_alone(self._group)
-            kept = self._make_kept_gradients(parameters, options)
-            several = len(self._optimizers)
-            dumps = WatchedDumps(options.dump, model, several, self._problems, kept)
+            dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
+            if _dumps_bad_steps(options.dump) and _are_judged_late(parameters):
+                dumps.keep_gradients([named.tensor for named in parameters], options.quiet)
             if health is None and options.dump.dump_on is not None:
                 self._problems.report(
                     "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
@@ -393,21 +391,6 @@ class Watch:
         if incidents is not None:
             losses = LossFlags([named.tensor for named in parameters], incidents.guard)
         return WatchedInstruments(health, signals, incidents, dumps, losses)
-
-    def _make_kept_gradients(
-        self, parameters: Sequence[Named], options: WatchOptions
-    ) -> KeptGradients | None:
-        if not _dumps_bad_steps(options.dump) or not _are_judged_late(parameters):
-            return None
-        return KeptGradients([named.tensor for named in parameters], options.quiet)
-
-    def _make_parameter_copy(
-        self, parameters: Sequence[Named], options: WatchOptions
-    ) -> ParameterCopy | None:
-        if options.recorder != "batch":
-            return None
-        quiet = options.quiet or not self._group.is_first
-        return ParameterCopy([named.tensor for named in parameters], self._problems, quiet)
 
     def _make_first_look(
         self, model: nn.Module, tensors: Sequence[torch.Tensor], options: WatchOptions

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import sent_to
 from gradsight.errors import UsageError
 from gradsight.train.samples import Order, Samples
 from gradsight.train.selected_order import SelectedOrder
@@ -62,7 +63,7 @@ class BatchStream:
                 f"{self.vocabulary - 1}: choose an --architecture with a larger vocabulary, or "
                 f"give --model.vocab_size"
             )
-        tokens = torch.from_numpy(blocks).to(self.device)
+        tokens = sent_to(torch.from_numpy(blocks), self.device)
         domains = [samples.domain(sample_id) for sample_id in sample_ids]
         return Batch(tokens[:, :-1], tokens[:, 1:], sample_ids, domains)
 

@@ -66,6 +66,8 @@ class RandomTape(OperationWatcher):
         kwargs = kwargs or {}
         self._budget.check()
         name = operation_name(func)
+        if self.row is not None and draws_inside(func, args, kwargs):
+            self.unknown = True
         # A generator of the model's own has a state that torch's generators do not tell.
         if name not in RANDOM or kwargs.get("generator") is not None:
             return self.run(func, args, kwargs)
@@ -96,6 +98,16 @@ class RandomTape(OperationWatcher):
         if name.endswith("_"):
             return args[0].copy_(parts[0])
         return tree_unflatten(parts, spec)
+
+
+def draws_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a fused attention draws its dropout inside the kernel, where nobody can repeat it."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or "attention" not in schema.name or schema.name.endswith("_math"):
+        return False
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p"))
 
 
 def _rows(whole: Tensor, alone: Tensor, row: int, batch: int) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
+from gradsight.core.devices import widest_float
 from gradsight.core.per_sample import BatchOutputs
 from gradsight.core.samples import (
     NotSeparable,
@@ -283,11 +284,13 @@ def _rounding(call: RecordedCall, gradient: Sequence[Tensor | None]) -> float | 
 def _likeliest_first(batch: BatchOutputs) -> list[int]:
     """The rows, those to which the largest gradient came first."""
     # Time may run out: the culprit should be among those that have been measured by then.
-    weights = torch.zeros(batch.size, dtype=torch.float64)
+    weights = torch.zeros(batch.size, dtype=torch.float64, device="cpu")
     for cotangent in batch.cotangents:
         if cotangent.dim() and cotangent.shape[0] % batch.size == 0:
             rows = cotangent.detach().unflatten(0, (batch.size, -1)).flatten(1)
-            weights += torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().cpu()
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+            weights += norms.cpu().double().square()
     return torch.nan_to_num(weights, nan=math.inf).argsort(descending=True, stable=True).tolist()
 
 
@@ -298,7 +301,7 @@ def _norm(gradient: Sequence[Tensor | None]) -> float:
         if each is not None:
             values = each.coalesce().values() if each.is_sparse else each
             # In float32 the squares of finite entries of 1e30 are infinite.
-            squares += float(values.double().square().sum())
+            squares += float(torch.linalg.vector_norm(values.to(widest_float(values.device)))) ** 2
     return math.sqrt(squares)
 
 
