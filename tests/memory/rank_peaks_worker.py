@@ -20,7 +20,6 @@ from gradsight import apply_checkpointing
 from gradsight.memory.allocator import allocator_peak
 from gradsight.memory.counter import storages
 
-
 STEPS = 12
 
 

@@ -7,6 +7,7 @@ from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
+from gradsight.memory.equal_blocks import problem_by_samples
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
@@ -91,8 +92,11 @@ class PlanSearch:
         keeping_all = (NONE,) * self._count
         if self._fits(self._try(keeping_all)):
             return self._as_plan(keeping_all)
-        modes = self._modes()
-        problem = problem_of(self._steps, modes)
+        modes = self._known_modes()
+        problem = problem_by_samples(self._steps, modes)
+        if problem is None:
+            modes = self._modes()
+            problem = problem_of(self._steps, modes)
         if problem is None:
             self._try_first_blocks()
         else:
@@ -111,11 +115,15 @@ class PlanSearch:
     def _flops_and_peak(self, modes: Modes) -> tuple[int, int]:
         return self._tried[modes].flops, self._tried[modes].peak
 
+    def _known_modes(self) -> list[Mode]:
+        """The modes that a block may be in, the one that keeps everything first."""
+        levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
+        return [NONE, FULL, SELECTIVE, ALTERNATE, *levels]
+
     def _modes(self) -> list[Mode]:
         """The modes that work on this model, each of them tried on all blocks."""
-        levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
         modes = [NONE]
-        for mode in (FULL, SELECTIVE, ALTERNATE, *levels):
+        for mode in self._known_modes()[1:]:
             try:
                 self._try((mode,) * self._count)
             except StepFailed as error:
@@ -138,6 +146,7 @@ class PlanSearch:
                 return
             target -= max(step.peak - self._limit, self._limit // 1000)
         self._try(_modes_of(lowest(problem), modes))
+        self._try((FULL,) * self._count)
 
     def _try_cheaper_prefix(self, problem: BlockProblem, modes: Sequence[Mode], cost: int) -> None:
         """The longest run of first blocks that would cost less, if by its estimate it may fit.
