@@ -115,7 +115,7 @@ def _cells(answer: Answer) -> list[str]:
 
 def _circumstances(question: Question) -> str:
     """What the numbers were predicted for."""
-    where = question.training.device
+    where: str = question.training.device
     if question.ranks.parallel is not None:
         where = f"each of {question.ranks.count} {where} devices under {question.ranks.parallel}"
     text = f"Predicted for {where}, optimizer {question.step.optimizer}. "

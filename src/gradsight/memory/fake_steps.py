@@ -15,8 +15,9 @@ from gradsight.memory.checkpointed import CheckpointingHandle
 from gradsight.memory.choose import BlockOption, BlockProblem
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.operators import cost_per_byte
-from gradsight.memory.policy import Mode
+from gradsight.memory.policy import NONE, Mode
 from gradsight.memory.predict import granule_of
+from gradsight.memory.progress import tell
 from gradsight.memory.ranks import bucket_bytes, shard
 from gradsight.memory.selective import is_expensive
 from gradsight.memory.setting import StepSetting
@@ -106,6 +107,7 @@ class FakeSteps:
         return [levels[round(number * stride)] for number in range(MAX_LEVELS)]
 
     def _run(self, modes: tuple[Mode, ...]) -> FakeStep:
+        tell(f"Weighing {len(modes)} blocks, step {len(self._steps) + 1}")
         counter = StorageCounter(self._granule, gloo=self._gloo)
         checkpointing = CheckpointingHandle(list(zip(self.blocks, modes, strict=True)))
         with checkpointing, _BlockClock(self.blocks, counter) as block_clock:
@@ -136,11 +138,15 @@ def problem_of(steps: FakeSteps, modes: Sequence[Mode]) -> BlockProblem | None:
     columns: list[list[BlockOption]] = []
     for mode in modes:
         step = steps.uniform(mode)
-        if not _one_after_the_other(step.times):
+        if not one_after_the_other(step.times):
             return None
-        columns.append([_option(step, number) for number in range(len(steps.blocks))])
-    rows = list(zip(*columns, strict=True))
-    plain = steps.uniform(modes[0])
+        columns.append([option_of(step, number) for number in range(len(steps.blocks))])
+    return problem_around(steps, list(zip(*columns, strict=True)))
+
+
+def problem_around(steps: FakeSteps, rows: Sequence[Sequence[BlockOption]]) -> BlockProblem:
+    """The blocks' options, the first of each keeping everything, and what surrounds the blocks."""
+    plain = steps.uniform(NONE)
     counter = plain.counter
     first = plain.times[0]
     last = plain.times[-1]
@@ -158,7 +164,7 @@ def _with_extra_cost(row: Sequence[BlockOption]) -> list[BlockOption]:
     return [replace(option, cost=option.cost - row[0].cost) for option in row]
 
 
-def _one_after_the_other(times: Sequence[BlockTimes]) -> bool:
+def one_after_the_other(times: Sequence[BlockTimes]) -> bool:
     """Whether the blocks ran once each, forward in order and backward in reverse."""
     if any(block.calls != 1 or block.returned == 0 for block in times):
         return False
@@ -168,7 +174,7 @@ def _one_after_the_other(times: Sequence[BlockTimes]) -> bool:
     return moments == sorted(moments)
 
 
-def _option(step: FakeStep, number: int) -> BlockOption:
+def option_of(step: FakeStep, number: int) -> BlockOption:
     """A block as it was in one step; its cost is that of its whole backward."""
     counter = step.counter
     times = step.times

@@ -76,6 +76,8 @@ class KnownValues(TorchDispatchMode):
         self.case = case
         self.stepping = False
         """Whether build() has returned: what is drawn from then on is another number each step."""
+        self.paused = False
+        """Whether nothing is to be known for a while: of an optimizer's counters, for example."""
         self.read: set[str] = set()
         """The reasons of all assumed values that something was decided by."""
         self._known: dict[int, _Known] = {}
@@ -89,6 +91,8 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args)
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the wrapper unwraps itself first; its parts come back here
         kwargs = kwargs or {}
@@ -175,6 +179,11 @@ class KnownValues(TorchDispatchMode):
         if not tensors and not _is_small_factory(func):
             return None
         unneeded = self._unneeded(packet, args)
+        known = self._known
+        for tensor in tensors:
+            is_fake = isinstance(tensor, FakeTensor)
+            if is_fake and tensor is not unneeded and self._key(tensor) not in known:
+                return None  # the usual case, told without walking through the arguments
 
         def real(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -228,7 +237,7 @@ class KnownValues(TorchDispatchMode):
     def _key(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided:
             return 0
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
     def _reasons(self, func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> Reasons:
         """What had to be assumed for the result of a call."""
@@ -260,10 +269,10 @@ class KnownValues(TorchDispatchMode):
                 places.append(index)
                 continue
             self._note_read([index])
-            found = _computed(aten.nonzero.default, ((real,), {}))
             reasons = self._reasons(aten.nonzero.default, (), [index])
-            for column in range(found.shape[1]):
-                places.append(self._faked(found[:, column].contiguous(), reasons))
+            with _disable_current_modes():
+                columns = [column.contiguous() for column in real.nonzero().unbind(1)]
+            places += [self._faked(column, reasons) for column in columns]
         return (args[0], places)
 
     def _ctc_loss(self, args: tuple[Any, ...]) -> Any:

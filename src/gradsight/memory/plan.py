@@ -9,6 +9,7 @@ from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
 from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
+from gradsight.memory.equal_blocks import problem_by_samples
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.leftovers import without_leftovers
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
@@ -96,8 +97,11 @@ class PlanSearch:
         keeping_all = (NONE,) * self._count
         if self._fits(self._try(keeping_all)):
             return self._as_plan(keeping_all)
-        modes = self._modes()
-        problem = problem_of(self._steps, modes)
+        modes = self._known_modes()
+        problem = problem_by_samples(self._steps, modes)
+        if problem is None:
+            modes = self._modes()
+            problem = problem_of(self._steps, modes)
         if problem is None:
             self._try_first_blocks()
         else:
@@ -116,11 +120,15 @@ class PlanSearch:
     def _flops_and_peak(self, modes: Modes) -> tuple[int, int]:
         return self._tried[modes].flops, self._tried[modes].peak
 
+    def _known_modes(self) -> list[Mode]:
+        """The modes that a block may be in, the one that keeps everything first."""
+        levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
+        return [NONE, FULL, SELECTIVE, ALTERNATE, *levels]
+
     def _modes(self) -> list[Mode]:
         """The modes that are weighed, each of them tried on all blocks."""
-        levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
         modes = [NONE]
-        for mode in (FULL, SELECTIVE, ALTERNATE, *levels):
+        for mode in self._known_modes()[1:]:
             self._try((mode,) * self._count)
             modes.append(mode)
         return modes
@@ -138,6 +146,7 @@ class PlanSearch:
                 return
             target -= max(step.peak - self._limit, self._limit // 1000)
         self._try(_modes_of(lowest(problem), modes))
+        self._try((FULL,) * self._count)
 
     def _try_cheaper_prefix(self, problem: BlockProblem, modes: Sequence[Mode], cost: int) -> None:
         """The longest run of first blocks that would cost less, if by its estimate it may fit.

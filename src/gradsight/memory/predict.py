@@ -48,8 +48,8 @@ def predict_peak_memory(
 ) -> MemoryUse:
     """The peak of a training step with the optimizer's state in place, as in all but the first.
 
-    No data is computed, except for small values that branches may depend on. Where a branch depends
-    on what cannot be known, `assumptions` and `bounds` say what was assumed and how much it matters.
+    No data is computed, except for small values that branches may depend on. Where one depends on
+    what cannot be known, `assumptions` and `bounds` say what was assumed and how much it matters.
 
     build: makes (model, batch) or (model, batch, loss_fn), as in the README.
     policy: what is checkpointed, as in `apply_checkpointing`; None is nothing.
@@ -106,10 +106,13 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
         with real_branches(values):
             shard(workload, setting, mesh)
             made_optimizer = make_optimizer(setting.optimizer, workload.model, device=device)
+            values.paused = True
             warm_up(made_optimizer)
+            values.paused = False
             counter = StorageCounter(granule_of(device), gloo=device == "cpu")
             with counter:
                 backward(workload)
+                values.paused = True
                 if made_optimizer is not None:
                     made_optimizer.step()
                 counter.mark_parameters(workload.model.parameters())

@@ -18,8 +18,8 @@ def real_branches(values: KnownValues) -> Iterator[None]:
     no packed sequences: a real batch rarely has any. Enter it after the model was built: what is
     not imported yet cannot be replaced.
     """
-    imports = sys.modules.get("transformers.utils.import_utils")
-    masks = sys.modules.get("transformers.masking_utils")
+    imports: Any = sys.modules.get("transformers.utils.import_utils")
+    masks: Any = sys.modules.get("transformers.masking_utils")
     values.stepping = True
     with ExitStack() as stack:
         if hasattr(imports, "is_fake_tensor"):

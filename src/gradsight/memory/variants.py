@@ -56,9 +56,7 @@ def adapted(model: Any, lora: Lora) -> Any:
         with warnings.catch_warnings():
             # Of layers that hold their weight the other way round: PEFT finds out by itself.
             warnings.simplefilter("ignore")
-            return peft.get_peft_model(
-                model, config(targets), autocast_adapter_dtype=lora.dtype == "fp32"
-            )
+            return _in_their_type(peft.get_peft_model(model, config(targets)), lora)
 
     if lora.targets:
         return made(list(lora.targets))
@@ -74,6 +72,16 @@ def adapted(model: Any, lora: Lora) -> Any:
             f"PEFT knows no modules of {type(model).__name__} for adapters: {error}. Name them, "
             "for example --lora r=16,targets=query+value"
         ) from error
+
+
+def _in_their_type(model: Any, lora: Lora) -> Any:
+    """The model with its adapters in the type that was asked for, whatever the frozen model has."""
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, TYPES[lora.dtype]))
+    return model
 
 
 def _built(workload: Workload) -> tuple[Any, ...]:
