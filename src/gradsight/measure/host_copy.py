@@ -43,4 +43,8 @@ class HostCopy:
         """The numbers, in float64. The one place that waits for a device."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.numpy().astype(np.float64)
+        host = self._host
+        # A loss of autocast may be one; numpy has no such type.
+        if host.dtype is torch.bfloat16:
+            host = host.float()
+        return host.numpy().astype(np.float64)
