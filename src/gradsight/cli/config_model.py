@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradsight.core import rundir
 from gradsight.errors import UsageError
 from gradsight.train.models import refuse_without_transformers
 
@@ -58,8 +59,8 @@ def _refuse_missing_path(place: str) -> None:
     is_path = path.is_absolute() or place.startswith(".") or place.endswith(".json")
     if is_path and not path.exists():
         raise UsageError(f"there is no file or folder {place}")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UsageError(f"{place} has no config.json in it")
+    if path.is_dir() and not (path / rundir.CONFIG).is_file():
+        raise UsageError(f"{place} has no {rundir.CONFIG} in it")
 
 
 def _not_found(place: str, error: OSError) -> str:
@@ -67,7 +68,7 @@ def _not_found(place: str, error: OSError) -> str:
         return f"{place} cannot be read as a configuration: {str(error).splitlines()[0]}"
     return (
         f"{place} is no folder, no file, and not in Hugging Face's local cache; nothing is "
-        "downloaded. Give the folder or the file of its config.json, or load it once with "
+        f"downloaded. Give the folder or the file of its {rundir.CONFIG}, or load it once with "
         "transformers.AutoConfig.from_pretrained"
     )
 

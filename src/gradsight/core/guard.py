@@ -1,7 +1,6 @@
 """The border: whatever torch, a thread, the interpreter or the user calls of ours goes through it.
 
-A fault of ours is told, and who made it is out: later calls return at once. Nothing is taken away
-before `close`, for torch may be walking through the hooks. No torch; nothing of ours is trusted."""
+Who makes a fault is told of, and out; hooks stay until `close`, as torch may be calling them."""
 
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 lock: Any = RLock()  # held while something of torch's or Python's is replaced by ours, or put back
 spent: dict[int, float] = {}  # by thread: the seconds that it was on our side of the border
-closed_by: list[Any] = []  # while one of these says yes, nothing of ours runs
+pauses: list[Any] = [bool]  # while the last of these says yes, nothing of ours runs
 getattr(os, "register_at_fork", dict)(after_in_child=lock._at_fork_reinit)  # not on Windows
 
 
@@ -28,8 +27,7 @@ class Guard:
 
     def run(self, action: Any, *args: Any, **kwargs: Any) -> Any:
         """What the action returns; None where it fails, and at once after any fault."""
-        is_out = self.faults or any(ask() for ask in closed_by)
-        return None if is_out else self.attempt(action, *args, **kwargs)
+        return None if self.faults or pauses[-1]() else self.attempt(action, *args, **kwargs)
 
     def attempt(self, action: Any, *args: Any, **kwargs: Any) -> Any:
         """The same, also after a fault."""

@@ -22,7 +22,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._get_obj_in_tls",
         "torch._C._is_key_in_tls",
+        "torch._C._pop_torch_function_stack",
+        "torch._C._push_on_torch_function_stack",
         "torch._C._stash_obj_in_tls",
+        "torch._foreach_copy_",
         "torch.autograd._get_sequence_nr",
         "torch.nn.Module._call_impl.__code__",
         "torch.nn.modules.batchnorm._BatchNorm",
@@ -83,6 +86,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils.checkpoint._detach_helper",
         "torch.utils.checkpoint._is_compiling",
     ),
+    "several devices": ("torch.testing._internal.distributed.fake_pg.FakeStore",),
 }
 """By the instrument that needs them."""
 

@@ -47,7 +47,8 @@ class LeftWeights:
             now = Sample([parameters[row] for row in rows], self._offset)
             with torch.no_grad():
                 pairs = ((left, left), (now, now), (left, now))
-                products = [one.entries.double() * other.entries for one, other in pairs]
+                wide = widest_float(left.entries.device)
+                products = [one.entries.to(wide) * other.entries for one, other in pairs]
                 sums = [part.sum() for each in products for part in torch.split(each, left.sizes)]
                 arrivals.append((rows, HostCopy.of(torch.stack(sums))))
         return arrivals

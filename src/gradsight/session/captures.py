@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core.devices import accelerators, is_anything_capturing
-from gradsight.core.guard import Guard, closed_by
+from gradsight.core.guard import Guard, pauses
 from gradsight.core.problems import Problems
 
 CAPTURED_STEP = (
@@ -38,9 +38,9 @@ class Captures:
         """Begin to ask; where there is no accelerator, nothing is asked."""
         if not self._is_needed:
             return
-        ask = _Asked()
-        closed_by.append(ask)
-        self.guard.at_end(closed_by.remove, ask)
+        # Every watch asks the same: whichever goes first takes one question away.
+        pauses.append(is_anything_capturing)
+        self.guard.at_end(pauses.pop)
         for optimizer in self._optimizers:
             # Attempted, not run: it is while the border is closed that this has to be noticed.
             notice = partial(self.guard.attempt, self._about_to_step)
@@ -49,10 +49,3 @@ class Captures:
     def _about_to_step(self, *_: Any) -> None:
         if is_anything_capturing():
             self._problems.report("captured-step", CAPTURED_STEP)
-
-
-class _Asked:
-    """One watch's question; each is taken away by itself."""
-
-    def __call__(self) -> bool:
-        return is_anything_capturing()

@@ -88,8 +88,10 @@ def _say_what_was_seen(process: int) -> None:
         return
     if _seen["passes"] == 0 or _seen["optimizers"]:
         return
+    from gradsight.core.rundir import SCRIPT
+
     folder = json.loads(os.environ["GRADSIGHT_CHECK"])["run_dir"]
-    file = os.path.join(folder, "script.json")
+    file = os.path.join(folder, SCRIPT)
     if os.path.isdir(folder) and not os.path.exists(file):
         with open(file, "w", encoding="utf-8") as script:
             json.dump([{"optimizer": "none", "passes": _seen["passes"]}], script)
