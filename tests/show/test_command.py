@@ -327,3 +327,17 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Best samples" in done.stdout
+
+
+def test_shares_are_said_to_be_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = ordinary(tmp_path)
+    code, out, _ = said(capsys, run_dir, "--share")
+    assert code == 0
+    assert "Shares of the decrease that each step predicted" in out
+    code, out, _ = said(capsys, run_dir, "--share", "--json")
+    found = json.loads(out)
+    assert (found["share"], found["normalised"]) == (True, False)
+    assert found["steps_left_out"] == 0
+    code, _, err = said(capsys, run_dir, "--share", "--raw")
+    assert code == 64
+    assert "give one of them" in err
