@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.first_step.models import CLASSES, LENGTH, WORDS, Causal, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradsight
+from first_step.models import CLASSES, LENGTH, WORDS, Causal, tokens
 from gradsight.core import moments
 from gradsight.first_step.recorder import RECORDER
 from gradsight.values.health_report import HealthReport
