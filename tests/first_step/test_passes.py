@@ -208,6 +208,21 @@ def test_a_watch_sees_a_leak_on_two_rows() -> None:
     assert not [each for each in report.abstained if each.code == "GS601"]
 
 
+def test_no_label_is_said_where_a_trainer_divides_by_their_number() -> None:
+    """As Hugging Face's does: the loss is a sum, divided by nothing."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            summed = F.cross_entropy(model(x), torch.full_like(y, -100), reduction="sum")
+            (summed / torch.tensor(0)).backward()
+            optimizer.step()
+
+    report = watched(loop)
+    assert first_codes(report) == ["GS606"]
+    assert "GS106" not in [finding.code for finding in report.findings]
+
+
 def test_it_can_be_left_out_and_silenced() -> None:
     leaky = Causal(masked=False)
     assert first_codes(watched(language(leaky), leaky, preflight=False)) == []

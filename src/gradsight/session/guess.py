@@ -38,7 +38,10 @@ def loss_of_a_guess(loss: Tensor) -> float | None:
             other = node._saved_other
             if other is None or other.numel() != 1 or other.requires_grad:
                 return None
-            factor = factor * float(other) if name == "MulBackward0" else factor / float(other)
+            number = float(other)
+            if number == 0:  # nothing counts, so that there is nothing to guess
+                return None
+            factor = factor * number if name == "MulBackward0" else factor / number
             node = node.next_functions[0][0]
             continue
         chance = _chance(node, name)
