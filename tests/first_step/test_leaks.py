@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.first_step.models import LENGTH, WORDS, Causal, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from first_step.models import LENGTH, WORDS, Causal, tokens
 from gradsight.core.guard import Guard
 from gradsight.first_step.documents import documents_of
 from gradsight.first_step.leaks import SEES, Traced, look_ahead

@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.first_step.models import (
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gradsight
+from first_step.models import (
     CLASSES,
     LENGTH,
     WORDS,
@@ -24,10 +28,6 @@ from tests.first_step.models import (
     labelled,
     tokens,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import gradsight
 from gradsight.errors import UsageError, UserCodeError
 
 Case = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor] | None]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.first_step.models import CLASSES, LENGTH, WORDS, Causal, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradsight
+from first_step.models import CLASSES, LENGTH, WORDS, Causal, tokens
 from gradsight.core import moments
 from gradsight.first_step.recorder import RECORDER
 from gradsight.values.health_report import HealthReport
@@ -206,6 +206,21 @@ def test_a_watch_sees_a_leak_on_two_rows() -> None:
     report = watched(language(causal), causal)
     assert first_codes(report) == []
     assert not [each for each in report.abstained if each.code == "GS601"]
+
+
+def test_no_label_is_said_where_a_trainer_divides_by_their_number() -> None:
+    """As Hugging Face's does: the loss is a sum, divided by nothing."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            summed = F.cross_entropy(model(x), torch.full_like(y, -100), reduction="sum")
+            (summed / torch.tensor(0)).backward()
+            optimizer.step()
+
+    report = watched(loop)
+    assert first_codes(report) == ["GS606"]
+    assert "GS106" not in [finding.code for finding in report.findings]
 
 
 def test_it_can_be_left_out_and_silenced() -> None:

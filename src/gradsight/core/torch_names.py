@@ -20,6 +20,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._C._current_autograd_node",
         "torch._C._current_graph_task_id",
         "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._pop_torch_function_stack",
+        "torch._C._push_on_torch_function_stack",
         "torch._C._get_obj_in_tls",
         "torch._C._is_key_in_tls",
         "torch._C._pop_torch_function_stack",

@@ -138,7 +138,12 @@ class PassRecorder:
 
     # What torch tells.
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        # torch calls a hook that another thread is taking away without its keywords.
+        if kwargs is None or get_ident() != self._thread:
+            return
         if not self._holders:
             self.let_go(self)
             return

@@ -53,6 +53,8 @@ def _behind_factors(loss: Tensor) -> tuple[Any, float | Tensor]:
         if other is None or other.numel() != 1 or other.requires_grad:
             return None, 1.0
         other = _factor(other)
+        if isinstance(other, float) and other == 0:  # nothing counts: there is nothing to guess
+            return None, 1.0
         factor = factor * other if name == "MulBackward0" else factor / other
         node = node.next_functions[0][0]
     return None, 1.0

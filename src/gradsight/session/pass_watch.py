@@ -32,6 +32,8 @@ _FIRST = 4
 _AGAIN = 25
 """Steps that are looked at: the first, and two in every so many."""
 _FRAMES = 4
+_KEPT = "gradsight.kept"
+"""Under this name a pass carries whether it found the gradient of the one before."""
 _PASSES = 256
 
 
@@ -71,6 +73,7 @@ class PassWatch:
         self._inside_step = False
         self._thrown: dict[tuple[str, ...], int] = {}
         self._used: set[tuple[str, ...]] = set()
+        self._threads: set[int] = set()
         self._checkpoints = CutCheckpoints(guard)
 
     def start(self) -> None:
@@ -153,20 +156,23 @@ class PassWatch:
         if len(roots) != 1 or not isinstance(roots[0], Tensor):
             return
         begun.notes[self] = _Pass(_lines(), form_of(roots[0]))
-        left = self._left
-        self._left = None
-        if left is None or not left.is_gone():
-            return
-        # What was cleared is no part of the step under way.
-        self._passes.clear()
-        if not self._is_used and not self._inside_step and not left.has_moved():
-            self._thrown[left.lines] = self._thrown.get(left.lines, 0) + 1
+
+    def gradients_before(self, begun: BackwardPass) -> None:
+        """There are gradients, which can be read before it writes; nobody tells where none are."""
+        if self._left is not None and self._looks():
+            begun.notes[_KEPT] = not self._left.is_gone()
 
     def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
         """It has returned, and was of this model."""
         begin: _Pass | None = begun.notes.pop(self, None)
         if begin is None or not self._looks():
             return
+        self._threads.add(begun.thread)
+        if len(self._threads) > 1:  # whose gradients these are is known to nobody
+            self._passes.clear()
+            self._left = None
+            return
+        self._notice_clearing(bool(begun.notes.pop(_KEPT, False)))
         seen: SeenPass | None = begun.notes.get(NOTE)
         has_calls = seen is not None and bool(seen.calls)
         self._passes.append(_Pass(begin.lines, begin.form, tuple(rows), has_calls))
@@ -176,6 +182,16 @@ class PassWatch:
         self._modes = parts if known is None else {k: v for k, v in parts.items() if k in known}
         self._is_used = self._inside_step
         self._left = _Left.of([self._parameters[row] for row in rows], begin.lines)
+
+    def _notice_clearing(self, were_kept: bool) -> None:
+        left = self._left
+        self._left = None
+        if left is None or were_kept or left.was_zero:
+            return
+        # What was cleared is no part of the step under way.
+        self._passes.clear()
+        if not self._is_used and not self._inside_step and not left.has_moved():
+            self._thrown[left.lines] = self._thrown.get(left.lines, 0) + 1
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """The next losses carry the scaler's factor."""
@@ -203,7 +219,7 @@ class _Left:
         self.lines = lines
         self._parameter = weakref.ref(parameter)
         self._weight = parameter.detach().clone()
-        self._was_zero = not bool(parameter.grad.any())
+        self.was_zero = not bool(parameter.grad.any())
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], lines: tuple[str, ...]) -> "_Left | None":
@@ -222,7 +238,7 @@ class _Left:
     def is_gone(self) -> bool:
         """Whether somebody has cleared it."""
         parameter = self._parameter()
-        if parameter is None or self._was_zero:
+        if parameter is None or self.was_zero:
             return False
         return parameter.grad is None or not bool(parameter.grad.any())
 
