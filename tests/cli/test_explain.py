@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gradsight.cli import main
-from gradsight.health.explanation import explained
+from gradsight.cli.explain import explained
 from gradsight.health.registry import CHECKS
 
 

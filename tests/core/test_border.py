@@ -23,7 +23,7 @@ THEIR_OWN = {
     "train/launch.py": "the trainer's own process, which only passes signals on",
     "train/stop_request.py": "the trainer is the user here, and decides what SIGTERM means",
     "integrations/accelerate.py:note": "appends to a list, in the user's own call of load_state",
-    "attach/site/sitecustomize.py": "runs before anything of ours is loaded; has a guard of its own",
+    "attach/site/sitecustomize.py:_guarded": "a guard of its own: Gradsight is not loaded by then",
     "core/hooks.py": "the two functions that put the guard around hooks",
     "core/guard.py": "the guard",
 }

@@ -84,6 +84,7 @@ assert norms.keys() == {"weight", "bias"}
 COMMANDS = {
     "check": (["check", "--steps", "4", "script.py"], 0),
     "report": (["report", "run"], 2),
+    "explain": (["explain", "GS103"], 0),
     "findings": (["findings", "run"], 2),
     "verify": (["verify", "run"], 0),
     "run": (["run", "--run_dir", "recorded", "script.py"], 0),

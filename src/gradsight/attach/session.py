@@ -27,8 +27,7 @@ from gradsight.attach.models import (
     together,
     variable_name,
 )
-from gradsight.attach.step_calls import step_call
-from gradsight.attach.wrappers import frame_outside_wrappers
+from gradsight.attach.step_calls import frame_outside_wrappers, step_call
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
 from gradsight.core.group import rank

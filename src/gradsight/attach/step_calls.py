@@ -7,6 +7,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsight.core.source import users_frames
+
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
@@ -120,3 +125,29 @@ def _name_of(value: Any, frame: FrameType) -> str | None:
     """The name of a value in a frame."""
     known = {**frame.f_globals, **frame.f_locals}
     return next((name for name, each in known.items() if each is value), None)
+
+
+def frame_outside_wrappers() -> FrameType | None:
+    """The innermost frame of the user's that is not of an optimizer, or of a wrapper around one.
+
+    Where there are only such frames, the innermost.
+    """
+    frames = list(users_frames())
+    for frame in frames:
+        if not _is_of_a_wrapper(frame):
+            return frame
+    return frames[0] if frames else None
+
+
+def _is_of_a_wrapper(frame: FrameType) -> bool:
+    """Whether it is a method of an object that is an optimizer, or that holds one and no model."""
+    code = frame.f_code
+    if code.co_argcount == 0:
+        return False
+    owner = frame.f_locals.get(code.co_varnames[0])
+    if isinstance(owner, Optimizer):
+        return True
+    held = list(getattr(owner, "__dict__", {}).values())
+    # A trainer has both: there the line is where the user looks for it.
+    has_model = any(isinstance(each, nn.Module) for each in held)
+    return any(isinstance(each, Optimizer) for each in held) and not has_model

@@ -280,3 +280,15 @@ def exact_norms(gradients: Sequence[Tensor]) -> Norms:
         np.array(column, dtype=np.float64) for column in (l2, peak, nan, inf)
     )
     return Norms(norms, largest_entries, (nans, infs), float(combine(norms)))
+
+
+def what_weights_are(weights: Sequence[Tensor]) -> str | None:
+    """ "NaN" or "infinite" where a weight of this process is; None where all are finite.
+
+    Asked where a gradient is broken, and never elsewhere: it waits for the device.
+    """
+    floating = [weight for weight in weights if weight.is_floating_point()]
+    peaks = NormReading(floating).read().max_abs
+    if np.isnan(peaks).any():
+        return "NaN"
+    return "infinite" if np.isinf(peaks).any() else None

@@ -18,12 +18,11 @@ from gradsight.core.gradient_parts import gradient_parts, lies_like_its_paramete
 from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
-from gradsight.measure.broken_weights import what_weights_are
 from gradsight.measure.clipping import ClipProbe, ClipReading, joint_coefficient, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy, loss_scale
-from gradsight.measure.norms import NormReading, recount
+from gradsight.measure.norms import NormReading, recount, what_weights_are
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
 from gradsight.measure.update import LeftWeights, UpdateReading

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from gradsight.values.findings import Finding
 
+# It starts at 2**16 and halves with every overflow: eight are a factor of 256.
 SCALER_PATIENCE = 8
 """Overflows in a row that a GradScaler is trusted to settle by itself."""
 _NOT_HARMLESS = {"GS103", "GS104", "GS404"}

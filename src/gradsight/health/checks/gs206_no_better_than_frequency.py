@@ -34,8 +34,7 @@ model.train()
 def stays(
     window: Window,
     *,
-    below: float = 0.95,
-    above: float = 1.15,
+    near: float = 0.15,
     flat: float = 0.015,
     ratio: float = 3e-3,
     steps: int = 50,
@@ -56,7 +55,7 @@ def stays(
         return
     losses = np.array(window.losses)
     before, last = float(np.median(losses[-2 * steps : -steps])), float(np.median(losses[-steps:]))
-    if not below * level < last < above * level or before - last > flat * before:
+    if not (1 - near / 3) * level < last < (1 + near) * level or before - last > flat * before:
         return
     ratios = window.details[-1]["update_ratio"][window.subject.matrices]
     known = ratios[~np.isnan(ratios)]
