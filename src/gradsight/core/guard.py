@@ -1,7 +1,6 @@
 """The border: whatever torch, a thread, the interpreter or the user calls of ours goes through it.
 
-A fault of ours is told, and who made it is out: later calls return at once. Nothing is taken away
-before `close`, for torch may be walking through the hooks. No torch; nothing of ours is trusted."""
+A fault is told, and who made it is out. Nothing of ours is trusted, and torch is not imported."""
 
 import os
 import sys
@@ -27,7 +26,7 @@ class Guard:
         self._at_end: list[tuple[Any, tuple[Any, ...]]] = []
 
     def run(self, action: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the action returns; None where it fails, and at once after any fault."""
+        """What the action returns; None where it fails, after any fault, and in a capture."""
         is_out = self.faults or any(ask() for ask in closed_by)
         return None if is_out else self.attempt(action, *args, **kwargs)
 
@@ -40,7 +39,6 @@ class Guard:
         except Exception as error:
             if isinstance(error, self._passing) or getattr(error, "passes_guard", False):
                 raise
-            self.faults += 1
             self._tell(error)
         finally:
             spent[get_ident()] = began + perf_counter()  # what is inside counts once
@@ -64,7 +62,7 @@ class Guard:
                 self.close()
 
     def _tell(self, error: Exception) -> None:
-        problems, key, text = self._told
+        self.faults, (problems, key, text) = self.faults + 1, self._told
         try:
             at = extract_tb(error.__traceback__)[-1]
             text += f": {type(error).__name__}: {error} ({at.name}, {at.filename}:{at.lineno})"
