@@ -10,7 +10,7 @@ PIP    := $(BIN)/pip --disable-pip-version-check
 # Some virtual machines announce matrix tiles and forbid them: products in bfloat16 end the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint types unit browser fuzz soak trainers uplot package clean
+.PHONY: demo test lint types unit matrix browser fuzz soak trainers uplot package clean
 demo: package
 	@$(BIN)/gradsight demo
 
@@ -29,6 +29,10 @@ unit: package $(EMPTY)/.ready browser
 	@$(STAGE) "installing the wheel into the environment without extras" \
 		$(PIP) --python $(EMPTY)/bin/python install --no-deps --force-reinstall $(DIST)/*.whl
 	$(BIN)/pytest -n 2 --dist worksteal -q --durations=15 --pyargs tests gradsight
+
+# Which instrument works where, as the tests see it: writes docs/matrix.md. `make test` compares.
+matrix: package
+	MATRIX=write $(BIN)/pytest -q tests/matrix
 
 # A minute of garbage for every reader of what a stranger may have sent.
 fuzz: package

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from gradsight import GhostEngine
+from gradsight.ghost.pass_choice import is_bargain
 from gradsight.ghost.routes import choose
 
 Step = Callable[[], object]
@@ -198,7 +199,7 @@ def plain(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair) -> Step
 def observed(
     model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair, val: Pair, **options: Any
 ) -> Step:
-    engine = GhostEngine(model, loss_fn, val, self_check=False, **options)
+    engine = GhostEngine(model, loss_fn, val, self_check=False, mode="two_pass", **options)
 
     def step() -> None:
         model.zero_grad()
@@ -209,6 +210,23 @@ def observed(
             loss.backward()
             mark()
 
+    return step
+
+
+def in_one_pass(
+    model: nn.Module, loss_fn: Callable[..., Tensor], batch: Pair, val: Pair, **options: Any
+) -> Step:
+    """A step of engine.loss(); by default in one pass."""
+    engine = GhostEngine(model, loss_fn, val, self_check=False, **{"mode": "concat", **options})
+
+    def step() -> None:
+        model.zero_grad()
+        loss = engine.loss(batch)
+        mark()
+        loss.backward()
+        mark()
+
+    step()  # what one pass tries before its first step is no part of the others
     return step
 
 
@@ -315,6 +333,103 @@ def language_model(rounds: int, size: dict[str, int]) -> None:
         print(f"  memory: {name:28s} {size_ / 1e6:9.1f} MB{extra}")
 
 
+ROWS = [
+    ("GPT", {}),
+    ("GPT, T = 512", {"length": 512}),
+    ("GPT, width 768", {"width": 768, "blocks": 2}),
+    ("GPT, B = 16 + 8, T = 128", {"rows": 16, "validation": 8, "length": 128}),
+]
+"""What one pass is measured on, as changes of the usual size."""
+
+
+def one_pass(rounds: int, size: dict[str, int]) -> None:
+    """One pass and two against plain training on the same tokens."""
+    print("\none pass and two, against plain training on the same rows")
+    for name, changes in ROWS:
+        sizes = size | {"validation": 1} | changes
+        torch.manual_seed(0)
+        model = GPT(sizes["vocabulary"], sizes["length"], sizes["width"], sizes["blocks"])
+        mark_blocks(model)
+        rows = tokens(sizes["rows"] + sizes["validation"], sizes["length"], sizes["vocabulary"])
+        compare_modes(name, model, token_loss, rows, sizes["rows"], rounds)
+    hugging_face(rounds, size)
+
+
+def compare_modes(
+    name: str,
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    everything: Pair,
+    train: int,
+    rounds: int,
+) -> None:
+    batch, val = split(everything, train)
+    arms = {
+        BOTH: plain(model, loss_fn, everything),
+        "plain again (A/A)": plain(model, loss_fn, everything),
+        "scores in one pass": in_one_pass(model, loss_fn, batch, val),
+        "scores in two": in_one_pass(model, loss_fn, batch, val, mode="two_pass"),
+    }
+    print(f" {name}, B = {train} + {len(val[0])}")
+    report(race(arms, max(9, rounds)), BOTH)
+
+
+def hugging_face(rounds: int, size: dict[str, int]) -> None:
+    """Stock GPT-2 with its dropout, head tied."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    width = size["width"]
+    config = GPT2Config(
+        vocab_size=size["vocabulary"], n_positions=size["length"], n_embd=width,
+        n_layer=size["blocks"], n_head=max(1, width // 64), bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train()
+
+    def own_loss(net: nn.Module, batch: Pair) -> Tensor:
+        logits = net(input_ids=batch[0]).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    rows = tokens(size["rows"] + 1, size["length"], size["vocabulary"])
+    compare_modes("Hugging Face GPT-2, dropout on", model, own_loss, rows, size["rows"], rounds)
+
+
+def choice(rounds: int, size: dict[str, int]) -> None:
+    """Which mode a step is cheaper in, and what the rule of mode="auto" says."""
+    print("\nthe rule of mode='auto': a step of n micro-batches of B rows, V validation rows")
+    length = size["length"] // 2
+    torch.manual_seed(0)
+    model = GPT(size["vocabulary"], length, size["width"], max(1, size["blocks"] // 2))
+    for rows, validation, micro in ((8, 1, 1), (8, 8, 1), (8, 1, 4), (8, 4, 4), (2, 8, 2)):
+        batch = tokens(rows, length, size["vocabulary"])
+        val = tokens(validation, length, size["vocabulary"])
+        arms = {
+            mode: accumulated(model, batch, val, mode, micro) for mode in ("concat", "two_pass")
+        }
+        times = race(arms, max(9, rounds))
+        ratio = times["two_pass"].median / times["concat"].median
+        rule = "one pass" if is_bargain(rows, validation, micro) else "two passes"
+        print(
+            f"  B = {rows}, V = {validation}, n = {micro}: two passes take {ratio:5.2f}x of one; "
+            f"the rule: {rule}"
+        )
+
+
+def accumulated(model: nn.Module, batch: Pair, val: Pair, mode: str, micro: int) -> Step:
+    """A step of several micro-batches."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    engine = GhostEngine(model, token_loss, val, mode=mode, optimizer=optimizer, self_check=False)
+
+    def step() -> None:
+        for _ in range(micro):
+            (engine.loss(batch) / micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return step
+
+
 def peers(rounds: int, size: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"], tied=False)
@@ -395,6 +510,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--width", type=int, default=384, help="of the language model")
+    parser.add_argument("--blocks", type=int, default=4, help="of the language model")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -403,7 +519,7 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well"
     )
-    parser.add_argument("--only", choices=["scores", "peers", "routes"])
+    parser.add_argument("--only", choices=["scores", "one_pass", "choice", "peers", "routes"])
     options = parser.parse_args()
     global clock
     clock = CLOCKS[options.clock]
@@ -415,7 +531,7 @@ def main() -> None:
         "validation": 2,
         "length": 256,
         "width": options.width,
-        "blocks": 4,
+        "blocks": options.blocks,
         "vocabulary": 1024,
     }
     if options.quick:
@@ -431,6 +547,10 @@ def main() -> None:
     if options.only in {None, "scores"}:
         language_model(rounds, size)
         headline(rounds, size | {"length": 2 * size["length"]})
+    if options.only in {None, "one_pass"}:
+        one_pass(rounds, size | {"validation": 1})
+    if options.only in {None, "choice"}:
+        choice(rounds, size)
     if options.only in {None, "peers"}:
         peers(rounds, size)
     if options.only in {None, "routes"}:

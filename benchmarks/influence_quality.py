@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from gradsight import GhostEngine
 from gradsight.show.influence import Influence, influence_of
-from gradsight.store.scores import all_scores
+from gradsight.store.scores import readable_scores
 from gradsight.train.data import Tokens, standard_library
 
 DOMAINS = ("encodings", "pydoc_data", "distutils", "asyncio", "email", "tkinter")
@@ -132,7 +132,7 @@ def train(setting: Setting) -> Outcome:
         if engine is None:
             return Outcome(curve, time.perf_counter() - started)
         engine.close()
-        table, _ = all_scores(Path(folder))
+        table, _ = readable_scores(Path(folder))
         found = {name: influence_of(table, name) for name in given.targets}
         return Outcome(
             curve, time.perf_counter() - started, found, engine.honesty()["all"].correlation

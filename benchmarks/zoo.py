@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from first_step_zoo import Silent, silent_faults, silent_healthy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -279,7 +280,7 @@ BROKEN = {"GS103", "GS104"}
 BIG = {"GS101", "GS102"} | BROKEN
 
 
-def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
+def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan | Silent]]]:
     """Name, kind of model, codes that are right, and how to make the plan from a seed."""
 
     def plans(
@@ -364,7 +365,14 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         corrupt=lambda step, batch: (batch[0] * 500 + 1000, batch[1]),
         model=lambda kind: (lambda: cnn(norm=False)) if kind == "cnn" else MODELS[kind],
     )
-    yield from plans("sum instead of mean", "mlp rnn", BIG, loss=summed)
+    yield from plans(
+        "sum instead of mean",
+        "mlp rnn",
+        {"GS610", "GS401", "GS106", "GS107", "GS205", *BIG},
+        loss=summed,
+        optimizer=torch.optim.SGD,
+        lr=0.05,
+    )
     yield from plans(
         "learning rate of nothing", every, {"GS402", "GS304"}, lr=1e-11, optimizer=torch.optim.SGD
     )
@@ -376,6 +384,7 @@ def faults() -> Iterator[tuple[str, str, set[str], Callable[[int], Plan]]]:
         scaler=2.0**16,
         loss=lambda model, batch, step: F.cross_entropy(model(batch[0]), batch[1]) * 1e30 * 1e30,
     )
+    yield from silent_faults()
 
 
 class LowRank(nn.Module):
@@ -470,8 +479,9 @@ def adversaries(kind: str, seed: int) -> list[HealthReport]:
         return [one.report(), two.report()]
 
 
-def healthy() -> Iterator[tuple[str, str, Callable[[int], Plan]]]:
+def healthy() -> Iterator[tuple[str, str, Callable[[int], Plan | Silent]]]:
     """Ordinary recipes: nothing to find."""
+    yield from silent_healthy()
     recipes: dict[str, dict[str, Any]] = {
         "AdamW": {},
         "SGD with momentum": {"optimizer": lambda p, lr: torch.optim.SGD(p, lr=0.05, momentum=0.9)},

@@ -13,9 +13,11 @@ import gradsight
 PACKAGE = Path(gradsight.__file__).parent
 
 FRONT_DOOR = [
+    "DomainMixer",
     "GhostEngine",
     "GradientDumper",
     "GradsightError",
+    "InfluenceSampler",
     "MemoryMonitor",
     "MetricsTracker",
     "Schedule",
@@ -29,6 +31,7 @@ FRONT_DOOR = [
     "open_run",
     "plan_checkpointing",
     "predict_peak_memory",
+    "preflight",
     "read_scores",
     "verify_checkpointing",
     "watch",
@@ -39,7 +42,7 @@ ORDER = [
     {"values"},
     {"core"},
     {"measure", "store"},
-    {"health", "incidents", "dump", "ghost", "memory", "show"},
+    {"health", "incidents", "dump", "ghost", "memory", "first_step", "show"},
     {"session"},
     {"train", "integrations"},
     {"attach"},
@@ -61,7 +64,7 @@ def may_import(importer: str, imported: str) -> bool:
     return LEVEL[imported] < LEVEL[importer]
 
 
-INSTRUMENTS = {"health", "incidents", "dump", "ghost", "memory"}
+INSTRUMENTS = {"health", "incidents", "dump", "ghost", "memory", "first_step"}
 HANDLES = {
     "GhostEngine",
     "GradientDumper",

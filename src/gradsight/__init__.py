@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from gradsight.dump.reader import get_checkpoint_metadata, load_keys
     from gradsight.errors import GradsightError
     from gradsight.ghost.engine import GhostEngine
+    from gradsight.ghost.selection.domain_mixer import DomainMixer
+    from gradsight.ghost.selection.influence_sampler import InfluenceSampler
     from gradsight.health.one_look import check_gradient_health
     from gradsight.measure.distribution import log_gradient_distribution
     from gradsight.memory.apply import apply_checkpointing
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from gradsight.memory.plan import plan_checkpointing
     from gradsight.memory.predict import predict_peak_memory
     from gradsight.memory.verify import verify_checkpointing
+    from gradsight.session.preflight import preflight
     from gradsight.session.watch_session import watch
     from gradsight.store.reader import open_run
     from gradsight.store.scores import read_scores
@@ -30,9 +33,11 @@ if TYPE_CHECKING:
     _log_gradient_distribution = log_gradient_distribution
 
 __all__ = [
+    "DomainMixer",
     "GhostEngine",
     "GradientDumper",
     "GradsightError",
+    "InfluenceSampler",
     "MemoryMonitor",
     "MetricsTracker",
     "Schedule",
@@ -46,6 +51,7 @@ __all__ = [
     "open_run",
     "plan_checkpointing",
     "predict_peak_memory",
+    "preflight",
     "read_scores",
     "verify_checkpointing",
     "watch",
@@ -53,9 +59,11 @@ __all__ = [
 __version__ = "0.2.0"
 
 _HOMES = {
+    "DomainMixer": "ghost.selection.domain_mixer",
     "GhostEngine": "ghost.engine",
     "GradientDumper": "dump.dumper",
     "GradsightError": "errors",
+    "InfluenceSampler": "ghost.selection.influence_sampler",
     "MemoryMonitor": "memory.monitor",
     "MetricsTracker": "store.tracker",
     "Schedule": "values.steps",
@@ -69,6 +77,7 @@ _HOMES = {
     "open_run": "store.reader",
     "plan_checkpointing": "memory.plan",
     "predict_peak_memory": "memory.predict",
+    "preflight": "session.preflight",
     "read_scores": "store.scores",
     "verify_checkpointing": "memory.verify",
     "watch": "session.watch_session",

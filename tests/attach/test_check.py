@@ -77,13 +77,13 @@ def test_clipping_is_put_where_this_script_steps(tmp_path: Path) -> None:
     script = write(tmp_path, scripts.PLAIN, "[p.grad.mul_(1e4) for p in classifier.parameters()]")
     text = script.read_text().replace("loss = nn.functional", "loss = 3000 * nn.functional")
     script.write_text(text)
-    done = check("--patch", tmp_path / "fix.diff", script, "--lr", "1e-9")
+    done = check("--patch", tmp_path / "fix.diff", script, "--lr", "1e-7")
     assert done.returncode == 2, done.stdout
     assert "GS102 exploding gradient" in done.stdout
     subprocess.run(
         ["patch", str(script), str(tmp_path / "fix.diff")], check=True, capture_output=True
     )
-    assert "GS102" not in check(script, "--lr", "1e-9").stdout
+    assert "GS102" not in check(script, "--lr", "1e-7").stdout
 
 
 def test_the_very_first_loss_is_seen(tmp_path: Path) -> None:
@@ -319,3 +319,49 @@ def test_only_what_stands_before_the_script_is_ours() -> None:
         "a.py",
     ]
     assert split_tokens(["check", "--help"]) == ["check", "--help"]
+
+
+OWN_UPDATES = """
+import torch
+weight = torch.randn(4, 1, requires_grad=True)
+for _ in range(30):
+    loss = (torch.randn(8, 4) @ weight - 1).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        weight -= 0.01 * weight.grad
+        weight.grad = None
+"""
+
+
+def test_a_script_that_updates_its_weights_itself_is_told_what_was_seen(tmp_path: Path) -> None:
+    done = check("--run_dir", tmp_path / "run", write(tmp_path, OWN_UPDATES))
+    assert done.returncode == 1, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "Seen: 30 backward passes. Not seen: an optimizer of torch's" in text
+    assert "gradsight.watch(model)" in text
+
+
+WRAPPED = """
+import torch
+from wrapper import Scheduled
+model = torch.nn.Linear(4, 1)
+scheduled = Scheduled(torch.optim.Adam(model.parameters(), lr=1e-3))
+for _ in range(20):
+    (model(torch.randn(8, 4)) - 1).square().mean().backward()
+    scheduled.advance()
+"""
+WRAPPER = """
+class Scheduled:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def advance(self):
+        self.inner.step()
+        self.inner.zero_grad()
+"""
+
+
+def test_the_place_of_an_optimizer_is_the_loops_not_a_wrappers(tmp_path: Path) -> None:
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    done = check(write(tmp_path, WRAPPED))
+    assert "made at train.py:5, steps at train.py:8" in done.stdout, done.stdout + done.stderr

@@ -1,6 +1,8 @@
 """No link below a folder is followed, for reading, writing or removing."""
 
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,23 @@ def test_a_link_is_removed_and_not_what_it_leads_to(root: Path) -> None:
     assert places.names_in(root) == ["fifo"]
     assert (root.resolve().parent / "outside" / "secret").read_text() == "secret"
     assert (root.resolve().parent / "outside" / "inner").is_dir()
+
+
+def test_a_folder_is_made_while_others_tidy_its_parent_away(tmp_path: Path) -> None:
+    """As ranks do with incidents: one gives up its own while another begins."""
+    ended = threading.Event()
+
+    def tidy() -> None:
+        while not ended.is_set():
+            with suppress(OSError):
+                (tmp_path / "incidents").rmdir()
+
+    others = threading.Thread(target=tidy)
+    others.start()
+    try:
+        for number in range(300):
+            places.make_below(tmp_path, f"incidents/{number}", sync=False)
+            (tmp_path / "incidents" / str(number)).rmdir()
+    finally:
+        ended.set()
+        others.join()

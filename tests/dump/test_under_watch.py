@@ -91,8 +91,10 @@ def test_a_critical_finding_is_dumped_once(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     dumper = GradientDumper(tmp_path, start_step=1000, dump_on="critical")
     with gradsight.watch(model, optimizer, run_dir=tmp_path, dump=dumper) as watched:
-        for _ in range(12):
-            (model(torch.randn(2, 4)).square().mean() * 1e6).backward()
+        for step in range(12):
+            # Larger than ever: what was as large from the start is a unit.
+            factor = 1e6 if step > 3 else 1.0
+            (model(torch.randn(2, 4)).square().mean() * factor).backward()
             optimizer.step()
             optimizer.zero_grad()
         report = watched.report()
@@ -183,7 +185,7 @@ def clip_value(model: nn.Module) -> None:
 
 def test_what_is_found_later_is_restored_or_called_what_it_is(tmp_path: Path) -> None:
     """GS101 wants three steps, and to know what clipping leaves: nobody can know it early."""
-    factors = {step: 5000.0 * 1.01**step for step in range(30)}
+    factors = {step: 500.0 * 1.2**step for step in range(30)}
     plain = Clipped(tmp_path / "plain", start_step=1000, dump_on="warning")
     plain.train(factors, clip_a_little, health={"GS401": False})
     (step,) = plain.dumped()
@@ -195,7 +197,8 @@ def test_what_is_found_later_is_restored_or_called_what_it_is(tmp_path: Path) ->
     ):
         torch.testing.assert_close(tensor, plain.true[step][name], rtol=1e-4, atol=0)
     by_value = Clipped(tmp_path / "value", start_step=1000, dump_on="warning")
-    by_value.train(factors, clip_value, health={"GS401": False})
+    larger = {step: 10 * factor for step, factor in factors.items()}
+    by_value.train(larger, clip_value, health={"GS401": False})
     for folder in by_value.dumped().values():
         metadata = get_checkpoint_metadata(folder)
         assert metadata.gradient == "as the optimizer used it, after any clipping"

@@ -91,6 +91,16 @@ def script() -> None:
     reveal_type(engine.verify(batch).passed)
     engine.attach_train_batch(batch[0], batch[1], iteration=0, batch_idx=0)
     reveal_type(engine.prepare_forward_input(batch[0], batch[1]))
+    sampler = gradsight.InfluenceSampler([1, 2, 3], floor=0.2)
+    sampler.update(engine.scores)
+    sampler.update(engine.scores.sample_ids, engine.scores.total)
+    sampler.update([0, 1], [0.5, -0.5])
+    reveal_type(sampler.weights)
+    reveal_type(len(sampler))
+    sampler.load_state_dict(sampler.state_dict())
+    mixer = gradsight.DomainMixer(["news", "code"], seed=1)
+    reveal_type(mixer.domain_weights)
+    reveal_type(list(mixer))
     engine.close()
 
     # Memory.

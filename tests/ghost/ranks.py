@@ -2,9 +2,12 @@
 
 import copy
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ghost.small import SmallGPT, direction_of, loss_fn, pair, relative_error, truth
 from gradsight import GhostEngine
+from gradsight.core.group import ProcessGroup
 from gradsight.store.scores import each_step_once
 
 ROWS = 3
@@ -105,6 +109,9 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
                 assert torch.equal(local(before), local(p.grad))
         optimizer.step()
         optimizer.zero_grad()
+    report = engine.verify(mine)
+    assert report.passed, report
+    assert len(report.twin["validation"]) == ROWS
     honesty = engine.honesty()["validation"]
     assert len(honesty.pairs) == 2
     engine.close()
@@ -169,10 +176,92 @@ def check_accumulation() -> None:
     print(f"accumulation rank {rank} ok", flush=True)
 
 
+def check_one_pass(kind: str) -> None:
+    """One pass: every rank has the same validation rows, and nothing of ours goes over the wire."""
+    rank, plain = dist.get_rank(), reference()
+    model = wrapped(kind, copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    val = pair(4, 2)
+    engine = GhostEngine(model, loss_fn, val, optimizer=optimizer)
+    names = [name for name, _ in plain.named_parameters()]
+    for number in range(3):
+        batch = pair(2 * ROWS, 10 + number)
+        with counted_messages() as messages:
+            loss = engine.loss(local_rows(batch, rank))
+            loss.backward()
+        assert engine.scores.mode == "concat"
+        assert number == 0 or not messages, messages
+        named = dict(zip(names, model.parameters(), strict=True))
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.copy_(whole(named[name].detach()))
+        expected = truth(plain, batch, direction_of(plain, val))
+        mine = expected[rank * ROWS : (rank + 1) * ROWS]
+        error = float((engine.scores.total - mine).abs().max() / expected.abs().max())
+        assert error < 1e-12, (kind, rank, number, error)
+        plain.zero_grad()
+        loss_fn(plain, batch).backward()
+        for name, parameter in plain.named_parameters():
+            assert relative_error(whole(named[name].grad), parameter.grad) < 1e-12, name
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    # Rows of its own on each rank are no one target: two passes, on both.
+    model = wrapped(kind, copy.deepcopy(plain))
+    engine = GhostEngine(model, loss_fn, local_rows(val, rank))
+    with pytest.warns(UserWarning, match="two_pass.*different validation rows"):
+        engine.loss(local_rows(batch, rank)).backward()
+    assert engine.scores.mode == "two_pass"
+    engine.close()
+    print(f"{kind} one pass rank {rank} ok", flush=True)
+
+
+def check_autocast(kind: str) -> None:
+    """In bf16 the self-check lets right scores pass, in one pass and in two."""
+    rank, exact = dist.get_rank(), reference()
+    val, batch = pair(4, 2), pair(2 * ROWS, 10)
+    expected = truth(exact, batch, direction_of(exact, val))
+    for mode in ("two_pass", "concat"):
+        engine = GhostEngine(wrapped(kind, reference().float()), loss_fn, val, mode=mode)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = engine.loss(local_rows(batch, rank))
+        loss.backward()
+        mine = expected[rank * ROWS : (rank + 1) * ROWS]
+        error = float((engine.scores.total - mine).abs().max() / expected.abs().max())
+        assert error < 5e-2, (mode, error)
+        engine.close()
+    print(f"{kind} autocast rank {rank} ok", flush=True)
+
+
+@contextmanager
+def counted_messages() -> Iterator[list[str]]:
+    """The collectives that the engine's own group is asked for."""
+    found: list[str] = []
+    kept = {name: getattr(ProcessGroup, name) for name in ("sum", "mean", "gather_rows")}
+
+    def noting(name: str) -> Callable[..., object]:
+        def call(self: ProcessGroup, *args: object) -> object:
+            found.append(name)
+            return kept[name](self, *args)
+
+        return call
+
+    for name in kept:
+        setattr(ProcessGroup, name, noting(name))
+    try:
+        yield found
+    finally:
+        for name, original in kept.items():
+            setattr(ProcessGroup, name, original)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     check(sys.argv[1], sys.argv[2], exact_grad=sys.argv[3] == "exact")
+    if sys.argv[3] != "exact":
+        check_one_pass(sys.argv[1])
+        check_autocast(sys.argv[1])
     if sys.argv[1] == "ddp":
         check_accumulation()
         check_resumed(sys.argv[2])

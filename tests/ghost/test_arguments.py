@@ -120,8 +120,8 @@ def test_targets(targets: object, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"mode": None}, "mode must be 'two_pass' or 'concat', got None"),
-        ({"mode": ["concat"]}, r"mode must be 'two_pass' or 'concat', got \['concat'\]"),
+        ({"mode": None}, "mode must be 'auto' or 'concat' or 'two_pass', got None"),
+        ({"mode": ["concat"]}, r"mode must be 'auto' or 'concat' or 'two_pass', got \['concat'\]"),
         ({"refresh_every": 2.5}, r"refresh_every must be a whole number of 1 or more, got 2\.5"),
         ({"refresh_every": "3"}, "refresh_every must be a whole number of 1 or more, got '3'"),
         ({"refresh_every": True}, "refresh_every must be a whole number of 1 or more, got True"),

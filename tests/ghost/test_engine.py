@@ -194,6 +194,39 @@ def test_honesty_of_adam_aware_scores() -> None:
     assert honesty.correlation > 0.95
 
 
+def test_the_momentum_of_adam_counts_along_the_present_direction() -> None:
+    """Predicted is -lr <G / (sqrt(v) + eps), m>, v from before the step and m the step's own.
+
+    Sums of earlier scores, along the directions of their steps, would be far off: steps are large.
+    """
+    model, val = small(), pair(8, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-2)
+    engine = GhostEngine(model, loss_fn, val, optimizer=optimizer, precondition="adam")
+    expected = []
+    for number in range(6):
+        step(engine, pair(4, 20 + number))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        slopes = torch.autograd.grad(loss_fn(model, val), list(model.parameters()))
+        states = [dict(optimizer.state[weight]) for weight in model.parameters()]
+        scales = [
+            1 / ((state["exp_avg_sq"] / (1 - 0.999**number)).sqrt() + 1e-8)
+            for state in states
+            if state
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+        if not number:
+            continue
+        moments = [
+            optimizer.state[weight]["exp_avg"] / (1 - 0.9 ** (number + 1))
+            for weight in model.parameters()
+        ]
+        parts = zip(slopes, scales, moments, strict=True)
+        expected.append(-3e-2 * float(sum((g * s * m).sum() for g, s, m in parts)))
+    predicted = [each for each, _ in engine.honesty()["validation"].pairs]
+    assert predicted[1:] == pytest.approx(expected[:-1], rel=1e-9)
+
+
 @pytest.mark.parametrize("exact_grad", [False, True])
 def test_fifty_steps_of_adamw(exact_grad: bool) -> None:
     """With dropout on: exact_grad trains to the same weights, bit for bit."""

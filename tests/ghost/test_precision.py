@@ -164,8 +164,44 @@ def test_compiled_models_are_observed_uncompiled(what: str) -> None:
     loss_fn(compiled, batch).backward()
     model.zero_grad()
     engine = GhostEngine(compiled, loss_fn, val, per_parameter=True)
-    with engine.observe():
+    with pytest.warns(UserWarning, match="runs eagerly"), engine.observe():
+        loss_fn(compiled, batch).backward()
+    assert not engine.scores.compiled
+    with engine.observe():  # said once
         loss_fn(compiled, batch).backward()
     assert relative_error(engine.scores.total, expected) < 1e-12
     assert "blocks.0.up.weight" in engine.scores.by_parameter
     assert torch.isfinite(loss_fn(compiled, batch))
+
+
+class NarrowInside(nn.Module):
+    """In float64, but for a norm that computes in float32, as many RMSNorms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        narrow = hidden.to(torch.float32)
+        normed = narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + 1e-6)
+        return self.second(self.scale * normed.to(hidden.dtype))
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "concat"])
+def test_the_narrowest_type_decides_what_is_rounding(mode: str) -> None:
+    torch.manual_seed(0)
+    model = NarrowInside().double()
+    x = torch.randn(7, 6, dtype=torch.float64)
+    y = torch.arange(7) % 3
+
+    def function(m: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(m(batch[0]), batch[1])
+
+    engine = GhostEngine(model, function, (x[4:], y[4:]), mode=mode)
+    engine.loss((x[:4], y[:4])).backward()
+    assert engine.scores.mode == mode
+    report = engine.verify((x[:4], y[:4]))
+    assert report.tolerance == 1e-5
+    assert report.passed

@@ -15,4 +15,7 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_ranks(kind: str, exact_grad: str, tmp_path: Path) -> None:
     printed = torchrun(SCRIPT, kind, tmp_path, exact_grad)
-    assert printed.count("ok") == (6 if kind == "ddp" else 2), printed
+    checks = 3 if kind == "ddp" else 1
+    if exact_grad == "fast":
+        checks += 2  # one pass, and both modes in bf16
+    assert printed.count("ok") == 2 * checks, printed

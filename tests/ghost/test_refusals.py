@@ -21,7 +21,7 @@ def test_arguments() -> None:
     refused("exactly one of val_data .* and targets", model, loss_fn)
     refused("exactly one of val_data .* and targets", model, loss_fn, val, targets={"a": val})
     refused(
-        "mode must be 'two_pass' or 'concat', got 'three_pass'",
+        "mode must be 'auto' or 'concat' or 'two_pass', got 'three_pass'",
         model,
         loss_fn,
         val,

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from ghost.small import loss_fn, pair, small
-from gradsight import GhostEngine, open_run
+from gradsight import GhostEngine, GradsightError, open_run, watch
 from gradsight.cli import main
 from gradsight.errors import GradsightWarning
+from gradsight.show.markdown import report_text
+from gradsight.show.summary import summarize
 
 
 def train(
@@ -159,3 +161,51 @@ def test_without_a_run_dir_nothing_is_written(
     train(engine, optimizer, 3)
     engine.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_at_the_end_is_in_the_record_and_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = GhostEngine(model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path)
+    train(engine, optimizer, 2)
+
+    def full(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", full)
+    with pytest.raises(GradsightError, match="no space left"):
+        engine.close()
+    run = open_run(tmp_path)
+    (problem,) = run.problems()
+    assert "no space left" in problem.message
+    assert "no space left" in report_text(summarize(run))
+
+
+@pytest.mark.parametrize("what", ["damaged", "missing"])
+def test_a_score_file_that_is_not_whole_is_in_the_record_and_the_report(
+    what: str, tmp_path: Path
+) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = GhostEngine(
+        model, loss_fn, pair(3, 2), optimizer=optimizer, run_dir=tmp_path, save_interval=2
+    )
+    with watch(model, optimizer, run_dir=tmp_path, quiet=True):
+        train(engine, optimizer, 6)
+        engine.close()
+    assert list(open_run(tmp_path).problems()) == []
+    file = tmp_path / "grad_dotprods" / "iter_000004.parquet"
+    data = bytearray(file.read_bytes())
+    file.unlink()
+    if what == "damaged":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    run = open_run(tmp_path)
+    (problem,) = run.problems()
+    assert problem.key == "scores iter_000004.parquet"
+    assert what in problem.message
+    assert problem.first_step == 2
+    text = report_text(summarize(run))
+    assert text.count("iter_000004.parquet") == 1

@@ -64,9 +64,10 @@ def train(kind: str, fault: str) -> HealthReport:
     with gradsight.watch(model, optimizer) as watched:
         for step in range(STEPS):
             model.zero_grad()
-            for last in (False, True) if fault == "accumulated" else (True,):
+            rounds = (False, True) if fault == "accumulated" else (True,)
+            for last in rounds:
                 with nullcontext() if last or kind == "fsdp" else model.no_sync():
-                    loss_of(model, fault, step).backward()
+                    (loss_of(model, fault, step) / len(rounds)).backward()
             optimizer.step()
     return watched.report()
 

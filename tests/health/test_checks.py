@@ -11,8 +11,17 @@ import pytest
 
 from gradsight.health.judge import Judge
 from gradsight.health.registry import CHECKS, chosen
-from gradsight.health.window import Subject
+from gradsight.health.window import GroupSettings, Subject
 from gradsight.values.findings import Finding
+from gradsight.values.first_step import (
+    CopiedTargets,
+    CountedLabels,
+    FedLoss,
+    FirstStep,
+    Leak,
+    RepeatedPass,
+    StepPasses,
+)
 from gradsight.values.measured import Details, MeasuredStep, Norms, RankComparison, StepSignals
 from gradsight.values.steps import Step
 
@@ -85,19 +94,26 @@ def looked(
     tiny: float = 0.0,
     dead: float = 0.0,
     weight: float | None = None,
+    rms: Callable[[int], float] = lambda number: 0.2,
+    alike: float = 1.0,
+    count: int = 60,
+    loss: Callable[[int], float] | float | None = None,
     **changes: Any,
 ) -> Steps:
-    for number in range(60):
+    for number in range(count):
         details = None
         if number % 5 == 0:
             now = ratio(number) if callable(ratio) else ratio
             values = {"update_ratio": now, "zero_share": zero, "tiny_share": tiny}
             values |= {"dead_share": dead, "weight_square": number if weight is None else weight}
+            values |= {"weight_rms": rms(number), "update_rms": now, "likeness": alike}
             columns = {
                 name: np.broadcast_to(np.asarray(value, dtype=float), (len(NAMES),)).copy()
                 for name, value in values.items()
             }
             details = Details(number, columns)
+        if loss is not None:
+            changes["loss"] = loss(number) if callable(loss) else loss
         yield observed(number, jittered(number), details=details, **changes)
 
 
@@ -122,6 +138,29 @@ def compared(
     return {finding.code: finding for finding in judge.findings()}
 
 
+def began(**seen: Any) -> dict[str, Finding]:
+    """A run of which this was seen at its first step."""
+    first = FirstStep(**seen)
+    return run(observed(n, jittered(n), first=None if n else first) for n in range(20))
+
+
+def passed(**seen: Any) -> dict[str, Finding]:
+    """A run whose backward passes were like this."""
+    return run(observed(n, jittered(n), passes=StepPasses(**seen)) for n in range(20))
+
+
+def stuck_at(level: float) -> Callable[[int], float]:
+    """A loss that falls to a level within a few steps, and stays there."""
+    return lambda number: level + 3.5 * 0.7**number
+
+
+def rated(rate: Callable[[int], float], count: int = 100) -> Steps:
+    return (observed(number, jittered(number), lr=rate(number)) for number in range(count))
+
+
+DECAYED = (GroupSettings("AdamW 0", 1e-3, 0.3),)
+TWO_RATES = (GroupSettings("AdamW 0", 1e-3), GroupSettings("AdamW 0", 1e-5))
+UNLIKE = np.array([1e-3, 1e-3, 1e-5, 1e-3, 1e-3, 1e-3])
 HOLE = [1, 1, 0, 1, 1, 1]
 DEEP = np.array([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1])
 FALLING = [10.0 ** (-number / 20) for number in range(120)]
@@ -140,6 +179,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS203", lambda: run(losing(lambda n: FALLING[n], lambda n: 2.3)), lambda: run(losing(lambda n: FALLING[n], lambda n: FALLING[n]))),
     ("GS204", lambda: run(of(lambda n: DEEP * jittered(n))), lambda: run(of(lambda n: DEEP ** 0.4 * jittered(n)))),
     ("GS205", lambda: run(looked(dead=0.8)), lambda: run(looked(dead=0.3))),
+    ("GS206", lambda: run(looked(ratio=1e-2, loss=stuck_at(3.0), count=140, unigram=3.0)), lambda: run(looked(ratio=1e-2, loss=stuck_at(2.0), count=140, unigram=3.0))),
     ("GS301", lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)])), lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)]), memberships=HOLE)),
     ("GS302", lambda: run(looked(), memberships=HOLE), lambda: run(looked(), memberships=None)),
     ("GS303", lambda: run(looked(), memberships=[1, 2, 1, 1, 1, 1]), lambda: run(looked())),
@@ -150,9 +190,23 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS403", lambda: run(looked(tiny=0.5, zero=0.3), half=[True] * 6), lambda: run(looked(tiny=0.5, zero=0.3))),
     ("GS404", lambda: run(usual(scale=0.5, skipped=True)), lambda: run(with_one(3, 1.0, scale=32768.0, skipped=True))),
     ("GS405", lambda: run(of(jittered, 120, clip_coef=0.01)), lambda: run(of(jittered, 120, clip_coef=0.5))),
+    ("GS406", lambda: run(looked(), groups=DECAYED, group_of=(0,) * 6), lambda: run(looked(), groups=(GroupSettings("AdamW 0", 1e-3, 1e-3),), group_of=(0,) * 6)),
+    ("GS407", lambda: run(rated(lambda n: 0.7**n)), lambda: run(rated(lambda n: 0.5 + 0.5 * np.cos(np.pi * n / 100)))),
+    ("GS408", lambda: run(looked(ratio=UNLIKE), groups=TWO_RATES, group_of=(0, 0, 1, 0, 0, 0)), lambda: run(looked(ratio=np.sort(UNLIKE)), groups=TWO_RATES, group_of=(1, 0, 0, 0, 0, 0))),
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
     ("GS502", lambda: run(usual(alike_batches=9)), lambda: run(usual(alike_batches=3))),
     ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
+    ("GS601", lambda: began(positions=Leak(0.2, 8, "it sees")), lambda: began(positions=Leak(1e-5, 8))),
+    ("GS602", lambda: began(rows=Leak(0.2, 2, "it sees")), lambda: began(rows=Leak(1e-6, 2))),
+    ("GS603", lambda: began(documents=Leak(0.2, 1, "it sees")), lambda: began(documents=Leak(0.0, 1))),
+    ("GS604", lambda: began(copied=CopiedTargets(1.0, True, True)), lambda: began(copied=CopiedTargets(1.0, True, False))),
+    ("GS605", lambda: began(fed=(FedLoss("nll_loss", "logits", "log-probabilities"),)), lambda: began(fed=())),
+    ("GS606", lambda: began(labels=(CountedLabels("cross_entropy", 8, 0),)), lambda: began(labels=(CountedLabels("cross_entropy", 8, 1),))),
+    ("GS607", lambda: began(depends=False, independence="the same"), lambda: began(depends=None)),
+    ("GS608", lambda: passed(evaluating=(("body", "2 dropout layers are off"),)), lambda: passed()),
+    ("GS609", lambda: passed(repeated=RepeatedPass(4, 1.0)), lambda: passed(repeated=RepeatedPass(4, 0.25))),
+    ("GS610", lambda: run(looked(ratio=0.3, passes=StepPasses(summed=64))), lambda: run(looked(ratio=0.01, passes=StepPasses(summed=64)))),
+    ("GS611", lambda: passed(thrown_away=(3, "train.py:8")), lambda: passed(thrown_away=None)),
 ]  # fmt: skip
 
 
@@ -248,3 +302,98 @@ def test_every_check_says_why() -> None:
     for check in CHECKS.values():
         assert "Why:" in (check.function.__doc__ or ""), check.code
         assert len(chosen({check.code: False})) == len(CHECKS) - 1
+
+
+def one_dies(number: int) -> list[float]:
+    """Six layers, of which one loses its gradient slowly."""
+    norms = [0.03 * jittered(number)] * 6
+    norms[2] = 2.4e-2 * 10 ** (-number / 100)
+    return norms
+
+
+def test_one_layer_that_dies_is_named_without_any_loss() -> None:
+    finding = run(of(one_dies, 600))["GS203"]
+    assert finding.parameters == ("blocks.2.weight",)
+    assert "while the whole went from" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        lambda n: np.array(one_dies(n)) * 10.0 ** (-n / 100),
+        lambda n: [0.03 * jittered(n)] * 5 + [0.03 * jittered(n) if n < 200 else 0.0],
+        lambda n: [0.03 * jittered(n), 0.03 * 10 ** (-n / 400), *[0.03] * 4],
+    ],
+    ids=["all of them fade", "an expert that waits", "a little less"],
+)
+def test_what_only_looks_like_a_dying_layer(norms: Callable[[int], Any]) -> None:
+    assert "GS203" not in run(of(norms, 600), {"GS105": False})
+
+
+def grown(factor: float) -> Callable[[int], float]:
+    """Weights that grow by so much within thirty steps."""
+    return lambda number: 0.2 * (1 + (factor - 1) * min(1.0, number / 30))
+
+
+@pytest.mark.parametrize(
+    ("factor", "loss", "expected"),
+    [
+        (8.0, lambda n: 4.0 - 0.5 * min(1, n / 20), True),
+        (2.0, lambda n: 4.0 - 0.5 * min(1, n / 20), False),
+        (8.0, lambda n: 4.0 * 0.95**n, False),
+    ],
+    ids=["blown up", "a little", "solved"],
+)
+def test_weights_that_are_blown_up(
+    factor: float, loss: Callable[[int], float], expected: bool
+) -> None:
+    found = run(looked(ratio=1e-2, rms=grown(factor), loss=loss))
+    assert ("GS401" in found) == expected
+    # What starts far smaller than torch would make it has to grow.
+    small = run(looked(ratio=1e-2, rms=lambda n: 0.1 * grown(factor)(n), loss=loss))
+    assert "GS401" not in small
+
+
+@pytest.mark.parametrize("loss", [lambda n: 5000 * 0.99**n, lambda n: 5000.0 + n])
+def test_a_large_norm_that_is_a_unit(loss: Callable[[int], float]) -> None:
+    """Large from the start, short steps, and a loss that falls: a sum."""
+    steps = list(looked(ratio=1e-2, loss=loss, count=80))
+    large = [
+        replace(each, norms=Norms(each.norms.l2 * 3000, each.norms.max_abs, None, 7000.0 + number))
+        for number, each in enumerate(steps)
+        if each.norms is not None
+    ]
+    found = run(iter(large), normalising=True)
+    assert ("GS102" in found) == (loss(60) > 5000)
+
+
+def test_a_norm_that_has_grown_is_no_unit() -> None:
+    steps = looked(ratio=1e-2, loss=lambda n: 5000 * 0.99**n, count=80)
+    grows = [
+        replace(each, norms=Norms(each.norms.l2, each.norms.max_abs, None, 50.0 * 1.1**number))
+        for number, each in enumerate(steps)
+        if each.norms is not None
+    ]
+    assert "GS102" in run(iter(grows), normalising=True)
+
+
+def test_wrong_groups_and_right_ones() -> None:
+    layer_wise = tuple(GroupSettings("AdamW 0", 1e-3 * 0.4**depth) for depth in range(6))
+    rates = np.array([group.lr for group in layer_wise])
+    assert "GS408" not in run(looked(ratio=rates), groups=layer_wise, group_of=tuple(range(6)))
+    two = (GroupSettings("Muon 0", 2e-2), GroupSettings("AdamW 1", 2e-3))
+    found = run(looked(ratio=UNLIKE), groups=two, group_of=(0, 0, 1, 0, 0, 0))["GS408"]
+    assert found.parameters == ("blocks.2.weight",)
+    assert "100 times less" in found.evidence
+    adapters = [f"blocks.{block}.lora_{half}.weight" for block in range(3) for half in "AB"]
+    faster = (GroupSettings("AdamW 0", 1e-4), GroupSettings("AdamW 0", 16e-4))
+    ratio = np.array([1e-4, 16e-4] * 3)
+    plus = run(looked(ratio=ratio), names=adapters, groups=faster, group_of=(0, 1) * 3)
+    assert "GS408" not in plus
+
+
+def test_weights_that_are_drawn_anew() -> None:
+    found = run(looked(alike=0.02))["GS304"]
+    assert "not those that the step before had left" in found.evidence
+    assert "anew" in found.recommendation
+    assert "GS304" not in run(looked(alike=0.8))

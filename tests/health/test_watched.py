@@ -38,7 +38,7 @@ def train(steps: int = 30, clear: str = "none", micro: int = 1, **options: Any) 
         for _ in range(steps):
             for _ in range(micro):
                 x, y = batch()
-                F.cross_entropy(model(x), y).backward()
+                (F.cross_entropy(model(x), y) / micro).backward()
             optimizer.step()
             if clear == "none":
                 optimizer.zero_grad()

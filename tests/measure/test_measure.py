@@ -22,7 +22,7 @@ from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import PIECE, NormReading, combine, exact_norms, recount
 from gradsight.measure.rank_table import merge_tables
 from gradsight.measure.sample import LARGEST, Sample, stride_for
-from gradsight.measure.update import UpdateReading, update_ratios
+from gradsight.measure.update import UpdateReading, likeness, root_mean_squares, update_ratios
 
 
 def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -201,6 +201,37 @@ def test_update_ratio_and_its_error() -> None:
     assert 0 < error < 0.01 * ratio
     assert abs(ratio - true) < 4 * error
     assert math.isnan(nothing)
+
+
+def test_sizes_of_weight_and_update() -> None:
+    weight = normal(30, 20)
+    old = weight.double().clone()
+    look = UpdateReading([weight], offset=3)
+    weight += normal(30, 20, scale=0.1)
+    look.finish()
+    ((before,), (update,)) = root_mean_squares(look.read())
+    assert before == pytest.approx(float(old.square().mean().sqrt()), rel=1e-12)
+    added = weight.double() - old
+    assert update == pytest.approx(float(added.square().mean().sqrt()), rel=1e-5)
+
+
+def test_weights_are_compared_with_what_the_step_before_left() -> None:
+    kept, clamped, drawn = normal(400), normal(400), normal(400)
+    weights = [kept, clamped, drawn]
+    first = UpdateReading(weights, offset=0)
+    left = first.finish(keep=True)
+    clamped.clamp_(-1, 1)
+    drawn.copy_(normal(400).flip(0))
+    second = UpdateReading(weights, offset=1, left=left)
+    second.finish()
+    alike = likeness(second.read())
+    assert alike[0] == pytest.approx(1.0)
+    assert alike[1] > 0.9
+    assert abs(alike[2]) < 0.3
+    assert np.isnan(likeness(first.read())).all()
+    others = UpdateReading([kept], offset=1, left=left)
+    others.finish()
+    assert np.isnan(likeness(others.read())).all()
 
 
 def test_an_unchanged_weight_has_ratio_zero() -> None:

@@ -24,5 +24,6 @@ def test_two_ranks() -> None:
         "ddp selective after same",
         "fsdp full after same",
         "fsdp full before same",
+        "fsdp measured same",
         "fsdp selective after same",
     ]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradsight import measure_peak_memory
+from gradsight import measure_peak_memory, verify_checkpointing
 from gradsight.errors import UsageError
+from gradsight.memory.allocator import OperatorMarks, allocator_peak
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.peak import KINDS, cuda_memory_use, memory_use, run_counted, unseen_bytes
@@ -225,3 +226,70 @@ def test_only_functions_are_measured() -> None:
         UsageError, match=r"runs a function without arguments, got Linear$|got Tensor"
     ):
         measure_peak_memory(torch.zeros(3))
+
+
+def grown_by_hand() -> None:
+    x = torch.empty(0)
+    x.resize_(100_000)
+    x.resize_(300_000)
+    torch.ones(50_000)
+
+
+def grown_by_an_operator() -> None:
+    place = torch.empty(0)
+    torch.mm(torch.ones(200, 200), torch.ones(200, 200), out=place)
+    torch.ones(50_000)
+
+
+def shrunk_and_grown() -> None:
+    x = torch.ones(200_000)
+    x.untyped_storage().resize_(0)
+    torch.ones(150_000)
+    x.untyped_storage().resize_(400_000)
+
+
+@pytest.mark.parametrize("fn", [grown_by_hand, grown_by_an_operator, shrunk_and_grown])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_storages_that_operators_resize_are_followed(fn: Callable[[], None]) -> None:
+    fn()  # what the first call alone makes does not count
+    # The allocator has the old storage and the new one beside each other while it copies.
+    measured = measure_peak_memory(fn).peak_bytes
+    between = allocator_peak(lambda: _marked(fn)).between_operators
+    assert measured == between
+
+
+def _marked(fn: Callable[[], None]) -> None:
+    with OperatorMarks():
+        fn()
+
+
+def compiled(calls: list[int]) -> Any:
+    """A model whose compiled code counts its calls."""
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    return torch.compile(model, backend=backend)
+
+
+def test_a_compiled_model_is_compiled_again_afterwards() -> None:
+    calls: list[int] = []
+    model = compiled(calls)
+    batch = torch.randn(4, 8)
+    use = measure_peak_memory(lambda: model(batch).sum().backward())
+    assert not calls
+    assert any("compiled code ran eagerly" in note for note in use.notes)
+    model(batch).sum().backward()
+    assert len(calls) == 1
+    build = lambda: (compiled(calls), batch, lambda m, b: m(b).sum())  # noqa: E731
+    assert verify_checkpointing(build, optimizer=None).gradients_identical
+    calls.clear()
+    model(batch).sum().backward()
+    assert len(calls) == 1
+    assert not measure_peak_memory(lambda: torch.ones(3)).notes
+    torch._dynamo.reset()

@@ -201,7 +201,7 @@ class Routed(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x[x.sum(1) > 0])
+        return self.layer(x[self.layer(x).sum(1) > 0])
 
 
 def test_a_model_that_needs_data_is_refused() -> None:
@@ -217,7 +217,8 @@ def test_a_model_that_needs_data_is_refused() -> None:
 
 def test_a_build_that_needs_data_is_refused() -> None:
     def build() -> tuple[Any, ...]:
-        width = int(torch.tensor([4]).max().item() + torch.randint(3, (1,)).item())
+        layer = nn.Linear(3, 3)
+        width = 4 + int(layer.weight.sum().item())
         return nn.Linear(width, 1), (torch.randn(2, width),)
 
     with pytest.raises(GradsightError, match=r"needs real data: .*in build, .*test_predict\.py"):

@@ -52,6 +52,27 @@ def train(
         optimizer.zero_grad()
 
 
+class Foreign(Optimizer):
+    """As others write them: it counts in its groups and in itself, and decays whatever it holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0})
+        self.made = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.made += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                parameter.data.mul_(0.99)
+                momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+                momentum.mul_(0.9)
+                if parameter.grad is not None:
+                    momentum.add_(parameter.grad)
+                    parameter.data.sub_(momentum, alpha=group["lr"] / (group["k"] + self.made))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -60,6 +81,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "rmsprop foreach": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, foreach=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "not torch's": Foreign,
 }
 
 
@@ -87,11 +109,64 @@ def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(
 def same_state(one: Optimizer, other: Optimizer) -> bool:
     mine = one.state_dict()["state"]
     theirs = other.state_dict()["state"]
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(torch.as_tensor(mine[key][name]), torch.as_tensor(theirs[key][name]))
-        for key in mine
-        for name in theirs[key]
+    options = [each.state_dict()["param_groups"] for each in (one, other)]
+    return (
+        options[0] == options[1]
+        and mine.keys() == theirs.keys()
+        and all(
+            torch.equal(torch.as_tensor(mine[key][name]), torch.as_tensor(theirs[key][name]))
+            for key in mine
+            for name in theirs[key]
+        )
     )
+
+
+@pytest.mark.parametrize(("value", "code"), [(math.nan, "GS103"), (math.inf, "GS104")])
+def test_a_skipped_step_is_found_though_its_loss_is_finite(
+    value: float, code: str, tmp_path: Path
+) -> None:
+    """Only what a GradScaler leaves out by itself is nobody's fault."""
+    net = model()
+    factor = [1.0]
+    net[2].bias.register_hook(lambda gradient: gradient * factor[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    told: list[Finding] = []
+    actions = {code: ["skip", told.append]}
+    with gradsight.watch(net, optimizer, run_dir=tmp_path, on_finding=actions, quiet=True):
+        for step in range(4):
+            factor[0] = value if step == 2 else 1.0
+            net(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [(finding.code, finding.first_step) for finding in told] == [(code, 2)]
+    run = gradsight.open_run(tmp_path)
+    assert [finding.code for finding in run.findings()] == [code]
+    assert [step.skipped for step in run.steps()] == [False, False, True, False]
+
+
+def test_a_gradient_that_is_broken_after_backward_is_skipped_too(tmp_path: Path) -> None:
+    net = model()
+    twin = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    with gradsight.watch(net, optimizer, run_dir=tmp_path, on_finding="skip", quiet=True):
+        for step in range(4):
+            net(batch(step)).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            if step == 2:
+                assert net[2].weight.grad is not None
+                net[2].weight.grad[0, 3] = -math.inf
+            optimizer.step()
+            optimizer.zero_grad()
+    twins = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    for step in (0, 1, 3):
+        twin(batch(step)).square().mean().backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        twins.step()
+        twins.zero_grad()
+    for mine, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    skipped = [step.skipped for step in gradsight.open_run(tmp_path).steps()]
+    assert skipped == [False, False, True, False]
 
 
 def test_the_gradient_of_a_skipped_step_is_still_there() -> None:

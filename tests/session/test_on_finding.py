@@ -57,7 +57,9 @@ def test_one_action_is_for_every_finding() -> None:
         ({7: "stop"}, "no code or severity 7"),
         ({"GS201": "skip"}, "cannot be done for GS201"),
         ({"warning": "skip"}, "cannot be done for warning"),
-        ("ftp://somewhere", "is no action"),
+        ("ftp://somewhere", "this text is no action"),
+        (b"stop", "a bytes is no action"),
+        ("http://[::1", "an address without a host"),
         ("http://", "an address without a host"),
         ({"GS103": {"GS104": "stop"}}, "is no action"),
     ],
@@ -72,6 +74,23 @@ def test_skip_is_for_gradients_that_are_not_finite() -> None:
         actions = finding_actions(given)
         assert actions is not None
         assert actions.includes("skip")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "htps://hooks.example/XXXX",
+        "hooks.example/XXXX",
+        "https://[XXXX",
+        {"GS103": {"critical": "https://hooks.example/XXXX"}},
+        {"https://hooks.example/XXXX": "GS103"},
+        [["https://hooks.example/XXXX"]],
+    ],
+)
+def test_a_mistyped_address_is_not_repeated(given: object) -> None:
+    with pytest.raises(GradsightError) as refusal:
+        finding_actions(given)
+    assert "XXXX" not in str(refusal.value)
 
 
 def test_an_address_is_a_secret() -> None:

@@ -147,6 +147,8 @@ def test_update_ratio_is_the_step_over_the_weight(tmp_path: Path) -> None:
     ):
         assert stat.update_ratio == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-5)
         assert stat.update_ratio_error == 0
+        assert stat.weight_rms == pytest.approx(float(old.square().mean().sqrt()), rel=1e-6)
+        assert stat.update_rms == pytest.approx(float((new - old).square().mean().sqrt()), rel=1e-5)
 
 
 def late(case: Case) -> None:

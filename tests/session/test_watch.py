@@ -659,3 +659,29 @@ def test_output_that_nobody_reads_any_more_ends_quietly(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("whole_model", [False, True])
+def test_a_loss_in_bfloat16(whole_model: bool, tmp_path: Path) -> None:
+    """Autocast makes one where no operation of the loss asks for more."""
+    net = nn.Linear(3, 2)
+    inputs = torch.randn(4, 3)
+    if whole_model:
+        net = net.bfloat16()
+        inputs = inputs.bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    with watch(net, optimizer, run_dir=tmp_path) as watched:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not whole_model):
+                loss = net(inputs).square().mean()
+            assert loss.dtype is torch.bfloat16
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watched.log(loss=loss)
+            losses.append(float(loss.detach()))
+    run = open_run(tmp_path)
+    assert [step.loss for step in run.steps()] == losses
+    assert {step.gradient for step in run.steps()} == {"true"}
+    assert not list(run.problems())

@@ -98,6 +98,34 @@ def test_every_step_counts_alike_when_normalised(tmp_path: Path) -> None:
     assert (raw.first_step, normal.first_step) == (0, 2)
 
 
+def test_shares_of_the_decrease_against_a_plain_loop(tmp_path: Path) -> None:
+    rows = random_rows(3)
+    write(tmp_path, 50, rows)
+    found = influence_of(open_run_table(tmp_path), "a", share=True)
+    counted = [each for each in rows if each["target"] == "a" and math.isfinite(each["score"])]
+    counted = [each for each in counted if each["step"] >= 5 + int(UNSETTLED * 40)]
+    expected: dict[str, list[float]] = {}
+    left_out = 0
+    for step in sorted({each["step"] for each in counted}):
+        here = [each for each in counted if each["step"] == step]
+        decrease = sum(each["score"] for each in here)
+        if decrease <= 0.1 * sum(abs(each["score"]) for each in here):
+            left_out += 1
+            continue
+        for each in here:
+            expected.setdefault(str(each["sample_id"]), []).append(each["score"] / decrease)
+    means = {name: np.mean(values) for name, values in expected.items()}
+    assert dict(zip(found.sample_ids, found.scores, strict=True)) == pytest.approx(means)
+    assert found.steps_left_out == left_out > 0
+    assert (found.is_share, found.normalised) == (True, False)
+
+
+def test_no_shares_where_no_step_helps(tmp_path: Path) -> None:
+    write(tmp_path, 4, [row(step, "s", -1.0) for step in range(4)])
+    with pytest.raises(RunError, match="no step predicts a clear decrease"):
+        influence_of(open_run_table(tmp_path), share=True)
+
+
 def open_run_table(run_dir: Path) -> pyarrow.Table:
     table, unreadable = readable_scores(run_dir)
     assert not unreadable

@@ -21,7 +21,7 @@ from gradsight.values.health_report import Abstention
 from gradsight.values.histograms import Histogram
 from gradsight.values.steps import ParameterStat, Scalar, Step
 
-WARNING = Finding("GS201", "spike", "warning", (), 1, "seen", "a spike", "look", "")
+WARNING = Finding("GS302", "missing", "warning", (), 1, "seen", "missing", "look", "")
 CRITICAL = Finding("GS103", "nan", "critical", (), 1, "seen", "NaN", "look", "")
 BROKEN = ParameterStat(1, "weight", math.nan, math.nan, nan=1)
 

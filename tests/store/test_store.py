@@ -83,6 +83,14 @@ def test_a_name_that_the_run_does_not_know(tmp_path: Path) -> None:
     assert [each.parameter for each in run.histograms("attention map")] == ["attention map"]
 
 
+def test_names_that_no_settings_know_stand_as_they_were_measured(tmp_path: Path) -> None:
+    names = [f"layers.{number}" for number in (0, 2, 10)]
+    store = open_store(tmp_path)
+    store.add_step(step(0), names, packed(1.0, 2.0, 3.0))
+    store.close()
+    assert open_run(tmp_path).measured_parameters() == names
+
+
 def test_unknown_counts_and_some_rows_only(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     columns = {
@@ -95,7 +103,8 @@ def test_unknown_counts_and_some_rows_only(tmp_path: Path) -> None:
     assert (stat.parameter, stat.nan, stat.inf, stat.update_ratio) == ("a.bias", None, 3, None)
     table = open_run(tmp_path).to_arrow("parameter_stats").to_pylist()
     expected = {"step": 0, "parameter": "a.bias", "l2": 1.0, "max_abs": 2.0, "nan": None, "inf": 3}
-    assert table == [{**expected, "update_ratio": None, "update_ratio_error": None}]
+    details = ("update_ratio", "update_ratio_error", "weight_rms", "update_rms")
+    assert table == [expected | dict.fromkeys(details)]
 
 
 def test_tables_have_the_columns_of_the_records(tmp_path: Path) -> None:
@@ -338,13 +347,15 @@ def test_a_broken_config_is_reported(tmp_path: Path) -> None:
 
 def test_the_order_of_packed_numbers_is_the_formats() -> None:
     """They are taken from the records' fields: a new one may only come last."""
-    assert frames.COLUMNS[:6] == (
+    assert frames.COLUMNS == (
         "l2",
         "max_abs",
         "nan",
         "inf",
         "update_ratio",
         "update_ratio_error",
+        "weight_rms",
+        "update_rms",
     )
     assert len(frames.COLUMNS) <= 8, "the mask of columns has eight bits"
     assert {"nan", "inf"} == frames.COUNTS

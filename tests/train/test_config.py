@@ -15,6 +15,7 @@ from gradsight.train.config import Settings, from_dict, options_of, to_dict
 OPTIONS = {
     "data": None,
     "data_weights": None,
+    "select": None,
     "tokenizer": None,
     "block_size": None,
     "architecture": "char",
@@ -39,7 +40,7 @@ OPTIONS = {
     "optimizer.eps": 1e-8,
     "optimizer.min_lr_ratio": 0.1,
     "val_batch_size": 4,
-    "ghost_mode": "two_pass",
+    "ghost_mode": "auto",
     "dot_prod_save_interval": 10,
     "eval_interval": 100,
     "eval_samples": 32,

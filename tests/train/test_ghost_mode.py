@@ -11,15 +11,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import gradsight
-from gradsight.errors import GradsightWarning, UsageError
-from gradsight.train.config import ModelShape, Settings
+from gradsight.errors import GradsightWarning
+from gradsight.train.config import Settings
+from gradsight.train.run import scoring_mode
 from train.small import GHOST, differing, log, run, weights
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_one_pass_scores_as_two_do(accumulated: int, tmp_path: Path) -> None:
-    options = {f"{GHOST}.exact_grad": True, "gradient_accumulation_steps": accumulated}
-    two = run(tmp_path, experiment="two", **options)
+    options = {"gradient_accumulation_steps": accumulated}
+    two = run(tmp_path, experiment="two", ghost_mode="two_pass", **options)
     one = run(tmp_path, experiment="one", ghost_mode="concat", **options)
     ours, theirs = gradsight.read_scores(one), gradsight.read_scores(two)
     assert ours.num_rows == 4 * 4 * accumulated
@@ -60,18 +61,25 @@ def test_one_pass_trains_as_plain_training_does(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_dropout_is_refused_with_one_pass() -> None:
-    shape = ModelShape(dropout=0.1)
-    with pytest.raises(UsageError, match=r"--ghost_mode concat .* needs --model.dropout 0, got 0"):
-        Settings(ghost_mode="concat", model=shape)
-    Settings(ghost_mode="concat", method="Regular", model=shape)
+def test_one_pass_with_dropout_trains_as_plain_training_does(tmp_path: Path) -> None:
+    options = {"model.dropout": 0.1}
+    plain = run(tmp_path, experiment="plain", method="Regular", **options)
+    one = run(tmp_path, experiment="one", **options)
+    for ours, theirs in zip(log(one), log(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_one_pass_is_refused_in_several_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, "--num_processes", "2", ghost_mode="concat", expect=64)
-    assert "--ghost_mode concat works in one process" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({}, "auto"),
+        ({"gradient_accumulation_steps": 4}, "two_pass"),
+        ({"val_batch_size": 64}, "two_pass"),
+        ({"ghost_mode": "concat", "gradient_accumulation_steps": 4}, "concat"),
+    ],
+)
+def test_which_mode_a_run_has(settings: dict[str, Any], mode: str) -> None:
+    assert scoring_mode(Settings(**settings)) == mode
 
 
 def test_pickles_beside_the_files_change_nothing(tmp_path: Path) -> None:

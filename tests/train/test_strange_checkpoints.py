@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.optim import Optimizer
 
 import gradsight
 from gradsight.cli import main
@@ -29,7 +27,7 @@ from gradsight.train.checkpoint import verify_checkpoints
 from gradsight.train.config import from_dict
 from gradsight.train.processes import Processes
 from gradsight.train.run import build, run_training
-from gradsight.train.training_state import load_newest
+from gradsight.train.training_state import Trained, load_newest
 from train.small import differing, options, run, weights, write_text
 
 SIX = {"method": "Regular", "max_steps": 6, "checkpoint_interval": 2, "keep_checkpoints": 2}
@@ -165,29 +163,29 @@ OTHER_MODEL: dict[str, Spoil] = {
 
 
 @pytest.fixture(scope="module")
-def built(whole: Path) -> tuple[nn.Module, Optimizer, Processes]:
+def built(whole: Path) -> tuple[Trained, Processes]:
     """A model as that of the run, its optimizer, and this process."""
     settings = from_dict(gradsight.open_run(whole).config["settings"]["train"], "here")
     processes = Processes("cpu")
-    return *build(settings, processes), processes
+    return Trained(*build(settings, processes)), processes
 
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_checkpoint_of_nonsense_is_gone_back_from(
-    what: str, copy: Path, built: tuple[nn.Module, Optimizer, Processes]
+    what: str, copy: Path, built: tuple[Trained, Processes]
 ) -> None:
     SPOILED[what](copy / "checkpoints" / "step_000006")
     facts, (damage,) = load_newest(copy, *built)
     assert facts.step == 4
     assert damage.path == "checkpoints/step_000006"
     assert damage.what.startswith("the checkpoint step_000006 is damaged and cannot be read: ")
-    held = next(iter(built[1].state.values()))
+    held = next(iter(built[0].optimizer.state.values()))
     assert held["step"].item() == 4, "the optimizer is as far as the model"
 
 
 @pytest.mark.parametrize("what", OTHER_MODEL)
 def test_a_checkpoint_of_another_model_is_refused(
-    what: str, copy: Path, built: tuple[nn.Module, Optimizer, Processes]
+    what: str, copy: Path, built: tuple[Trained, Processes]
 ) -> None:
     OTHER_MODEL[what](copy / "checkpoints" / "step_000006")
     with pytest.raises(UsageError, match="the checkpoint step_000006 is of another model"):

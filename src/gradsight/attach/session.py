@@ -28,15 +28,20 @@ from gradsight.attach.models import (
     variable_name,
 )
 from gradsight.attach.step_calls import step_call
+from gradsight.attach.wrappers import frame_outside_wrappers
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
 from gradsight.core.group import rank
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
-from gradsight.core.source import users_frames, users_place
+from gradsight.core.source import users_frames
+from gradsight.core.switch import is_switched_off
 from gradsight.errors import RunError, UsageError
+from gradsight.first_step.recorder import RECORDER
+from gradsight.health.registry import CHECKS
 from gradsight.session.options import WatchOptions
+from gradsight.session.preflight import preflight_codes
 from gradsight.session.watch_session import Watch
 from gradsight.values.steps import Schedule
 
@@ -58,13 +63,21 @@ class Told:
     steps: int | None = None
     health: str | None = None
     stop_on: str | None = None
+    preflight: bool = True
+    first_step_only: bool = False
+    """Whether nothing is judged but what a first step decides: `gradsight preflight`."""
 
     def options(self) -> dict[str, Any]:
         """The options of the watches that are opened."""
         # `check` prints every finding when the script has ended; `run` leaves the output alone.
         options: dict[str, Any] = {"health": self.health or True, "quiet": True}
+        if self.first_step_only:
+            wanted = preflight_codes()
+            options["health"] = {code: False for code in CHECKS if code not in wanted}
         if not self.keep:
             options["histograms"] = Schedule(step_interval=25)
+            # Its script runs to be judged, so that it may take its time.
+            options["preflight"] = "whole" if self.preflight else False
         if self.stop_on == "critical":
             options["on_finding"] = {"critical": "stop"}
         elif self.stop_on == "warning":
@@ -90,6 +103,7 @@ class Session:
         self._new_folders: list[Path] = []
         """Where there was no run before this process opened one."""
         guard = Guard(None, "check", "this script is no longer watched")
+        self._guard = guard
         # Before any watch registers its own: hooks of this kind run in reverse order.
         atexit.register(guard.run, self._forget_what_never_stepped)
         moments.listen(self, guard)
@@ -100,9 +114,18 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has just been made."""
         self._new.append(optimizer)
+        self._guard.run(self._record_passes, optimizer)
+        frame = frame_outside_wrappers()
+        made = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         self._known.append(
-            {"optimizer": type(optimizer).__name__, "made": users_place(), "id": id(optimizer)}
+            {"optimizer": type(optimizer).__name__, "made": made, "id": id(optimizer)}
         )
+
+    def _record_passes(self, optimizer: Optimizer) -> None:
+        """Have the first pass seen from its first call: the watch is opened at its backward."""
+        if self._told.preflight and not self._told.keep and not is_switched_off():
+            models, _ = models_of(optimizer, roots())
+            RECORDER.hold(self, models)
 
     def _let_go(self) -> None:
         """In a forked child: what the parent trains is the parent's.
@@ -129,6 +152,8 @@ class Session:
         self._new = []
         try:
             self._open(new)
+            # Whoever was opened holds the recorder by itself now.
+            RECORDER.let_go(self)
         except Exception as error:
             print(
                 f"gradsight: cannot watch this script: {type(error).__name__}: {error}",
@@ -156,7 +181,7 @@ class Session:
             return
         self._places.add(place)
         try:
-            self._describe(optimizer, frame)
+            self._describe(optimizer, frame_outside_wrappers())
         except Exception as error:  # nothing of ours may reach the script
             print(
                 f"gradsight: cannot describe an optimizer: {type(error).__name__}: {error}",

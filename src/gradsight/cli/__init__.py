@@ -28,6 +28,7 @@ _COMMANDS = {
         "One minute, no arguments: train a small GPT under Gradsight and write a report.",
     ),
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
+    "explain": ("explain:explain", "What a check looks at, why it matters, and what mends it."),
     "findings": (
         "findings:findings",
         "Print what was found in a run so far, for scripts that poll.",
@@ -37,6 +38,10 @@ _COMMANDS = {
         "Which samples and domains helped or hurt; --export a list or weights.",
     ),
     "memory": ("memory:app", "Activation checkpointing: verify, predict, plan."),
+    "preflight": (
+        "preflight:preflight",
+        "Judge what the first step of a script, or one batch, decides.",
+    ),
     "replay": (
         "replay:replay",
         "Run a recorded incident again: first bad operation, guilty samples.",
@@ -135,7 +140,7 @@ def _versions() -> str:
 
 def _prepared(tokens: Sequence[str]) -> Sequence[str]:
     """The command line, where the parser would misread what users may write."""
-    if tokens and tokens[0] in ("check", "run"):
+    if tokens and tokens[0] in ("check", "preflight", "run"):
         from gradsight.cli.check import split_tokens
 
         return split_tokens(tokens)

@@ -17,8 +17,11 @@ from typing import Any, NoReturn
 from gradsight.errors import UsageError, UserCodeError
 
 
-def load_build(place: str) -> Callable[[], Any]:
-    """The function that `file.py:name` names; called, it finds its own folder and no arguments."""
+def load_build(place: str) -> Callable[..., Any]:
+    """The function that `file.py:name` names; called, it finds its own folder and no arguments.
+
+    It may take sizes by keyword, such as batch_size.
+    """
     file, _, name = place.rpartition(":")
     path = Path(file)
     if not file or not name or path.suffix != ".py":
@@ -34,12 +37,12 @@ def load_build(place: str) -> Callable[[], Any]:
         functions = [known for known, value in public.items() if callable(value)]
         known = ", ".join(functions) or "none"
         raise UsageError(f"{path} has no function {name!r}; it has {known}")
-    made: Callable[[], Any] = build
+    made: Callable[..., Any] = build
 
     @functools.wraps(made, updated=())
-    def called() -> Any:
+    def called(**sizes: int) -> Any:
         with _as_a_script(path), _ended_in_words(f"{place} ended"):
-            return made()
+            return made(**sizes)
 
     return called
 

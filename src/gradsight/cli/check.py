@@ -20,7 +20,9 @@ from gradsight.core import rundir
 from gradsight.errors import UsageError
 from gradsight.show.text import json_text
 
-_WITH_VALUE = {"steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health", "stop_on"}
+_WITH_VALUE = {
+    "steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health", "stop_on", "overfit",
+}  # fmt: skip
 
 
 def check(
@@ -37,6 +39,7 @@ def check(
     health: Path | None = None,
     stop_on: Annotated[Literal["warning", "critical"] | None, Parameter(name="--stop-on")] = None,
     patch: Path | None = None,
+    no_preflight: Annotated[bool, Parameter(name="--no-preflight", negative=())] = False,
 ) -> int:
     """Run an unmodified training script and judge its gradients.
 
@@ -77,6 +80,8 @@ def check(
     patch
         Write a unified diff here that mends the script, where that can be done by a machine; what
         is left as it is, is said.
+    no_preflight
+        Leave out the pre-flight: the passes beside training at the first step, and GS601 to GS611.
     """
     command = script_command(script, args, nproc_per_node)
     if steps is not None and steps < 1:
@@ -85,14 +90,15 @@ def check(
     to_mend = None if patch is None else _to_mend(script, args, patch)
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
-        _make_run_dir(folder)
+        make_run_dir(folder)
         told = {
             "run_dir": str(folder),
             "steps": steps,
             "health": None if health is None else str(health.resolve()),
             "stop_on": stop_on,
+            "preflight": not no_preflight,
         }
-        code = _run(command, told, json)
+        code = run_watched(command, told, json)
         ours = [token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
         result = read_result(folder, command, code, ours)
         if run_dir is None:
@@ -101,7 +107,7 @@ def check(
             result.write(folder)
         if patch is not None and to_mend is not None:
             result.write_patch(*to_mend, patch)
-        _show(result, json, run_dir)
+        show_result(result, json, run_dir)
         return result.exit_code(fail_on)
 
 
@@ -196,7 +202,7 @@ def _check_health(health: Path | None) -> None:
         chosen(health)
 
 
-def _make_run_dir(folder: Path) -> None:
+def make_run_dir(folder: Path) -> None:
     """Make it before the script runs: a long run must not be lost to a mistyped path."""
     if rundir.is_run(folder):
         raise UsageError(f"{folder} holds a run already; give a directory of its own")
@@ -240,7 +246,7 @@ def attached_environment(told: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _run(command: list[str], told: Mapping[str, object], quiet: bool) -> int:
+def run_watched(command: list[str], told: Mapping[str, object], quiet: bool) -> int:
     """Run the script to its end and give its exit code, negative for a signal."""
     environment = attached_environment(told)
     # The child writes to the same stream: what was printed before it must not come after.
@@ -256,7 +262,8 @@ def _run(command: list[str], told: Mapping[str, object], quiet: bool) -> int:
         signal.signal(signal.SIGTERM, on_terminate)
 
 
-def _show(result: CheckResult, as_json: bool, run_dir: Path | None) -> None:
+def show_result(result: CheckResult, as_json: bool, run_dir: Path | None) -> None:
+    """Print what a script came to."""
     if as_json:
         print(json_text(result.to_dict()))
         return

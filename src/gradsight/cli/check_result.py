@@ -1,6 +1,7 @@
 """What a check came to: the runs it recorded, the script's own end, the verdict over all."""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from gradsight.values.health_report import SEVERITIES
 from gradsight.values.texts import for_terminal, on_one_line
 
 FAILED = 3
+_WIDTH = 99
 
 
 @dataclass
@@ -84,7 +86,8 @@ class CheckResult:
             if len(self.judged) > 1:
                 lines.append(f"{on_one_line(name)}:")
             lines += health_lines(summary.health, colour)
-        return [*lines, "", *(for_terminal(note) for note in self.notes())]
+        notes = [for_terminal(note) for note in self.notes()]
+        return [*lines, "", *(line for note in notes for line in textwrap.wrap(note, _WIDTH))]
 
     def notes(self) -> list[str]:
         """Where the optimizers are, and how the script ended."""
@@ -236,8 +239,17 @@ def _recorded_runs(folder: Path, optimizers: list[dict[str, Any]]) -> dict[str, 
     return own | {place.name: place for place in runs_inside(folder)}
 
 
+_OWN_UPDATES = (
+    "Seen: {passes} backward passes. Not seen: an optimizer of torch's. The script seems to update "
+    "its weights itself: only it knows when a step is made, and nothing was judged. To have it "
+    "judged: with gradsight.watch(model) as watched, and watched.step() after every backward()."
+)
+
+
 def _described(optimizer: dict[str, Any]) -> str:
     """An optimizer as a sentence: of which model, where it is made and steps, its learning rate."""
+    if isinstance(optimizer.get("passes"), int):
+        return _OWN_UPDATES.format(passes=optimizer["passes"])
     text = f"{optimizer['optimizer']} of {optimizer.get('model') or 'a model that was not found'}"
     made = optimizer.get("made")
     if made:

@@ -20,7 +20,6 @@ from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
 from gradsight.values.texts import for_terminal
 
-SCHEMA = 1
 DIFFERENT = 1
 _PAGE = Path("compare.html")
 
@@ -97,7 +96,6 @@ def _as_json(comparison: RunComparison, written: Path | None) -> str:
     """One object of strict JSON."""
     first = comparison.first
     values: dict[str, Any] = {
-        "schema": SCHEMA,
         "same": comparison.same,
         "first": None if first is None else asdict(first),
         **{field.name: getattr(comparison, field.name) for field in fields(comparison)},

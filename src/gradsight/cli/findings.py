@@ -11,7 +11,7 @@ from gradsight.show.terminal import findings_lines
 from gradsight.show.text import json_text, wants_colour
 from gradsight.store.reader import open_run
 from gradsight.values.findings import Finding
-from gradsight.values.health_report import SEVERITIES, worst
+from gradsight.values.health_report import SEVERITIES, ordered, worst
 from gradsight.values.plain import plain
 
 
@@ -40,7 +40,8 @@ def findings(
     if since < 0:
         raise UsageError(f"--since must be 0 or more, got {since}")
     run = open_run(run_dir)
-    found = [each for each in run.findings() if each.made_step >= since]
+    # Ordered again: what a finding follows from has to be among those that are printed.
+    found = ordered([each for each in run.findings() if each.made_step >= since])
     last = run.next_step() - 1
     status = worst(finding.severity for finding in found)
     if json:

@@ -24,6 +24,7 @@ def influence(
     top: int = 5,
     by: Literal["sample", "domain"] = "sample",
     raw: bool = False,
+    share: bool = False,
     json: bool = False,
     export: Path | None = None,
     drop: float | None = None,
@@ -48,6 +49,9 @@ def influence(
         "domain" shows every domain and no samples; with --export, each sample counts as its domain.
     raw
         The scores as recorded, from the first step on.
+    share
+        Each score as a share of the decrease of the target's loss that its step predicted: divided
+        by the sum of the step's scores. Steps that predict no clear decrease do not count.
     json
         Print it as JSON.
     export
@@ -63,12 +67,14 @@ def influence(
         A tokenizer.json, by which the tokens of a .bin are shown as text.
     """
     _refuse_wrong_options(top, export, drop)
+    if raw and share:
+        raise UsageError("--raw and --share both say what a score is: give one of them")
     _refuse_without_scores(run_dir)
     table, unreadable = readable_scores(run_dir)
     if not len(table):
         reasons = f": {unreadable[0]}" if unreadable else ""
         raise RunError(f"{run_dir / rundir.SCORES} holds no scores that can be read{reasons}")
-    sums = influence_of(table, target, raw=raw)
+    sums = influence_of(table, target, raw=raw, share=share)
     texts = SampleTexts(run_dir, _existing(data), tokenizer)
     written = None
     if export is not None:
@@ -174,6 +180,8 @@ def _as_dict(sums: Influence, top: int, text: TextOf) -> dict[str, Any]:
         "target": sums.target,
         "targets": list(sums.targets),
         "normalised": sums.normalised,
+        "share": sums.is_share,
+        "steps_left_out": sums.steps_left_out,
         "first_step": sums.first_step,
         "last_step": sums.last_step,
         "scores": sums.rows,

@@ -1,7 +1,8 @@
 """gradsight memory: a training step's peak, what checkpointing saves, and if gradients stay."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,19 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from gradsight.cli.memory_predictions import PredictionOptions, predicted_row, show_predictions
+from gradsight.cli.memory_predict import (
+    COMPARED,
+    NO_POLICY,
+    TrainingOptions,
+    answer,
+    ask,
+    refuse_unknown_batches,
+)
+from gradsight.cli.memory_predictions import as_object, show_predictions
 from gradsight.cli.memory_step import Device, StepOptions
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.policy import refuse_nonsense
+from gradsight.show.text import json_text
 from gradsight.store.store import make_run_dir
 from gradsight.store.tracker import MetricsTracker
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport
@@ -46,9 +56,8 @@ Budget = Annotated[
     str,
     Parameter(help="What the step may take, for example 6GB or 512MiB.", allow_leading_hyphen=True),
 ]
-Policy = Annotated[
-    str, Parameter(help="full, selective, first:K, or a plan such as full:0-5,selective:6-9.")
-]
+POLICIES = "full, selective, first:K, or a plan such as full:0-5,selective:6-9."
+Policy = Annotated[str, Parameter(help=POLICIES)]
 
 DEFAULT = StepOptions()
 Place = Annotated[
@@ -57,6 +66,17 @@ Place = Annotated[
         help="A file and its function that returns (model, batch) or (model, batch, loss_fn)."
     ),
 ]
+
+
+Model = Annotated[
+    str | None,
+    Parameter(
+        help="A Hugging Face configuration (its folder, its file, or a name in the local cache; "
+        "nothing is downloaded), or a file and its function that returns (model, batch) or "
+        "(model, batch, loss_fn)."
+    ),
+]
+TRAINING = TrainingOptions()
 
 
 @app.command(name="verify")
@@ -161,43 +181,48 @@ def indented(console: Console, text: str) -> None:
 
 @app.command(name="predict")
 def predict_step(
-    build: Place = None,
+    model: Model = None,
     /,
     *,
-    policy: Policy = "full",
-    device: Device = "cpu",
+    policy: Annotated[str | None, Parameter(help=f"none, {POLICIES}")] = None,
     memory: Annotated[
         str | None,
         Parameter(
-            help="Also find the largest batch that fits, for example 24GB.",
+            help="Also find the largest batch and the cheapest plan that fit, for example 24GB.",
             allow_leading_hyphen=True,
         ),
     ] = None,
+    json: Annotated[bool, Parameter(help="Print one object of JSON.", negative="")] = False,
+    training: TrainingOptions = TRAINING,
     step: StepOptions = DEFAULT,
 ) -> int:
-    """Predict a step's peak with and without checkpointing: nothing is computed, no GPU is needed.
+    """Predict a step's peak on each device, by kind: nothing is computed, no GPU is needed.
 
-    Without a model, the table of the built-in ones. With --memory 24GB also the largest batch that
-    fits.
+    Without a model, the table of the built-in ones, plain and checkpointed.
     """
-    refuse_nonsense(policy)
+    if policy is not None:
+        refuse_nonsense(policy)
     limit = None if memory is None else parse_size(memory)
-    if limit is not None and build is not None:
-        raise UsageError(
-            "--memory looks for a batch size, and file.py:build makes its own batch: "
-            "use --architecture"
-        )
     names: list[str | None] = [step.architecture]
-    if build is None and not step.architecture:
+    detailed = model is not None or step.architecture is not None
+    if not detailed:
         names = list(SHOWN)
-    options = PredictionOptions(policy, device, limit, step)
-    console = Console()
-    rows = []
-    for name in names:
-        made = step.build(build, name)
-        with working(console, f"Predicting {build or name}"):
-            rows.append(predicted_row(options, made, name, title=build or str(name)))
-    show_predictions(console, rows, options)
+        if json:
+            raise UsageError("--json prints one prediction: name a model, or --architecture")
+    policies = list(dict.fromkeys([NO_POLICY, policy or COMPARED]))
+    if json:
+        policies = [policy or NO_POLICY]
+    # What a build function prints goes where progress goes: stdout is for the answer alone.
+    with redirect_stdout(sys.stderr):
+        questions = [ask(model, step, training, name) for name in names]
+        asked = [replace(each, policy=policies[-1], limit=limit) for each in questions]
+        refuse_unknown_batches(asked)
+        with progress() as tell:
+            answers = [answer(question, policies, tell) for question in asked]
+    if json:
+        print(json_text(as_object(answers[0])))
+    else:
+        show_predictions(Console(), answers, detailed=detailed)
     return 0
 
 
@@ -279,3 +304,18 @@ def working(console: Console, what: str) -> Iterator[None]:
     else:
         console.print(f"{what} ...", markup=False, highlight=False, soft_wrap=True)
         yield
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr: a spinner on a terminal, plain lines elsewhere."""
+    console = Console(stderr=True)
+
+    def plain_line(what: str) -> None:
+        console.print(f"{what} ...", markup=False, highlight=False, soft_wrap=True)
+
+    if not console.is_terminal:
+        yield plain_line
+        return
+    with console.status("...", spinner="line") as status:
+        yield lambda what: status.update(f"{escape(what)} ...")

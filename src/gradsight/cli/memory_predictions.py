@@ -1,132 +1,189 @@
-"""The table of `gradsight memory predict`: what each model takes, plain and checkpointed."""
+"""What `gradsight memory predict` prints: a line for each model, its peak by kind, what fits."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradsight.cli.memory_step import Device, StepOptions
+from gradsight.cli.memory_predict import NO_POLICY, Answer, Question
 from gradsight.values.memory import MemoryUse
 from gradsight.values.sizes import format_size
 
-
-@dataclass(frozen=True)
-class PredictionOptions:
-    """What is predicted of every model of a table."""
-
-    policy: str
-    device: Device
-    limit: int | None
-    """Bytes for which the largest batch is looked for; None: it is not."""
-    step: StepOptions
-
-    def __str__(self) -> str:
-        return f"{self.device}, optimizer {self.step.optimizer}, policy {self.policy}"
+SCHEMA = 1
 
 
-@dataclass(frozen=True)
-class PredictedRow:
-    """One line of the table of predictions."""
-
-    model: str
-    parameters: int
-    batch: str
-    plain: MemoryUse
-    checkpointed: MemoryUse
-    largest: tuple[int, int] | None = None
-    """The largest batch that fits, plain and checkpointed, where that was asked for."""
-
-
-def predicted_row(
-    options: PredictionOptions, build: Callable[[], Any], name: str | None, *, title: str
-) -> PredictedRow:
-    """Predict one model, plain and checkpointed; `name` is that of a built-in one."""
-    from gradsight.memory.predict import count_parameters, predict_peak_memory
-
-    optimizer = options.step.optimizer_name
-    plain = predict_peak_memory(build, optimizer=optimizer, device=options.device)
-    checkpointed = predict_peak_memory(
-        build,
-        policy=options.policy,
-        optimizer=optimizer,
-        device=options.device,
-        blocks=options.step.block_names,
-    )
-    parameters = count_parameters(build)
-    if name is None:
-        return PredictedRow(title, parameters, "", plain, checkpointed)
-    samples, tokens = options.step.batch_shape(name)
-    return PredictedRow(
-        title,
-        parameters,
-        f"{samples}x{tokens}",
-        plain,
-        checkpointed,
-        largest_batches(options, name),
-    )
+def as_object(answer: Answer) -> dict[str, Any]:
+    """The prediction for --json: the peak of the fullest device under the policy."""
+    question = answer.question
+    use = answer.asked
+    shape = question.choice
+    values = {
+        "schema": SCHEMA,
+        "model": shape.title,
+        "parameters": answer.model.parameters,
+        "trainable_parameters": answer.model.trainable,
+        "device": question.training.device,
+        "gpus": question.ranks.count,
+        "parallel": question.ranks.parallel,
+        "batch_size": shape.batch_size,
+        "block_size": shape.block_size,
+        "dtype": answer.model.dtype,
+        "lora": question.training.lora,
+        "optimizer": question.step.optimizer,
+        "policy": question.policy,
+        "peak_bytes": use.peak_bytes,
+        "by_kind": dict(use.by_kind),
+        "assumptions": use.assumptions,
+        "bounds": use.bounds,
+        "reserved_bytes": use.reserved,
+        "notes": use.notes,
+    }
+    if question.limit is not None:
+        values["memory_bytes"] = question.limit
+        values["largest_batch_size"] = answer.largest[question.policy]
+        values["plan"] = _plan_object(answer)
+    return values
 
 
-def largest_batches(options: PredictionOptions, name: str) -> tuple[int, int] | None:
-    """The largest batches of a built-in model that fit, plain and checkpointed."""
-    from gradsight.memory.predict import largest_batch
-
-    if options.limit is None:
-        return None
-    plain, checkpointed = [
-        largest_batch(
-            partial(options.step.sized, name),
-            options.limit,
-            policy=policy,
-            optimizer=options.step.optimizer_name,
-            device=options.device,
-        )
-        for policy in (None, options.policy)
-    ]
-    return plain, checkpointed
+def _plan_object(answer: Answer) -> dict[str, Any]:
+    """The cheapest plan; where none fits, its policy is null and the smallest peak is given."""
+    plan = answer.plan or answer.smallest
+    if plan is None:
+        return {"policy": None, "peak_bytes": None, "extra_flops": None}
+    return {
+        "policy": None if answer.plan is None else plan.policy,
+        "peak_bytes": plan.predicted_bytes,
+        "extra_flops": plan.extra_flops,
+    }
 
 
-def show_predictions(
-    console: Console, rows: list[PredictedRow], options: PredictionOptions
-) -> None:
-    """Print the table of predictions, and what it does not know."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("model", overflow="fold")
-    for name in ("params", "batch", "plain", "checkpointed", "saved", "ceiling"):
-        table.add_column(name, justify="right")
-    if options.limit is not None:
-        table.add_column("largest batch", justify="right")
-    for row in rows:
-        table.add_row(*_cells(row))
+def show_predictions(console: Console, answers: list[Answer], *, detailed: bool) -> None:
+    """Print a line for each model, of a single one also its kinds, and what is not known."""
+    question = answers[0].question
     console.print()
-    console.print(table)
-    text = f"Predicted for {options}. Ceiling: activations' share of the plain peak."
-    if options.limit is not None:
-        fits = format_size(options.limit)
-        text += f" Largest batch: that fits {fits}, plain and checkpointed."
-    console.print(f"\n[dim]{text}[/]", highlight=False)
-    for note in dict.fromkeys(note for row in rows for note in row.plain.notes):
+    console.print(_summary(answers))
+    console.print(f"\n[dim]{escape(_circumstances(question))}[/]", highlight=False)
+    for answer in answers:
+        if detailed:
+            console.print()
+            console.print(_kinds(answer))
+        for line in [*_what_fits(answer), *_assumptions(answer)]:
+            console.print(f"- {escape(line)}", highlight=False)
+    uses = [use for answer in answers for use in answer.uses.values()]
+    for note in dict.fromkeys(note for use in uses for note in use.notes):
         console.print(f"[dim]- {escape(note)}[/]", highlight=False)
 
 
-def _cells(row: PredictedRow) -> list[str]:
-    """The row's texts, column by column."""
-    saved = 1 - row.checkpointed.peak_bytes / row.plain.peak_bytes
+def _summary(answers: list[Answer]) -> Table:
+    table = _table("model")
+    for name in ("params", "batch", "plain", "checkpointed", "saved", "ceiling"):
+        table.add_column(name, justify="right")
+    if answers[0].question.limit is not None:
+        table.add_column("largest batch", justify="right")
+    for answer in answers:
+        table.add_row(*_cells(answer))
+    return table
+
+
+def _table(first: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(first, overflow="fold")
+    return table
+
+
+def _cells(answer: Answer) -> list[str]:
+    """A model's texts, column by column."""
+    shape = answer.question.choice
+    plain = answer.uses[NO_POLICY]
+    checkpointed = list(answer.uses.values())[-1]
+    batch = f"{shape.batch_size}x{shape.block_size}" if shape.batch_size else ""
     cells = [
-        row.model,
-        _count(row.parameters),
-        row.batch,
-        format_size(row.plain.peak_bytes),
-        format_size(row.checkpointed.peak_bytes),
-        f"{saved:.1%}",
-        f"{row.plain.activation_share:.1%}",
+        shape.title,
+        _count(answer.model.parameters),
+        batch,
+        format_size(plain.peak_bytes),
+        format_size(checkpointed.peak_bytes),
+        f"{1 - checkpointed.peak_bytes / plain.peak_bytes:.1%}",
+        f"{plain.activation_share:.1%}",
     ]
-    if row.largest is not None:
-        cells.append(f"{row.largest[0]} → {row.largest[1]}")
+    if answer.largest:
+        sizes = list(answer.largest.values())
+        cells.append(f"{sizes[0]} → {sizes[-1]}")
     return cells
+
+
+def _circumstances(question: Question) -> str:
+    """What the numbers were predicted for."""
+    where: str = question.training.device
+    if question.ranks.parallel is not None:
+        where = f"each of {question.ranks.count} {where} devices under {question.ranks.parallel}"
+    text = f"Predicted for {where}, optimizer {question.step.optimizer}. "
+    text += "Ceiling: activations' share of the plain peak."
+    if question.limit is not None:
+        fits = format_size(question.limit)
+        text += f" Largest batch: that fits {fits}, plain and checkpointed."
+    return text
+
+
+def _kinds(answer: Answer) -> Table:
+    """The peak under each policy by kind."""
+    table = _table("peak by kind")
+    for policy in answer.uses:
+        table.add_column("plain" if policy == NO_POLICY else policy, justify="right")
+    uses = list(answer.uses.values())
+    for kind in uses[0].by_kind:
+        if any(use.by_kind[kind] for use in uses):
+            table.add_row(kind, *(format_size(use.by_kind[kind]) for use in uses))
+    table.add_row("in all", *(format_size(use.peak_bytes) for use in uses), style="bold")
+    if all(use.reserved is not None for use in uses):
+        table.add_row("reserved", *(_range(use) for use in uses))
+    return table
+
+
+def _range(use: MemoryUse) -> str:
+    """What the allocator takes from the device, from the least to the most."""
+    assert use.reserved is not None
+    least, most = use.reserved
+    return f"{format_size(least)} to {format_size(most)}"
+
+
+def _what_fits(answer: Answer) -> list[str]:
+    """The cheapest plan for the memory there is, and why checkpointing may not help."""
+    lines = []
+    limit = answer.question.limit
+    if answer.plan is not None and limit is not None:
+        lines.append(
+            f"Cheapest plan for {format_size(limit)} at this batch: {answer.plan.policy}, peak "
+            f"{format_size(answer.plan.predicted_bytes)}, "
+            f"{answer.plan.extra_flops:.1%} more matrix products"
+        )
+    elif answer.smallest is not None and limit is not None:
+        lines.append(
+            f"No plan fits {format_size(limit)} at this batch: the smallest peak is "
+            f"{format_size(answer.smallest.predicted_bytes)}, with {answer.smallest.policy}"
+        )
+    uses = list(answer.uses.values())
+    if len(uses) > 1 and uses[0].peak_bytes == uses[-1].peak_bytes:
+        lines.append(
+            "Checkpointing does not lower this peak: it is not made of activations, but of "
+            "parameters, gradients and the optimizer"
+        )
+    return lines
+
+
+def _assumptions(answer: Answer) -> list[str]:
+    """What was assumed about values, and how much it matters."""
+    lines = []
+    for policy, use in answer.uses.items():
+        if not use.assumptions:
+            continue
+        text = f"Assumed (policy {policy}): {'; '.join(use.assumptions)}"
+        if use.bounds is not None:
+            least, most = use.bounds
+            text += f"; the peak is at least {format_size(least)} and at most {format_size(most)}"
+        lines.append(text)
+    return lines
 
 
 def _count(number: int) -> str:

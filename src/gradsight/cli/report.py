@@ -23,8 +23,6 @@ from gradsight.values.health_report import SEVERITIES
 from gradsight.values.plain import plain
 from gradsight.values.texts import for_terminal
 
-SCHEMA = 1
-
 
 def report(
     run_dir: Path,
@@ -88,7 +86,7 @@ def _report_one(run_dir: Path, texts: SampleTexts, notes: Sequence[str] | None) 
 
 def _lines(run_dir: Path, summary: Summary) -> list[str]:
     """The verdict and the findings of one run, for a terminal."""
-    lines = [for_terminal(summary.verdict)]
+    lines = [for_terminal(each) for each in (summary.verdict, *summary.health.notes)]
     if summary.health.findings:
         lines = health_lines(summary.health, wants_colour(sys.stdout))
     others = [memory_line(summary.memory), dumps_line(summary.dumps)]
@@ -111,7 +109,7 @@ def _as_object(summaries: Mapping[Path, Summary]) -> dict[str, Any]:
     worst = max(runs, key=lambda each: SEVERITIES.index(each["status"]))
     findings = [finding for each in runs for finding in each["findings"]]
     first = next(iter(summaries))
-    answer = {"schema": SCHEMA, **worst, "findings": findings, "page": str(first / rundir.PAGE)}
+    answer = {**worst, "findings": findings, "page": str(first / rundir.PAGE)}
     if len(runs) > 1:
         answer["runs"] = runs
     return answer

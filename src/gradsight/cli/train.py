@@ -92,7 +92,6 @@ def train_command(
         print("Loading torch and transformers ...", flush=True)
     count = processes_to_start(num_processes, settings.device)
     if count > 1:
-        refuse_several_processes(settings)
         flags = {"--resume": resume, "--overwrite": overwrite, "--eval_only": eval_only}
         return start_processes(settings, [flag for flag, wanted in flags.items() if wanted], count)
     from gradsight.train.run import run_training
@@ -111,15 +110,6 @@ def refuse_early(settings: Settings) -> None:
     if settings.tokenizer is not None:
         MissingPackage.refuse("tokenizers", "hf", "--tokenizer")
     refuse_unavailable(settings.trainer.callbacks.watch.sinks)
-
-
-def refuse_several_processes(settings: Settings) -> None:
-    """Refuse what only one process can do, before several are started."""
-    if settings.method == "GradDotProd" and settings.ghost_mode == "concat":
-        raise UsageError(
-            "--ghost_mode concat works in one process: give --num_processes 1, or "
-            "--ghost_mode two_pass"
-        )
 
 
 def with_joined_switches(tokens: Sequence[str]) -> list[str]:

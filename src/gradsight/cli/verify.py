@@ -1,6 +1,5 @@
 """gradsight verify RUN_DIR"""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Annotated
@@ -12,6 +11,7 @@ from gradsight.core.places import kind_below, names_in
 from gradsight.dump.folders import FOLDERS
 from gradsight.dump.verify import verify as verify_dump
 from gradsight.errors import WrongPlace
+from gradsight.show.text import json_text
 from gradsight.store.verify import (
     Verified,
     verify_documents,
@@ -24,7 +24,6 @@ from gradsight.values.damage import Damage
 from gradsight.values.plain import counted, plain
 from gradsight.values.texts import on_one_line
 
-SCHEMA = 1
 DAMAGED = 2
 _PARTS = (
     rundir.RECORD,
@@ -70,7 +69,7 @@ def verify(
             else:
                 notes.append(prefix + each)
     if as_json:
-        print(json.dumps(_as_object(run_dir, damaged, notes), allow_nan=False))
+        print(json_text(_as_object(run_dir, damaged, notes)))
     else:
         for line in _lines(run_dir, damaged, notes):
             print(on_one_line(line))
@@ -134,7 +133,6 @@ def _lines(run_dir: Path, damaged: list[Damage], notes: list[str]) -> Iterator[s
 
 def _as_object(run_dir: Path, damaged: list[Damage], notes: list[str]) -> dict[str, object]:
     return {
-        "schema": SCHEMA,
         "run_dir": str(run_dir),
         "status": "damaged" if damaged else "intact",
         "damaged": plain(damaged),

@@ -17,6 +17,7 @@ from gradsight.core.autocast import autocast_as
 from gradsight.core.calls import RecordedCall, is_suspended, suspended
 from gradsight.core.parameters import clean_name
 from gradsight.core.random_state import randomness_kept, set_torch_states
+from gradsight.core.shards import local_part
 
 # What a replay switches is the process's: torch's checkpoints, its compiler, its generators. Two
 # threads that put it back in another order than they took it would leave it switched.
@@ -69,6 +70,30 @@ def replaying(root: nn.Module, call: RecordedCall) -> Iterator[None]:
         if root.training != call.training:
             root.train(call.training)
         set_torch_states(call.rng)
+        yield
+
+
+@contextmanager
+def step_beside_training(root: nn.Module) -> Iterator[None]:
+    """A whole step of ours, in training mode and without an optimizer's part.
+
+    Parameters, gradients, buffers, attributes, modes and generators are put back, and hooks that
+    somebody put on parameters do not run.
+    """
+    parameters = list(root.parameters())
+    with ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)
+        stack.enter_context(_modules_kept(root))
+        stack.enter_context(_parameters_kept(root))
+        stack.enter_context(_values_kept(parameters))
+        stack.enter_context(_gradients_kept(parameters))
+        stack.enter_context(beside_training(root))
+        stack.enter_context(_hooks_silent(parameters))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(eager())
+        if not root.training:
+            root.train()
         yield
 
 
@@ -133,6 +158,32 @@ def _parameters_kept(root: nn.Module) -> Iterator[None]:
         for parameter, data in held:
             if parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
+
+
+@contextmanager
+def _values_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Parameters that the pass itself writes to, such as a codebook's, get their values back."""
+    held = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, held, strict=True):
+                if not torch.equal(local_part(parameter), local_part(value)):
+                    parameter.copy_(value)
+
+
+@contextmanager
+def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """The pass finds no gradients; afterwards they are those from before."""
+    held = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
 
 
 def _restore(entries: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ A listener is any object with methods named after moments; it is told of those a
     before_backward(begun)              an outermost backward pass begins
     gradients_before(begun)             there are gradients, which can be read before it writes
     after_backward(begun, rows)         it has returned, and has written the gradients of these rows
+    backward_failed(begun)              it has broken off, with an error
     gradients_ready(begun, rows)        everybody has noted that: the gradients can be looked at
     gradients_missed()                  it is not known whether a pass wrote, or it was cut short
     gradients_shared()                  several threads write the same gradients at once
@@ -43,6 +44,7 @@ MOMENTS = (
     "before_backward",
     "gradients_before",
     "after_backward",
+    "backward_failed",
     "gradients_ready",
     "gradients_missed",
     "gradients_shared",
@@ -212,6 +214,9 @@ def _end_pass(passes: Passes, course: Course | None, has_returned: bool) -> None
     else:
         # It may have written some gradients, and somebody may go on with them.
         course.missed.update(course.written)
+        for ear in tuple(_told["backward_failed"]):
+            if ear.thread is None or ear.thread == get_ident():
+                ear.tell(course.begun)
     if course.missed:
         _tell_what_was_missed(course.missed)
 

@@ -25,6 +25,8 @@ _FOLDER = os.O_RDONLY | A_FOLDER | ONLY_HERE
 NO_WAIT: int = getattr(os, "O_NONBLOCK", 0) | ONLY_HERE
 
 _CAN_OPEN_BELOW = os.open in os.supports_dir_fd
+_TRIES = 20
+"""How often a folder is made again that others tidy away while it is empty."""
 
 
 @contextmanager
@@ -108,6 +110,18 @@ def kind_below(root: Path, path: str | PurePath) -> str | None:
 
 def make_below(root: Path, folder: str | PurePath, sync: bool = True) -> None:
     """Create a folder below `root` and its parents; their names are durable, unless not asked."""
+    for _ in range(_TRIES):
+        try:
+            _make_all(root, folder, sync)
+            return
+        except FileNotFoundError:
+            # Another process may have tidied away a parent that was still empty.
+            if not root.exists():
+                raise
+    _make_all(root, folder, sync)
+
+
+def _make_all(root: Path, folder: str | PurePath, sync: bool) -> None:
     done = PurePath()
     for name in _names(folder):
         with open_folder(root, done) as parent:

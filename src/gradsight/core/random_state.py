@@ -4,7 +4,7 @@
 import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +50,18 @@ def random_sources(model: nn.Module) -> dict[str, RandomSource]:
         for name, value in vars(module).items()
         if _is_source(value.__class__)
     }
+
+
+def sources_in_code(function: Any) -> dict[str, RandomSource]:
+    """The generators that a function's code reaches by a global name or a closure, by that name."""
+    code = getattr(function, "__code__", None)
+    if code is None:  # not a function of Python's
+        return {}
+    named = {name: function.__globals__.get(name) for name in code.co_names}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a cell that nothing was put into yet
+            named[name] = cell.cell_contents
+    return {name: value for name, value in named.items() if _is_source(value.__class__)}
 
 
 @lru_cache(maxsize=4096)

@@ -57,6 +57,14 @@ def users_line() -> str | None:
     return None if place is None else f"{place[0]}:{place[1]}"
 
 
+def working_line() -> str | None:
+    """ "file:line" of the innermost frame of the user's or of a library that is not torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and owner_of(frame.f_code.co_filename) not in ("user", "library"):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _users_frame(frame: FrameType | None) -> FrameType | None:
     """This frame or the nearest one around it that is the user's own."""
     while frame is not None and owner_of(frame.f_code.co_filename) != "user":

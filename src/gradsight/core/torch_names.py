@@ -62,7 +62,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_unflatten",
     ),
     "memory": (
+        "torch._C._TorchDispatchModeKey.FAKE",
         "torch._C._current_graph_task_id",
+        "torch._C._get_dispatch_mode",
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
         "torch._subclasses.fake_tensor.FakeTensor",
@@ -75,8 +77,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_leaves",
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_unflatten",
+        "torch.utils._pytree.tree_map_only",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils.checkpoint._detach_helper",
+        "torch.utils.checkpoint._is_compiling",
     ),
 }
 """By the instrument that needs them."""

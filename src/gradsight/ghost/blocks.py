@@ -1,20 +1,29 @@
 """One observed block after another: directions, the traced pass, its scores."""
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from gradsight.core.beside import is_compiled
+from gradsight.core.guard import Guard
+from gradsight.core.moments import listen
+from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
-from gradsight.errors import GradsightWarning, UsageError
-from gradsight.ghost.concat import Concatenation
+from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
+from gradsight.ghost.joined_calls import JoinedCalls
 from gradsight.ghost.observation import Expected, Observation
+from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refresh import RefreshSchedule
 from gradsight.ghost.refusals import PassGuard
+from gradsight.ghost.row_parts import RowParts
 from gradsight.ghost.sample_axis import LayoutMemory
 from gradsight.ghost.score_log import BlockScores, ScoreLog
 from gradsight.ghost.scores import Scores
@@ -22,6 +31,9 @@ from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.targets import Targets
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
 from gradsight.measure.host_copy import HostCopy
+
+AT_ONCE = 4
+"""Products of one layer that one pass makes at once: its memory is to be that of plain training."""
 
 
 class GhostNotice(GradsightWarning):
@@ -52,69 +64,158 @@ class BlockScorer:
     ) -> None:
         self.parameters = parameters
         self.targets = targets
-        self.scores: Scores | None = None
-        """Those of the last block."""
-        self._model = model
+        self._scores: Scores | None = None
+        self.model = model
         self._group = targets.group
         self._schedule = schedule
         self._log = log
         self._options = options
         self._memory = LayoutMemory(options.batch_dim or 0)
         self._scratch = Scratch()
+        self._joined_scratch = Scratch(AT_ONCE)
         self._check = FirstBlockCheck(
             self._group, self._memory, options.rules, enabled=options.self_check
         )
         self._open: Observation | None = None
-        self._concatenation: Concatenation | None = None
+        self._unfinished: list[Observation] = []
+        self._one_pass: OnePass | None = None
         self._step = 0
+        self._losses_of = -1
         self._samples = 0
         self._noticed: set[str] = set()
+        self._said_eager = False
         self._closed = False
+        # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
+        # before there is a block.
+        self._scales = LossScales(self)
+
+    @property
+    def scores(self) -> Scores | None:
+        """Those of the last block."""
+        return self._scores
+
+    def end_later(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
+        """Finish a block at the end of the user's own backward, from which a refusal comes."""
+        try:
+            self.end(ids, domains)
+        except GradsightError as error:
+            # Out of their backward, as it would be out of a block: the guard lets it pass.
+            error.passes_guard = True  # type: ignore[attr-defined]
+            raise
 
     @property
     def group(self) -> ModelGroup:
         """The processes that train the model together."""
         return self._group
 
-    def begin(
-        self, size: int | None, step: int | None, concatenation: Concatenation | None = None
-    ) -> None:
-        """Start a block: fresh directions if they are due, then every operation is traced."""
+    def begin(self, size: int | None, step: int | None) -> Observation:
+        """Start a block of two passes: fresh directions if they are due, then the eyes open."""
+        self._start(step)
+        self._one_pass = None
+        if self._schedule.refresh_if_due(self._step, self.parameters):
+            losses = [self.targets.losses[name] for name in self.targets.names]
+            self._log.history.add_losses(self._step, losses)
+        guard = PassGuard(None, judges_loss=self._check.first)
+        options = self._trace(self._directions(), guard, None)
+        return self._observe(options, Expected(size, self._options.batch_dim))
+
+    def begin_joined(
+        self, parts: RowParts, step: int | None, *, splits_loss: bool
+    ) -> tuple[Observation, OnePass]:
+        """Start a block of one pass over joined rows."""
+        self._start(step)
+        names = None
+        if self._options.per_parameter:
+            names = tuple(self.parameters.trainable)
+        scales = self._schedule.scales_of_pass(self.parameters)
+        one_pass = OnePass(parts, self.targets.names, names, scales)
+        self._one_pass = one_pass
+        self.targets.directions.clear()
+        if self._check.first and self._group.size == 1:
+            # The first block is compared with directions that were found in passes of their own.
+            self._schedule.refresh_now(self.parameters)
+        options = self._trace_joined(one_pass, splits_loss)
+        observation = self._observe(options, Expected(parts.total, self._options.batch_dim))
+        return observation, one_pass
+
+    def rehearsal(self, parts: RowParts, *, splits_loss: bool) -> tuple[Observation, OnePass]:
+        """An observation of one pass that is no part of training; the twin is asked in it."""
+        self.parameters = self.parameters.renewed()
+        one_pass = OnePass(parts, self.targets.names, None)
+        options = self._trace_joined(one_pass, splits_loss)
+        expected = Expected(parts.total, self._options.batch_dim)
+        return Observation(self.parameters, options, expected, self._check), one_pass
+
+    def _trace_joined(self, one_pass: OnePass, splits_loss: bool) -> TraceOptions:
+        joined = JoinedCalls(one_pass, splits_loss=splits_loss)
+        guard = PassGuard(joined, judges_loss=self._check.first)
+        return self._trace(one_pass.directions, guard, one_pass)
+
+    def step_to_come(self, given: int | None) -> int:
+        """The step that the next block belongs to."""
+        return self._log.step(given)
+
+    def refuse_other_targets(self) -> None:
+        """An error unless every process has the same validation rows: one pass shares nothing."""
+        if self._group.size == 1:
+            return
+        sums = torch.stack([fingerprint(batch) for batch in self.targets.batches.values()])
+        mean = self._group.sum(sums.clone()) / self._group.size
+        differs = float((sums - mean.to(sums)).abs().max() > 1e-9 * (1.0 + sums.abs().max()))
+        if float(self._group.sum(torch.tensor(differs))) > 0:
+            raise OnePassRefusal(
+                "the processes hold different validation rows, of which one pass would take each "
+                "process's own for the target: give all of them the same."
+            )
+
+    def _start(self, step: int | None) -> None:
+        self.finish_stopping()
         if self._closed:
             raise UsageError("this GhostEngine is closed")
         if self._open is not None:
             raise UsageError("an observed block is still open: blocks cannot be nested")
         if self._group.sharded:
             # An evaluation before the block may have left it whole.
-            reshard(self._model)
-        self.parameters = ScoredParameters(self.parameters.root)
+            reshard(self.model)
+        self.parameters = self.parameters.renewed()
         self._step = self._log.step(step)
         self._log.begin(self._step)
-        self._concatenation = concatenation
-        if concatenation is not None:
-            self.targets.directions.clear()
-        elif self._schedule.refresh_if_due(self._step, self.parameters):
-            losses = [self.targets.losses[name] for name in self.targets.names]
-            self._log.history.add_losses(self._step, losses)
-        options = TraceOptions(
-            self._directions(),
-            self._memory,
-            self._options.rules,
-            guard=PassGuard(concatenation, judges_loss=self._check.first),
-            scratch=self._scratch,
-        )
-        expected = Expected(size, self._options.batch_dim)
+
+    def _trace(
+        self, directions: Directions, guard: PassGuard, one_pass: OnePass | None
+    ) -> TraceOptions:
+        scratch = self._scratch if one_pass is None else self._joined_scratch
+        return TraceOptions(directions, self._memory, self._options.rules, one_pass, guard, scratch)
+
+    def _observe(self, options: TraceOptions, expected: Expected) -> Observation:
         observation = Observation(self.parameters, options, expected, self._check)
         self._check.start_block(self.parameters, list(self.targets.directions.values()))
         observation.start()
+        observation.on_refusal = self.abandon
         self._open = observation
+        return observation
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a block is being observed."""
+        return self._open is not None
 
     def abandon(self) -> None:
         """Stop a block that failed; nothing is scored."""
         if self._open is not None:
-            self._open.stop()
-            self._open.release()
+            observation = self._open
             self._open = None
+            observation.stop()
+            observation.release()
+            if not observation.stopped:
+                self._unfinished.append(observation)
+        self.finish_stopping()
+
+    def finish_stopping(self) -> None:
+        """Take away what could not be taken away inside of the refused operation."""
+        for observation in self._unfinished:
+            observation.stop()
+        self._unfinished = [each for each in self._unfinished if not each.stopped]
 
     def end(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
         """Finish a block: its scores, as shares of the gradient of the global batch."""
@@ -130,23 +231,29 @@ class BlockScorer:
 
     def finish_step(self, iteration: int) -> None:
         """An iteration of the batch-wise protocol is over."""
-        self._concatenation = None
         self._log.save_finished(iteration + 1)
 
     def beside_training(self) -> Observation:
         """An observation of a pass that is no part of training, for verify()."""
-        self.parameters = ScoredParameters(self.parameters.root)
+        self.parameters = self.parameters.renewed()
         if not self.targets.directions:
             self.targets.refresh(self.parameters)
         options = TraceOptions(self._directions(), self._memory, self._options.rules)
         return Observation(self.parameters, options, Expected(None, self._options.batch_dim))
 
+    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A GradScaler has multiplied a loss."""
+        if self._open is not None and self._open.scale is None:
+            self._open.loss_scaled(scaler)
+
     def close(self) -> None:
         """Give up an open block, and let go of directions and memory."""
         self._closed = True
+        self._scales.close()
         self.abandon()
         self.targets.directions.clear()
         self._scratch = Scratch()
+        self._joined_scratch = Scratch()
 
     def _directions(self) -> Directions:
         parameters = None
@@ -167,15 +274,13 @@ class BlockScorer:
         domains: list[str | None] | None,
     ) -> None:
         table = observation.scores().clone()
-        if self._concatenation is not None:
-            self._concatenation.check_clean(table)
-            table = table[:, : self._concatenation.rows]
         table = table.view(len(self.targets.names), -1, table.shape[1])
         observed = ObservedPass(
             table.sum(1), observation.scale, observation.calls, observation.tracer.keys
         )
-        self._check.end_block(observed, self.parameters, list(self.targets.directions.values()))
+        self._judge(observed)
         self._notice_slow(observation.tracer)
+        self._notice_eager()
         batch = table.shape[2]
         if ids is None:
             ids = self._running_numbers(batch)
@@ -187,6 +292,26 @@ class BlockScorer:
         # The gradient is the mean over the processes, so a sample's share of it is smaller too.
         self._keep(table / self._group.size, ids, domains)
         self._log.look_at_gradients(self.parameters, observation.scale)
+
+    def _judge(self, observed: ObservedPass) -> None:
+        """Refuse scores that cannot be right."""
+        directions = list(self.targets.directions.values())
+        if self._one_pass is None:
+            self._check.end_block(observed, self.parameters, directions)
+            return
+        try:
+            self._check.end_block(observed, self.parameters, directions)
+        except OnePassRefusal:
+            raise
+        except GradsightError as error:
+            raise OnePassRefusal(str(error)) from None
+        finally:
+            self.targets.directions.clear()
+        refuse_no_direction(observed.scores, self.targets.names)
+        if self._losses_of != self._step:
+            self._losses_of = self._step
+            losses = [self._one_pass.losses[name] for name in self.targets.names]
+            self._log.history.add_losses(self._step, losses)
 
     def _running_numbers(self, batch: int) -> list[int | str]:
         """The numbers of samples that have no id of their own, no two alike in the whole run."""
@@ -209,7 +334,20 @@ class BlockScorer:
         kept = HostCopy.of(table.detach().clone())
         self._log.add(BlockScores(self._step, ids, domains, kept, kind), totals)
         by_target = dict(zip(targets, totals, strict=True))
-        self.scores = Scores(self._step, ids, by_target, by_parameter, kind)
+        mode = "two_pass" if self._one_pass is None else "concat"
+        self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode)
+
+    def _notice_eager(self) -> None:
+        """Say, once, that a compiled model is observed uncompiled."""
+        if self._said_eager or not is_compiled(self.model):
+            return
+        self._said_eager = True
+        warnings.warn(
+            "the compiled model runs eagerly while its samples are scored: the operations of its "
+            "training pass have to be seen one by one. The scores are exact; only speed is lost.",
+            GradsightWarning,
+            stacklevel=5,
+        )
 
     def _notice_slow(self, tracer: Tracer) -> None:
         """Name, once, the parameters that no fast rule covers."""
@@ -226,6 +364,46 @@ class BlockScorer:
             "take longer"
         )
         warnings.warn(text, GhostNotice, stacklevel=5)
+
+
+class LossScales:
+    """Hears of scaled losses for as long as an engine is there."""
+
+    def __init__(self, blocks: BlockScorer) -> None:
+        self._blocks = weakref.ref(blocks)
+        guard = Guard(None, "loss scales", "scores cannot be divided by the loss scale", Exception)
+        listen(self, guard, own_thread=True)
+        self.close = weakref.finalize(blocks, guard.close)
+
+    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A GradScaler has multiplied a loss."""
+        blocks = self._blocks()
+        if blocks is not None:
+            blocks.loss_scaled(scaler)
+
+
+def fingerprint(batch: Any) -> Tensor:
+    """Numbers by which two validation batches can be told apart: weighted sums of all entries."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, tensor in enumerate(tensors_in(batch)):
+        values = tensor.detach().to("cpu", torch.float64).reshape(-1)
+        places = torch.arange(1, len(values) + 1, dtype=torch.float64)
+        total = total + (values * (places + number).sin()).sum()
+    return total
+
+
+def refuse_no_direction(scores: Tensor, targets: Sequence[str]) -> None:
+    """An error where no score along a target, [targets, B], is finite: it has no direction."""
+    # Read on the CPU alone: elsewhere it would wait for the device, and NaN speaks for itself.
+    if scores.device.type != "cpu":
+        return
+    for target, row in zip(targets, scores, strict=True):
+        if len(row) and not bool(torch.isfinite(row).any()):
+            raise GradsightError(
+                f"the gradient of target {target!r} holds NaN or Inf, or that of every training "
+                "sample does, so no sample can be scored along it. Look at the losses; training "
+                "itself can go on without the engine."
+            )
 
 
 def _refuse_other_count(what: str, given: Sequence[object], batch: int) -> None:

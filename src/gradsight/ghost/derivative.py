@@ -59,6 +59,11 @@ class OperatorCall:
         """A readable name; getters are named after their attribute."""
         return function_name(self.func)
 
+    def run_first(self, flat: Sequence[Any]) -> Any:
+        """The call itself, whose random numbers are drawn for the first time."""
+        args, kwargs = tree_unflatten(list(flat), self.spec)
+        return self.func(*args, **kwargs)
+
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """The flattened outputs of the call with these inputs."""
         args, kwargs = tree_unflatten(list(flat), self.spec)

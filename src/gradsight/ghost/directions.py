@@ -56,6 +56,16 @@ class Directions:
         if self._group is not None and self._group.sharded:
             self.tangents(name)
 
+    def slot(self, number: int, name: str) -> int:
+        """The row of the table for a target, by its number, and a parameter."""
+        if self._place is None:
+            return number
+        return number * len(self._place) + self._place[name]
+
+    def forget(self, name: str) -> None:
+        """A parameter's part is not asked for again."""
+        self._known.pop(name, None)
+
     def factors(self, name: str) -> list[list[Factor]] | None:
         """The factors of a parameter's part of each direction, in the order of slots, if kept."""
         if self._factors is None or self._place is not None:
@@ -70,10 +80,7 @@ class Directions:
                 continue
             if self._group is not None:
                 part = self._group.gather_shards(part)
-            slot = number
-            if self._place is not None:
-                slot = number * len(self._place) + self._place[name]
-            pairs.append((slot, part))
+            pairs.append((self.slot(number, name), part))
         return tuple(pairs)
 
 

@@ -25,15 +25,22 @@ from gradsight.ghost.arguments import (
     named_targets,
 )
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
-from gradsight.ghost.concat import refuse_concat
+from gradsight.ghost.kernels.product_kernel import ProductKernel
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.prediction_check import LossHistory, Momentum, PredictionCheck
+from gradsight.ghost.pass_choice import PassChoice
+from gradsight.ghost.prediction_check import (
+    CarriedMoment,
+    LossHistory,
+    Momentum,
+    PredictionCheck,
+)
 from gradsight.ghost.protocol import BatchProtocol
 from gradsight.ghost.refresh import RefreshSchedule, Staleness
 from gradsight.ghost.score_log import PendingScores, SaveOptions, ScoreLog
 from gradsight.ghost.scores import Scores, VerifyReport
 from gradsight.ghost.targets import Targets, check_targets
 from gradsight.ghost.tracer import RuleOptions
+from gradsight.ghost.training_passes import Announced, TrainingPasses
 from gradsight.ghost.verify import compare_with_twin
 from gradsight.store.scores import ScoreFile
 from gradsight.store.store import make_run_dir
@@ -71,7 +78,7 @@ class GhostEngine:
         *,
         targets: Mapping[str, Batch] | None = None,
         optimizer: Optimizer | None = None,
-        mode: str = "two_pass",
+        mode: str = "auto",
         refresh_every: int = 1,
         precondition: str | None = None,
         per_parameter: bool = False,
@@ -82,6 +89,7 @@ class GhostEngine:
         save_format: str = "parquet",
         start_step: int | None = None,
         batch_dim: int | None = None,
+        kernel: str | None = None,
         _route: str | None = None,
     ) -> None:
         """Prepare to score the samples that a model is trained on.
@@ -118,13 +126,19 @@ class GhostEngine:
             are replaced. None: after the last step that run_dir holds, or 0.
         batch_dim: the dimension of the model's inputs that holds the samples, where it cannot be
             told from the shapes.
+        kernel: "triton" makes the weight gradients of linear layers and their scores by a kernel
+            for matrix units, in float32, bfloat16 and float16. It is compared with the usual way
+            on the first batch, and given up with one warning where it differs or fails. Its speed
+            was never measured.
         """
         refuse_unknown_torch("ghost")
         check_model(model)
         check_loss_fn(loss_fn)
         batches = named_targets(val_data, targets)
-        check_choice(mode, "mode", "two_pass", "concat")
+        check_choice(mode, "mode", "auto", "concat", "two_pass")
         check_choice(save_format, "save_format", "parquet", "pkl")
+        if kernel is not None:
+            check_choice(kernel, "kernel", "triton")
         refresh_every = whole_number(refresh_every, "refresh_every", least=1)
         save_interval = whole_number(save_interval, "save_interval", least=1)
         if start_step is not None:
@@ -143,14 +157,19 @@ class GhostEngine:
         parameters = ScoredParameters(self.root)
         optimizer = checked_optimizer(optimizer, parameters.all)
         check_precondition(precondition, optimizer)
-        _check_concat(mode, refresh_every, precondition)
         folder = None
         if run_dir is not None:
             folder = directory_path(run_dir, "run_dir")
             _make_on_first_rank(folder, self._group)
         check_targets(batches, parameters.device)
-        if mode == "concat":
-            refuse_concat(self.root, self._group.size)
+        against = None
+        if exact_grad:
+            against = "exact_grad=True needs the weight gradient as plain training makes it"
+        elif refresh_every > 1:
+            against = "refresh_every above 1 uses a direction again, which one pass does not keep"
+        elif precondition is not None and self._group.sharded:
+            against = "precondition='adam' needs second moments that are spread over processes"
+        choice = PassChoice(mode, against)
         self._targets = Targets(model, loss_fn, batches, self._group)
         schedule = RefreshSchedule(self._targets, refresh_every, optimizer, precondition)
         self.staleness: list[Staleness] = schedule.staleness
@@ -158,20 +177,27 @@ class GhostEngine:
         names = None
         if per_parameter:
             names = tuple(parameters.all)
+        carried = None
+        if precondition is not None and optimizer is not None:
+            carried = CarriedMoment(self._targets, optimizer, parameters.trainable)
         columns = ScoreFile(names, has_direction=precondition is not None)
         pending = PendingScores(self._targets.names, frozenset(parameters.trainable), columns)
         self._log = ScoreLog(
             pending,
-            LossHistory(self._targets.names, Momentum.of(optimizer)),
+            LossHistory(self._targets.names, Momentum.of(optimizer), carried),
             self._group,
             optimizer,
             SaveOptions(folder, save_interval, start_step, pickles=save_format == "pkl"),
         )
         options = ScoringOptions(
-            RuleOptions(exact_grad, _route), per_parameter, self_check, batch_dim
+            RuleOptions(exact_grad, _route, ProductKernel() if kernel else None),
+            per_parameter,
+            self_check,
+            batch_dim,
         )
         self._blocks = BlockScorer(model, parameters, self._targets, schedule, self._log, options)
-        self._protocol = BatchProtocol(self._blocks, mode)
+        self._passes = TrainingPasses(self._blocks, loss_fn, choice)
+        self._protocol = BatchProtocol(self._blocks, self._passes)
         self._closed = False
 
     @contextmanager
@@ -189,9 +215,10 @@ class GhostEngine:
         """
         if self.mode == "concat":
             raise UsageError(
-                "mode='concat' needs training and validation rows in one batch: use "
-                "attach_train_batch, prepare_forward_input, prepare_gradients and "
-                "aggregate_and_log, or mode='two_pass' with observe()"
+                "mode='concat' needs training and validation rows in one batch, and observe() "
+                "sees the training rows alone: use engine.loss(batch), or attach_train_batch, "
+                "prepare_forward_input, prepare_gradients and aggregate_and_log, or "
+                "mode='two_pass' with observe()"
             )
         ids = None
         if sample_ids is not None:
@@ -209,12 +236,37 @@ class GhostEngine:
             raise
         self._blocks.end(ids, names)
 
+    def loss(
+        self,
+        batch: object,
+        *,
+        sample_ids: Sequence[int | str] | None = None,
+        domains: Sequence[str | None] | None = None,
+        step: int | None = None,
+    ) -> Tensor:
+        """The loss of a batch, whose backward pass is scored.
+
+        loss = engine.loss(batch); multiply it as you like; loss.backward(): then `scores` is there.
+        Its value is that of loss_fn(model, batch), and .grad becomes that of plain training. The
+        batch is a tensor, or a tuple, list or dict of tensors, with the samples in dimension 0.
+        """
+        ids = None
+        if sample_ids is not None:
+            ids = checked_ids(sample_ids)
+        names = None
+        if domains is not None:
+            names = checked_domains(domains, ids)
+        if step is not None:
+            step = whole_number(step, "step")
+        return self._passes.loss(Announced(batch, ids, names, step))
+
     @property
     def scores(self) -> Scores:
         """The scores of the last block."""
-        if self._blocks.scores is None:
+        scores = self._blocks.scores
+        if scores is None:
             raise UsageError("there are no scores yet: run a training pass inside observe() first")
-        return self._blocks.scores
+        return scores
 
     def honesty(self) -> dict[str, PredictionCheck]:
         """By target, the predicted change of its loss against the measured one, over all steps."""
@@ -223,13 +275,9 @@ class GhostEngine:
     def verify(self, batch: object) -> VerifyReport:
         """Score a batch with the engine and with the slow exact twin, dropout off.
 
-        Nothing in the model or in .grad changes.
+        Nothing in the model or in .grad changes. Under fully_shard all processes call it, each with
+        a batch of its own.
         """
-        if self._group.sharded:
-            raise UsageError(
-                "verify() runs the model in one process; under fully_shard the self-check of the "
-                "first step does it"
-            )
         observation = self._blocks.beside_training()
         return compare_with_twin(
             self.model, self.loss_fn, batch, self._targets, observation, self._blocks.parameters
@@ -285,16 +333,6 @@ class GhostEngine:
             self._blocks.close()
             self._log.close()
             self._group.close()
-
-
-def _check_concat(mode: str, refresh_every: int, precondition: str | None) -> None:
-    if mode == "concat" and refresh_every != 1:
-        raise UsageError(
-            "refresh_every needs mode='two_pass': with 'concat' the validation rows are in every "
-            "pass"
-        )
-    if mode == "concat" and precondition is not None:
-        raise UsageError("precondition='adam' needs mode='two_pass'")
 
 
 def _make_on_first_rank(run_dir: Path, group: ModelGroup) -> None:

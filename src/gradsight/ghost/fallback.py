@@ -83,37 +83,36 @@ def attach_derivative(
     probe: Tensor,
 ) -> list[Any]:
     """The outputs of a call, those with a layout scored by the call's directional derivative."""
-    where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-    saved = [flat[i] for i in where]
-    rest = [None if isinstance(x, Tensor) else x for x in flat]
-    shared = _Shared(call, rest, where, carried, len(layouts))
+    saved = [x for x in flat if isinstance(x, Tensor)]
+    shared = SharedDerivatives(call, flat, carried, len(layouts))
     scored = list(outputs)
     for j, layout in layouts.items():
-        score = _derivative_score(shared, j, layout, probe.shape[1])
+        score = derivative_score(shared, j, layout, probe.shape[1])
         scored[j] = attach(outputs[j], probe, score, saved)
     return scored
 
 
-class _Shared:
+class SharedDerivatives:
     """The derivatives of one call, kept from its first output that is scored to its last."""
 
     def __init__(
         self,
         call: OperatorCall,
-        rest: list[Any],
-        where: list[int],
+        flat: Sequence[Any],
         carried: Mapping[int, TangentSource],
         readers: int,
     ) -> None:
+        # Tensors are not kept here but handed back by autograd, which may have packed them.
         self._call = call
-        self._rest = rest
-        self._where = where
+        self._rest = [None if isinstance(x, Tensor) else x for x in flat]
+        self._where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
         self._carried = carried
         self._readers = readers
         self._left = readers
         self._result: dict[int, list[Tensor | None]] | None = None
 
     def derivatives(self, saved: Sequence[Tensor]) -> dict[int, list[Tensor | None]]:
+        """By slot, the derivative of every output."""
         result = self._result
         if result is None:
             flat = list(self._rest)
@@ -127,7 +126,11 @@ class _Shared:
         return result
 
 
-def _derivative_score(shared: _Shared, index: int, layout: SampleLayout, batch: int) -> Score:
+def derivative_score(
+    shared: SharedDerivatives, index: int, layout: SampleLayout, batch: int
+) -> Score:
+    """The scores of one output of a call: its directional derivative dotted with its gradient."""
+
     def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         pairs = []
         for slot, outputs in shared.derivatives(saved).items():

@@ -12,6 +12,7 @@ from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot
+from gradsight.ghost.one_pass_check import OnePassCheck
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.sample_axis import Key, LayoutMemory
 from gradsight.ghost.selfcheck import SelfCheck, rounding
@@ -41,6 +42,7 @@ class FirstBlockCheck:
         self._rules = rules
         self._enabled = enabled
         self._checked: set[bool] = set()
+        self._one_pass_proven = False
         self._blocks = 0
         self._base: list[Tensor] | None = None
 
@@ -58,14 +60,21 @@ class FirstBlockCheck:
 
     def before_call(self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer) -> None:
         """Ask the twin about the first batch, and about the first of more than one sample."""
+        if not self._enabled:
+            return
         # A batch of one proves no layout: everything in it belongs to the one sample.
         several = call.batch > 1
-        if not self._enabled or several in self._checked:
-            return
-        with paused(tracer):
-            self._self_check(parameters).run([call])
-        self._memory.prove()
-        self._checked |= {several, False}
+        if several not in self._checked:
+            with paused(tracer):
+                self._self_check(parameters).run([call])
+            self._memory.prove()
+            self._checked |= {several, False}
+        one_pass = tracer.options.one_pass
+        if one_pass is not None and not self._one_pass_proven and not self._group.sharded:
+            with paused(tracer):
+                OnePassCheck(parameters, tracer.options, one_pass).run(call)
+            self._memory.prove()
+            self._one_pass_proven = True
 
     def end_block(
         self,

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-calls
 """One observed training pass: from entering observe() to leaving it."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,13 @@ from gradsight.core.moments import listen
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
 from gradsight.ghost.first_block_check import FirstBlockCheck
+from gradsight.ghost.one_pass import OnePass
+from gradsight.ghost.one_pass_check import compare_rehearsal, rehearse
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refusals import refuse_batch_norm
-from gradsight.ghost.tracer import TraceOptions, Tracer, tracing
+from gradsight.ghost.row_parts import RowParts
+from gradsight.ghost.selfcheck import rounding
+from gradsight.ghost.tracer import TraceOptions, Tracer, paused, recompute_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,13 @@ class Observation:
         self.calls: list[SplitCall] = []
         self.scale: Tensor | None = None
         """The factor that a GradScaler gave the loss; None without one."""
-        self.backwards = 0
+        self.passes_back = 0
         """Those that came through the model."""
+        self.on_finished: Callable[[], None] | None = None
+        """Called when a backward pass through the model has returned."""
+        self.on_refusal: Callable[[], None] | None = None
+        """Called when something of the pass is refused, before the user hears of it."""
+        self.stopped = False
         self.began_backward = False
         """Whether there was one, of whatever model."""
         self._parameters = parameters
@@ -54,6 +64,9 @@ class Observation:
         self._expected = expected
         self._check = check
         self._stack = ExitStack()
+        self._eyes = ExitStack()
+        self._looking = False
+        self._rehearsed: list[Tensor] | None = None
         self._hook: Any = None
         self._busy = False
 
@@ -61,8 +74,6 @@ class Observation:
         """Begin to look; `stop` must follow."""
         refuse_batch_norm(self._root)
         try:
-            # A compiled model ignores hooks that are put on later, and says nothing.
-            self._stack.enter_context(eager())
             # What the engine refuses, the user hears in their own block: everything passes.
             guard = Guard(None, "engine", "the block was not observed", Exception)
             listen(self, guard, own_thread=True)
@@ -71,19 +82,63 @@ class Observation:
                 self._before_root, with_kwargs=True, prepend=True
             )
             self._stack.callback(before.remove)
-            after = self._root.register_forward_hook(self._after_root)
+            # always_call: a refusal inside of the model ends the block before the user hears it.
+            after = self._root.register_forward_hook(self._after_root, always_call=True)
             self._stack.callback(after.remove)
             if self._expected.size is not None:
                 self._set_probe(self._expected.size)
             self.tracer.mark_constant(self._root.buffers())
-            self._stack.enter_context(tracing(self.tracer, self._root))
+            self._stack.enter_context(recompute_seen(self.tracer, self._root))
+            # A compiled model ignores hooks that are put on later, and says nothing.
+            self._eyes.enter_context(eager())
+            self._eyes.enter_context(self.tracer)
+            self._looking = True
+            self.tracer.on_refusal = self._refused
         except BaseException:
-            self._stack.close()
+            self.stop()
             raise
 
+    def look_away(self) -> None:
+        """The forward pass is over: operations that come now are not this block's."""
+        self._eyes.close()
+        self._looking = False
+        if self.tracer.expects_recompute:
+            self._stack.enter_context(eager())
+
     def stop(self) -> None:
-        """Leave everything as it was found."""
+        """Leave everything as it was found.
+
+        Inside of an operation that is being refused the eyes can only look away: torch puts a mode
+        back after its operation. `stopped` tells, and a second call finishes.
+        """
         self._stack.close()
+        if self.tracer.active or not self._looking:
+            self._eyes.close()
+            self._looking = False
+            self.stopped = True
+        else:
+            self.tracer.paused = True
+
+    def judge(self, loss: Tensor) -> None:
+        """The forward pass is over: refuse a loss that mixes samples."""
+        guard = self.tracer.options.guard
+        if guard is not None:
+            if guard.judges_loss and self.tracer.bound:
+                with paused(self.tracer):
+                    guard.judge_loss(loss, self.tracer.batch)
+            guard.before_backward(loss)
+
+    def refuse_unsplit(self, loss: Tensor) -> None:
+        """An error if a loss was not split by rows in this pass."""
+        guard = self.tracer.options.guard
+        assert guard is not None
+        guard.before_backward(loss)
+
+    @property
+    def dropped_out(self) -> bool:
+        """Whether a pass over joined rows met an active dropout."""
+        guard = self.tracer.options.guard
+        return guard is not None and guard.joined is not None and guard.joined.dropped_out
 
     def release(self) -> None:
         """Let go of every tensor of the pass."""
@@ -102,6 +157,13 @@ class Observation:
         """Remember the factor, as a tensor of its own: the scaler changes its own in place."""
         with suspended(), torch._C.DisableTorchFunction():
             self.scale = scaler.scale(torch.ones((), device=self._parameters.device))
+        if self._one_pass is not None:
+            self._one_pass.loss_scale = self.scale
+
+    def after_backward(self, begun: object, rows: object) -> None:
+        """A backward pass has returned."""
+        if self.on_finished is not None and self.backwards:
+            self.on_finished()
 
     def scores(self) -> Tensor:
         """The table [slots, B], loss scale divided out, not yet the share of the global batch."""
@@ -126,13 +188,38 @@ class Observation:
                 "(one block per micro-batch; activation checkpointing with use_reentrant=False). "
                 "The scores of this block are discarded; .grad is untouched."
             )
-        table = self.tracer.probe.grad
-        assert table is not None
+        table = self._table()
         if self.scale is not None:
             table = table / self.scale.to(table)
         return table
 
+    def _table(self) -> Tensor:
+        """The scores as the backward pass has left them."""
+        probe = self.tracer.probe
+        table = torch.zeros_like(probe) if probe.grad is None else probe.grad
+        if self._one_pass is not None:
+            self._one_pass.finish()
+            if self._one_pass.table is not None:
+                table = table + self._one_pass.table.to(table)
+            if self.scale is not None:
+                # The targets' losses were pulled back with the same factor.
+                table = table / self.scale.to(table)
+        return table
+
+    @property
+    def backwards(self) -> int:
+        """How many backward passes came through the model."""
+        if self._one_pass is not None:
+            return self._one_pass.backwards
+        return self.passes_back
+
+    @property
+    def _one_pass(self) -> OnePass | None:
+        return self.tracer.options.one_pass
+
     def _set_probe(self, batch: int) -> None:
+        if self._one_pass is not None:
+            batch = self._one_pass.parts.train
         probe = torch.zeros(
             self.tracer.options.directions.slots,
             batch,
@@ -144,7 +231,7 @@ class Observation:
         self.tracer.probe = probe
 
     def _count(self, probe: Tensor) -> None:
-        self.backwards += 1
+        self.passes_back += 1
 
     def _before_root(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -154,8 +241,20 @@ class Observation:
         self._busy = True  # the check calls the model too
         try:
             self._take_call(args, kwargs)
+        except GradsightError:
+            self._refused()
+            raise
         finally:
             self._busy = False
+
+    def _refused(self) -> None:
+        if self.on_refusal is not None:
+            self.on_refusal()
+
+    def backward_failed(self, begun: object) -> None:
+        """A backward pass broke off: nothing of it can be scored."""
+        if self.on_finished is not None and self.began_backward:
+            self._refused()
 
     def _take_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch._C.DisableTorchFunction():
@@ -164,6 +263,7 @@ class Observation:
             self.tracer.options.memory.preferred = next(iter(call.dims.values()))
             if self._check is not None:
                 self._check.before_call(call, self._parameters, self.tracer)
+                self._rehearse(call)
             if self._expected.size is None:
                 self._set_probe(call.batch)
         elif call.batch != self.tracer.batch:
@@ -184,8 +284,28 @@ class Observation:
                 f"{error} Check sample_ids, or pass batch_dim to GhostEngine."
             ) from None
 
+    def _rehearse(self, call: SplitCall) -> None:
+        """In the first block of one pass, run the training rows alone as well."""
+        if self._one_pass is not None and self._check is not None and self._check.first:
+            with paused(self.tracer):
+                self._rehearsed = self._alone(call, self._one_pass.parts)
+
+    def _alone(self, call: SplitCall, parts: RowParts) -> list[Tensor]:
+        return rehearse(self._root, call, parts, sharded=self._parameters.sharded)
+
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         guard = self.tracer.options.guard
         if guard is None or self._busy or self.tracer.paused or not self.tracer.active:
+            if self._looking and self.tracer.paused and not self._busy:
+                self.stop()  # a refusal inside of the model: here torch lets go of the mode
             return
+        if self._rehearsed is not None and self._one_pass is not None and output is not None:
+            alone = self._rehearsed
+            self._rehearsed = None
+            limit = rounding(self._parameters)
+            try:
+                compare_rehearsal(alone, tensors_in(output), self._one_pass.parts, limit)
+            except GradsightError:
+                self._refused()
+                raise
         guard.outputs += tensors_in(output)

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradsight.errors import UsageError
 from gradsight.ghost.arguments import checked_ids
 from gradsight.ghost.blocks import BlockScorer
-from gradsight.ghost.concat import Concatenation, refuse_concat
+from gradsight.ghost.training_passes import TrainingPasses
 from gradsight.values.whole_numbers import whole_number
 
 ORDER = {
@@ -26,9 +26,9 @@ class BatchProtocol:
     A call that fails or comes out of order gives the step up.
     """
 
-    def __init__(self, blocks: BlockScorer, mode: str) -> None:
+    def __init__(self, blocks: BlockScorer, passes: TrainingPasses) -> None:
         self._blocks = blocks
-        self._mode = mode
+        self._passes = passes
         self._stage = "idle"
         self._ids: list[int | str] = []
         self._domains: list[str | None] | None = None
@@ -42,6 +42,9 @@ class BatchProtocol:
         domains: Sequence[str | None] | None,
     ) -> None:
         """Announce a batch; batch_idx is the number of the batch, or the sample ids."""
+        if self._stage == "forward" and not self._blocks.is_open:
+            self._stage = "idle"  # the last step was refused on its way
+        self._blocks.finish_stopping()
         another_micro_batch = self._stage == "scored" and iteration == self._iteration
         if not another_micro_batch:
             self._expect("idle", "attach_train_batch")
@@ -62,13 +65,12 @@ class BatchProtocol:
             raise UsageError(
                 f"prepare_forward_input got {len(x)} rows, attach_train_batch {len(self._ids)}"
             )
-        if self._mode == "concat":
-            joined = Concatenation(self._blocks.targets, self._blocks.parameters)
-            refuse_concat(self._blocks.parameters.root, self._blocks.group.size)
-            x, y = joined.join(x, y)
-            self._blocks.begin(joined.total, self._iteration, joined)
-        else:
+        joined = self._passes.joined_pair(x, y, self._iteration)
+        if joined is None:
             self._blocks.begin(len(self._ids), self._iteration)
+        else:
+            x, y = joined.rows
+            self._blocks.begin_joined(joined.parts, self._iteration, splits_loss=True)
         self._stage = "forward"
         return x, y
 

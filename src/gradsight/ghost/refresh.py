@@ -47,13 +47,10 @@ class RefreshSchedule:
     def refresh_if_due(self, step: int, parameters: ScoredParameters) -> bool:
         """Compute the directions anew where they are due; returns whether they were."""
         last = self._refreshed_at
-        if last is not None and last <= step < last + self._every:
+        kept = last is not None and bool(self._targets.directions)
+        if last is not None and kept and last <= step < last + self._every:
             return False
-        # Under Adam the plain score hardly correlates with what a sample does (R = 0.11 in the
-        # paper), the scaled one almost perfectly (R > 0.99).
-        scales = None
-        if self._precondition == "adam" and self._optimizer is not None:
-            scales = adam_scales(self._optimizer, parameters.trainable)
+        scales = self._scales(parameters)
         kind = PLAIN if scales is None else "adam"
         turned = self._targets.refresh(parameters, scales, compare=self._every > 1)
         if kind == self.kind:  # directions of two kinds have no angle worth telling
@@ -63,6 +60,53 @@ class RefreshSchedule:
         self._refreshed_at = step
         return True
 
+    def refresh_now(self, parameters: ScoredParameters) -> None:
+        """Compute the directions anew, due or not, without counting it as a refresh."""
+        self._targets.refresh(parameters, self._scales(parameters))
+
+    def _scales(self, parameters: ScoredParameters) -> Direction | None:
+        # Under Adam the plain score hardly correlates with what a sample does (R = 0.11 in the
+        # paper), the scaled one almost perfectly (R > 0.99).
+        if self._precondition == "adam" and self._optimizer is not None:
+            return adam_scales(self._optimizer, parameters.trainable)
+        return None
+
+    def scales_of_pass(self, parameters: ScoredParameters) -> "AdamScales | None":
+        """How one pass scales the directions that it finds; None: not at all."""
+        scales = None
+        if self._precondition == "adam" and self._optimizer is not None:
+            scales = AdamScales(self._optimizer, parameters.trainable)
+        if scales is not None and not scales.known:
+            scales = None
+        self.kind = PLAIN if scales is None else "adam"
+        return scales
+
+
+class AdamScales:
+    """1 / (sqrt(v) + eps) of one parameter at a time: all of them are as large as the gradient."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        self._kind = type(optimizer).__name__
+        self._parameters = parameters
+        names = {id(p): name for name, p in parameters.items()}
+        self._states: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if id(parameter) in names and state:
+                    self._states[names[id(parameter)]] = (state, group)
+
+    @property
+    def known(self) -> bool:
+        """Whether the optimizer has made a step."""
+        return bool(self._states)
+
+    def get(self, name: str) -> Tensor:
+        """A parameter's scale; zeros for what the optimizer does not move."""
+        if name not in self._states:
+            return torch.zeros_like(self._parameters[name])
+        return _scale(*self._states[name], self._kind)
+
 
 def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direction | None:
     """1 / (sqrt(v) + eps) of every parameter, v corrected for its start; None before a first step.
@@ -70,20 +114,10 @@ def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direc
     Adam moves a weight by -lr m / (sqrt(v) + eps), so a sample's gradient acts on the target's loss
     through this scale.
     """
-    names = {id(p): name for name, p in parameters.items()}
-    scales: Direction = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if id(parameter) in names and state:
-                scales[names[id(parameter)]] = _scale(state, group, type(optimizer).__name__)
-    if not scales:
+    scales = AdamScales(optimizer, parameters)
+    if not scales.known:
         return None
-    # The optimizer does not move what it has no state for: no sample acts through it.
-    for name, parameter in parameters.items():
-        if name not in scales:
-            scales[name] = torch.zeros_like(parameter)
-    return scales
+    return {name: scales.get(name) for name in parameters}
 
 
 def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:

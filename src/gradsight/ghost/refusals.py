@@ -4,39 +4,49 @@ Statistics over the batch mix samples, and so do losses that tie them together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradsight.core.samples import LOSSES
 from gradsight.errors import GradsightError
-from gradsight.ghost.concat import Concatenation
+from gradsight.ghost.joined_calls import JoinedCalls, refuse_other_terms
+from gradsight.ghost.one_pass import OnePassRefusal
 from gradsight.ghost.use import DECLINED, argument_of
+
+if TYPE_CHECKING:
+    from gradsight.ghost.tracer import Tracer
 
 
 class PassGuard:
     """Asked before every operation of a training pass, and before its backward pass."""
 
-    def __init__(self, concatenation: Concatenation | None, *, judges_loss: bool) -> None:
+    def __init__(self, joined: JoinedCalls | None, *, judges_loss: bool) -> None:
         self.judges_loss = judges_loss
         """Whether the loss is looked at: in the first block only, for a second derivative of it
         costs a backward pass.
         """
         self.outputs: list[Tensor] = []
         """The model's outputs, until the backward pass begins."""
-        self._concatenation = concatenation
+        self.joined = joined
+        """Told of every operation in a pass over joined rows."""
 
     def intercept(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tracer: "Tracer",
     ) -> Any:
         """A replaced call's result, or DECLINED; an error if the call mixes samples."""
         if func is F.batch_norm:
             refuse_batch_statistics(args, kwargs)
-        if self._concatenation is None:
+        if self.joined is None:
             return DECLINED
-        return self._concatenation.intercept(func, args, kwargs)
+        return self.joined.intercept(func, args, kwargs, tracer)
 
     def judge_loss(self, loss: Tensor, batch: int) -> None:
         """An error if the loss ties samples together."""
@@ -49,11 +59,17 @@ class PassGuard:
                 "own. Train without the engine, or use a mean over samples."
             )
 
-    def before_backward(self) -> None:
-        """Find what is known only now, and let go of the outputs: they may be large."""
-        if self._concatenation is not None:
-            with torch.enable_grad():
-                self._concatenation.find_directions()
+    def before_backward(self, loss: Tensor) -> None:
+        """Refuse a loss that was not split, and let go of the outputs: they may be large."""
+        if self.joined is not None and not self.joined.one_pass.losses:
+            known = ", ".join(sorted(loss.__name__ for loss in LOSSES))
+            raise OnePassRefusal(
+                f"one pass found no loss function of torch in the pass (it knows {known}), so the "
+                "validation rows cannot be told from the training rows in the loss. engine.loss() "
+                "takes any loss_fn of the model's outputs."
+            )
+        if self.joined is not None:
+            refuse_other_terms(loss)
         self.outputs.clear()
 
 

@@ -225,7 +225,7 @@ class ScoreLog:
             return
         self._saved_before = due
         if self._group.size > 1 or not self.pending.are_on_their_way:
-            self._attempt(step, self.save, due)
+            self._attempt(step, self._save, due)
             return
         # In a thread of its own: neither the device nor the disk is waited for.
         self._finish_writing()
@@ -238,8 +238,7 @@ class ScoreLog:
         try:
             write(*given)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}; training goes on, these scores are lost"
-            self._problems.report("scores", text, step)
+            self._problems.report("scores", _lost(error), step)
 
     def _finish_writing(self) -> None:
         """Wait for the file that is being written."""
@@ -253,8 +252,16 @@ class ScoreLog:
     def save(self, iteration: int | None) -> Path | None:
         """Write the scores of all steps before this one (None: of all).
 
-        One file with every process's rows, written by the first; returns its path there.
+        One file with every process's rows, written by the first; returns its path there. A failure
+        is raised, and goes to the record too.
         """
+        try:
+            return self._save(iteration)
+        except Exception as error:
+            self._problems.record("scores", _lost(error), iteration or self._count.last + 1)
+            raise
+
+    def _save(self, iteration: int | None) -> Path | None:
         self._finish_writing()
         rows = self.pending.rows(self.pending.take(iteration))
         nothing_left = iteration is None and not rows and self._group.size == 1
@@ -317,8 +324,7 @@ class ScoreLog:
         for block in blocks:
             if block.step == blocks[-1].step:
                 block.clip = clip
-        if self.history.steps:
-            self.history.steps[-1].clip = clip
+        self.history.before_step(clip)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._called_by_scaler = True
@@ -339,6 +345,10 @@ class ScoreLog:
         # No collective of ours may run inside a hook: with several processes the next block saves.
         if self._group.size == 1 and self.pending.blocks:
             self.save_finished(self._count.last + 1)
+
+
+def _lost(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}; training goes on, these scores are lost"
 
 
 class _SavesAtExit:

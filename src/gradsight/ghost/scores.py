@@ -22,6 +22,10 @@ class Scores:
     """Filled with per_parameter=True."""
     direction: str
     """ "plain", or "adam" where the direction is scaled by the optimizer's second moments."""
+    mode: str = "two_pass"
+    """ "concat" where training and validation rows went through one pass, else "two_pass"."""
+    compiled: bool = False
+    """Whether the training pass ran in compiled code."""
 
     @property
     def total(self) -> Tensor:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsight.ghost.kernels.product_kernel import ProductKernel
+
 ON_CPU = 1 << 20
 """Bytes for the products of a few samples, so that small ones are made by one call.
 
@@ -29,7 +31,12 @@ class Scratch:
     would cost a fault per page; other devices' allocators keep it themselves.
     """
 
-    def __init__(self) -> None:
+    kernel: ProductKernel | None = None
+    """By which products are made that then need no such memory."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """most: how many matrices at once, however small they are; None: as many as fit."""
+        self._most = most
         self._kept: dict[torch.dtype, Tensor] = {}
         self._rooms: dict[tuple[torch.dtype, int, int, int], Room] = {}
 
@@ -39,6 +46,8 @@ class Scratch:
         on_cpu = like.device.type == "cpu"
         if on_cpu and key in self._rooms:
             return self._rooms[key]
+        if self._most is not None:
+            most = min(most, self._most)
         entries = max(1, height * width)
         budget = ON_CPU if on_cpu else ELSEWHERE
         fitting = budget // (entries * like.element_size())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsight.core.autocast import autocast_dtype
+from gradsight.core.autocast import autocast_dtype, autocast_to
 from gradsight.core.beside import beside_training, eager
 from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
 from gradsight.core.samples import SplitCall, tolerance
@@ -16,7 +16,7 @@ from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction, Directions
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.oracle import TwinError, twin_scores
-from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.parameters import ScoredParameters, TypesMet
 from gradsight.ghost.sample_axis import Key, LayoutMemory
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer, tracing
 
@@ -88,7 +88,14 @@ class SelfCheck:
     def run(self, calls: Sequence[SplitCall]) -> set[Key]:
         """Find layouts under which engine and twin agree, or refuse; returns the uses met."""
         # Dropout is off: stock GPT-2 has it on, and a comparison in flight would reject it.
-        with beside_training(self._root, evaluating=True), eager():
+        device = self._parameters.device.type
+        with (
+            beside_training(self._root, evaluating=True),
+            eager(),
+            # Without autocast's cache: its copies of weights outlive a pass, and fully_shard has
+            # let go of the weights by then.
+            autocast_to(device, autocast_dtype(device)),
+        ):
             outputs, cotangents = self._outputs(calls)
             rows = spread(calls[0].batch)
             twin = self._twin(calls, outputs, cotangents, rows)
@@ -102,7 +109,7 @@ class SelfCheck:
                 # A pass may end with other layouts than it began with: they are tried as they are.
                 if self._agreed(self._memory.snapshot() != assumed):
                     continue
-                if not self._agreed(self._assume_otherwise(wrong, keys)):
+                if not self._agreed(assume_otherwise(self._memory, wrong, keys)):
                     break
         raise GradsightError(refusal(comparison, wrong))
 
@@ -112,33 +119,17 @@ class SelfCheck:
             return flag
         return bool(self._group.sum(torch.tensor(float(flag))) > 0)
 
-    def _assume_otherwise(self, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]) -> bool:
-        """Assume the next combination of layouts at the wrong parameters; False after the last."""
-        moved: set[Key] = set()
-        changed = False
-        for name in sorted(wrong):
-            mine = [key for key, origins in keys.items() if name in origins]
-            if moved & set(mine):
-                continue
-            moved |= set(mine)
-            changed |= any(self._memory.advance(key) for key in mine)
-        return changed
-
     def _outputs(self, calls: Sequence[SplitCall]) -> tuple[list[Tensor], list[Tensor]]:
         """The model's outputs for the batch, and random gradients for them."""
-        outputs = outputs_with_rows(self._root, calls)
+        with TypesMet(self._parameters):
+            outputs = outputs_with_rows(self._root, calls)
         if not outputs:
             raise TwinError(
                 "the self-check found no output with rows of samples: the model returns only a "
                 "loss, and computes it with no loss function of torch. Return the predictions too, "
                 "or pass self_check=False."
             )
-        generator = torch.Generator().manual_seed(len(outputs))
-        cotangents = []
-        for y in outputs:
-            noise = torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
-            cotangents.append(noise / max(y.numel(), 1) ** 0.5)
-        return [y.detach() for y in outputs], cotangents
+        return [y.detach() for y in outputs], cotangents_for(outputs)
 
     def _twin(
         self,
@@ -147,27 +138,12 @@ class SelfCheck:
         cotangents: list[Tensor],
         rows: Sequence[int],
     ) -> dict[str, Tensor]:
-        turns = self._turns(rows)
-        batch = BatchOutputs(outputs, cotangents, calls[0].batch)
+        turns = turns_of(rows, self._group)
+        within = rounding(self._parameters)
+        batch = BatchOutputs(outputs, cotangents, calls[0].batch, within)
         table = twin_scores(self._root, calls, batch, self._pull, turns)
         mine = [t for t, (_, active) in enumerate(turns) if active]
         return {name: torch.stack(values)[mine] for name, values in table.items()}
-
-    def _turns(self, rows: Sequence[int]) -> list[tuple[int, bool]]:
-        """Which row is run when, and whether it counts here.
-
-        Sharded models run in step: each process has its turns, the others add nothing then.
-        """
-        if not self._group.sharded:
-            return [(row, True) for row in rows]
-        count = len(rows)
-        most = self._group.largest(count)
-        turns = []
-        for owner in range(self._group.size):
-            for i in range(most):
-                row = rows[i] if i < count else rows[0]
-                turns.append((row, owner == self._group.rank and i < count))
-        return turns
 
     def _pull(
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
@@ -247,10 +223,53 @@ class SelfCheck:
 
 
 def rounding(parameters: ScoredParameters) -> float:
-    """The relative difference that rounding may cause in this model, autocast included."""
+    """The relative difference that rounding may cause in this model, by the narrowest type met."""
     if autocast_dtype(parameters.device.type) is not None:
         return tolerance(torch.bfloat16)
-    return max(tolerance(p.dtype) for p in parameters.trainable.values())
+    types = {p.dtype for p in parameters.trainable.values()} | parameters.types_met
+    return max(tolerance(each) for each in types)
+
+
+def turns_of(rows: Sequence[int], group: ModelGroup) -> list[tuple[int, bool]]:
+    """Which row is run when, and whether it counts here.
+
+    Sharded models run in step: each process has its turns, the others add nothing then.
+    """
+    if not group.sharded:
+        return [(row, True) for row in rows]
+    count = len(rows)
+    most = group.largest(count)
+    turns = []
+    for owner in range(group.size):
+        for i in range(most):
+            row = rows[i] if i < count else rows[0]
+            turns.append((row, owner == group.rank and i < count))
+    return turns
+
+
+def assume_otherwise(
+    memory: LayoutMemory, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]
+) -> bool:
+    """Assume the next combination of layouts at the wrong parameters; False after the last."""
+    moved: set[Key] = set()
+    changed = False
+    for name in sorted(wrong):
+        mine = [key for key, origins in keys.items() if name in origins]
+        if moved & set(mine):
+            continue
+        moved |= set(mine)
+        changed |= any(memory.advance(key) for key in mine)
+    return changed
+
+
+def cotangents_for(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Random gradients for a model's outputs, the same on every call."""
+    generator = torch.Generator().manual_seed(len(outputs))
+    cotangents = []
+    for y in outputs:
+        noise = torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
+        cotangents.append(noise / max(y.numel(), 1) ** 0.5)
+    return cotangents
 
 
 def spread(batch: int) -> list[int]:

@@ -22,10 +22,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.core.autocast import autocast_dtype
 from gradsight.core.samples import SplitCall, tensors_in
+from gradsight.core.shards import is_sharded
 from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
+from gradsight.ghost.joined_operations import JoinedCall, run_joined
+from gradsight.ghost.joined_rules import JOINED_RULES
+from gradsight.ghost.kernels.product_kernel import ProductKernel
+from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.rules import DECLINED, RULES, descend
 from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout
@@ -57,6 +62,8 @@ class RuleOptions:
     """Whether the gradient must be the plain operation's own, bit for bit."""
     route: str | None = None
     """A route to take everywhere, for comparisons; None: by the cost rule."""
+    kernel: ProductKernel | None = None
+    """By which split products are made; None: as torch makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +73,16 @@ class TraceOptions:
     directions: Directions
     memory: LayoutMemory
     rules: RuleOptions = RuleOptions()
+    one_pass: OnePass | None = None
+    """The pass over joined rows that this is; None where training rows are alone."""
     guard: PassGuard | None = None
     """Asked before every operation; None in passes beside training."""
     scratch: Scratch = field(default_factory=Scratch)
     """Memory for the products of a layer."""
+
+    def __post_init__(self) -> None:
+        # Whoever makes products is handed the memory for them, and so the kernel.
+        self.scratch.kernel = self.rules.kernel
 
 
 class Tracer(TorchFunctionMode):
@@ -96,7 +109,13 @@ class Tracer(TorchFunctionMode):
         self._parameters: dict[str, ParameterTangents] = {}
         self.on_recompute: Callable[[], None] | None = None
         """Called once, when an operation is met that a backward pass may run again."""
-        self._preferred: int | None = None
+        self.on_refusal: Callable[[], None] | None = None
+        """Called when an operation is refused."""
+        self.expects_recompute = False
+        """Whether such an operation was met."""
+        self.preferred: int | None = None
+        """The likely dimension of samples in here, where it is another than the model's own."""
+        self._stand_ins: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
 
     @property
     def probe(self) -> Tensor:
@@ -119,8 +138,15 @@ class Tracer(TorchFunctionMode):
 
     @property
     def batch(self) -> int:
-        """The number of samples."""
+        """The number of samples: of rows, in a pass over joined rows."""
+        if self.options.one_pass is not None:
+            return self.options.one_pass.parts.total
         return self.probe.shape[1]
+
+    @property
+    def likely_dim(self) -> int:
+        """The dimension that samples are likely in."""
+        return self.options.memory.preferred if self.preferred is None else self.preferred
 
     @property
     def active(self) -> bool:
@@ -134,6 +160,9 @@ class Tracer(TorchFunctionMode):
         self._carried.clear()
         self._constant.clear()
         self._parameters.clear()
+        self._stand_ins.clear()
+        if self.options.one_pass is not None:
+            self.options.one_pass.release()
 
     def mark_constant(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that hold no samples."""
@@ -157,8 +186,8 @@ class Tracer(TorchFunctionMode):
         if entry is not None and entry[0]() is x:
             return entry[1]
         name = self._name(x)
-        if name is None:
-            return None
+        if name is None or (self.options.one_pass is not None and is_sharded(x)):
+            return None  # rows meet whole parameters, not a process's part of them
         if name not in self._parameters:
             self._parameters[name] = ParameterTangents(name, self.options.directions)
             self.options.directions.fetch(name)
@@ -173,16 +202,29 @@ class Tracer(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operation, scored or carried on if a parameter takes part in it."""
-        kwargs = kwargs or {}
         if self.paused:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        try:
+            return self._see(func, types, args, kwargs or {})
+        except GradsightError:
+            if self.on_refusal is not None:
+                self.on_refusal()
+            raise
+
+    def _see(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         guard = self.options.guard
         if func in BACKWARD:
             if guard is not None and func is not torch.autograd.grad:
                 self._before_backward(guard, args[0])
             return func(*args, **kwargs)
         if guard is not None:
-            replaced = guard.intercept(func, args, kwargs)
+            replaced = guard.intercept(func, args, kwargs, self)
             if replaced is not DECLINED:
                 return replaced
         # The arguments are flattened only if a parameter is among them: most operations have none.
@@ -198,37 +240,90 @@ class Tracer(TorchFunctionMode):
             return self._inside(inner, args, kwargs)
         if self.on_recompute is not None and saves_are_packed():
             self._expect_recompute()
-        if func in RULES and any(
-            self.source(x) is None and not self._is_constant(x) for x in tensors
-        ):
-            scored = RULES[func](Use(self, func, args, kwargs, origins_of(sources)))
-            if scored is not DECLINED:
-                return scored
+        one_pass = self.options.one_pass
+        if one_pass is not None and changes_in_place(func):
+            return self._out_of_place(func, types, args, kwargs)
+        if any(self.source(x) is None and not self._is_constant(x) for x in tensors):
+            rules = RULES
+            if one_pass is not None:
+                rules = JOINED_RULES
+                one_pass.count(name for source in sources for name in source.origins)
+            if func in rules:
+                scored = rules[func](Use(self, func, args, kwargs, origins_of(sources)))
+                if scored is not DECLINED:
+                    return scored
         return self._general(func, args, kwargs)
+
+    def _out_of_place(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Change a tensor's rows with a parameter's help: by a copy, which then takes its place."""
+        first = args[0]
+        plain = out_of_place(func)
+        if plain is None or self.source(first) is not None:
+            raise OnePassRefusal(f"{function_name(func)} changes a tensor in place.")
+        changed = self.__torch_function__(plain, types, (first.clone(), *args[1:]), kwargs)
+        return first.copy_(changed)
+
+    def stand_ins(self, x: Any) -> list[Tensor]:
+        """A parameter's or derived tensor's stand-ins, one per target; none for other tensors."""
+        if self.source(x) is None:
+            return []
+        entry = self._stand_ins.get(id(x))
+        if entry is not None and entry[0]() is x:
+            return entry[1]
+        name = self._name(x)
+        one_pass = self.options.one_pass
+        assert one_pass is not None
+        if name is None:
+            raise OnePassRefusal("a tensor that is made of parameters cannot be followed.")
+        return one_pass.stand_ins(name, x)
+
+    def joined_call(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[JoinedCall, list[tuple[int, Tensor]]]:
+        """An operation with what its inputs carry, and its tensors by position."""
+        flat, spec = tree_flatten((tuple(args), dict(kwargs)))
+        tensors = [(i, x) for i, x in enumerate(flat) if isinstance(x, Tensor)]
+        carried = {i: c for i, x in tensors if (c := self.source(x)) is not None}
+        device = tensors[0][1].device
+        call = OperatorCall(
+            func, spec, device.type, generator_state(func, device), autocast_dtype(device.type)
+        )
+        stand_ins = {}
+        if self.options.one_pass is not None:
+            stand_ins = {i: self.stand_ins(flat[i]) for i in carried}
+        return JoinedCall(call, flat, carried, stand_ins), tensors
 
     def _before_backward(self, guard: PassGuard, losses: Any) -> None:
         # Before the model's own call it is another model's loss.
+        loss = losses if isinstance(losses, Tensor) else losses[0]
         if guard.judges_loss and self.bound:
-            guard.judge_loss(losses if isinstance(losses, Tensor) else losses[0], self.batch)
-        guard.before_backward()
+            guard.judge_loss(loss, self.batch)
+        guard.before_backward(loss)
 
     def _inside(
         self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run a composite function with every operation in it seen."""
-        outside = self._preferred
-        self._preferred = 1  # nn.MultiheadAttention has turned its inputs to [time, samples, width]
+        outside = self.preferred
+        self.preferred = 1  # nn.MultiheadAttention has turned its inputs to [time, samples, width]
         try:
             with self:
                 return body(*args, **kwargs)
         finally:
-            self._preferred = outside
+            self.preferred = outside
 
     def _expect_recompute(self) -> None:
         """Some operations of this pass may run again in its backward pass."""
         if self.on_recompute is not None:
             self.on_recompute()
             self.on_recompute = None
+            self.expects_recompute = True
 
     def _plain(
         self,
@@ -245,13 +340,9 @@ class Tracer(TorchFunctionMode):
     def _general(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        flat, spec = tree_flatten((tuple(args), dict(kwargs)))
-        tensors = [(i, x) for i, x in enumerate(flat) if isinstance(x, Tensor)]
-        carried = {i: c for i, x in tensors if (c := self.source(x)) is not None}
-        device = tensors[0][1].device
-        call = OperatorCall(
-            func, spec, device.type, generator_state(func, device), autocast_dtype(device.type)
-        )
+        operation, tensors = self.joined_call(func, args, kwargs)
+        call, carried = operation.call, operation.carried
+        flat = list(operation.flat)
         if changes_in_place(func):
             return self._run_in_place(call, flat, carried, args, kwargs)
         out = func(*args, **kwargs)
@@ -261,6 +352,7 @@ class Tracer(TorchFunctionMode):
             return out
         if all(self._is_constant(x) or (i in carried and not carried[i].rows) for i, x in tensors):
             self._carry_on(OperationTangents(call, flat, carried), outputs, scored)
+            self._stand_in_for(operation, outputs, scored)
             return out
         origins = origins_of(carried.values())
         layouts = {}
@@ -270,16 +362,39 @@ class Tracer(TorchFunctionMode):
                 layouts[j] = layout
         self.slow.setdefault(call.name, set()).update(origins)
         rest = [j for j in scored if j not in layouts]
+        one_pass = self.options.one_pass
+        if one_pass is not None:
+            self._refuse_routed(call.name, origins, rest)
+            return tree_unflatten(run_joined(one_pass, operation, outputs, layouts), out_spec)
         if rest:
             self._carry_on(OperationTangents(call, flat, carried), outputs, rest)
         outputs = attach_derivative(outputs, layouts, call, flat, carried, self.probe)
         return tree_unflatten(outputs, out_spec)
 
+    def _stand_in_for(
+        self, operation: JoinedCall, outputs: Sequence[Any], which: Sequence[int]
+    ) -> None:
+        """Carry the stand-ins through an operation that no sample takes part in."""
+        one_pass = self.options.one_pass
+        if one_pass is None:
+            return
+        versions = [operation.with_stand_ins(number) for number in range(len(one_pass.targets))]
+        for j in which:
+            made = [version[j] for version in versions]
+            self._stand_ins[id(outputs[j])] = (weakref.ref(outputs[j]), made)
+
+    def _refuse_routed(self, name: str, origins: Sequence[str], rest: Sequence[int]) -> None:
+        if rest:
+            raise OnePassRefusal(
+                f"the samples are not in rows behind {name} with {', '.join(origins[:3])}, so "
+                "training and validation rows cannot be told apart there."
+            )
+
     def layout(self, key: Key, shape: torch.Size, origins: tuple[str, ...]) -> SampleLayout | None:
         """Where the samples are in a tensor met at this use of these parameters."""
         key = (*key, f"rank {len(shape)}")
         self.keys[key] = origins
-        return self.options.memory.find(key, shape, self.batch, self._preferred)
+        return self.options.memory.find(key, shape, self.batch, self.preferred)
 
     def _carry(self, x: Tensor, source: TangentSource) -> None:
         self._carried[id(x)] = (weakref.ref(x), source)
@@ -321,6 +436,13 @@ class Tracer(TorchFunctionMode):
 @contextmanager
 def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
     """Operations are seen in here, also those that activation checkpointing runs again."""
+    with recompute_seen(tracer, root), tracer:
+        yield
+
+
+@contextmanager
+def recompute_seen(tracer: Tracer, root: nn.Module) -> Iterator[None]:
+    """Operations that activation checkpointing runs again are seen in here."""
     entered: list[nn.Module] = []
 
     def before(module: nn.Module, args: Any) -> None:
@@ -344,7 +466,6 @@ def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
 
         tracer.on_recompute = enter_with_modules
         stack.callback(setattr, tracer, "on_recompute", None)
-        stack.enter_context(tracer)
         yield
 
 
@@ -371,6 +492,18 @@ def changes_in_place(func: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name in IN_PLACE_OPERATORS
     return name.endswith("_") and not name.endswith("__")
+
+
+def out_of_place(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function that returns what this one changes its first argument to; None: none is known.
+
+    >>> out_of_place(Tensor.add_) is Tensor.add, out_of_place(Tensor.__iadd__) is Tensor.__add__
+    (True, True)
+    """
+    name = function_name(func)
+    if name.startswith("__i"):
+        return getattr(Tensor, f"__{name[3:]}", None)
+    return getattr(Tensor, name.rstrip("_"), None)
 
 
 def _first_changed(func: Callable[..., Any]) -> Callable[..., Any]:

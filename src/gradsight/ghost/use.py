@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent_sources import ParameterTangents, TangentSource
 
 if TYPE_CHECKING:
+    from gradsight.ghost.joined_operations import JoinedCall
+    from gradsight.ghost.one_pass import OnePass
     from gradsight.ghost.tracer import Tracer
 
 DECLINED: Any = type("Declined", (), {"__repr__": lambda self: "DECLINED"})()
@@ -72,6 +75,21 @@ class Use:
             return None
         return self.tracer.options.directions.factors(source.origins[0])
 
+    @property
+    def one_pass(self) -> "OnePass":
+        """The pass over joined rows that a joined rule belongs to."""
+        one_pass = self.tracer.options.one_pass
+        assert one_pass is not None
+        return one_pass
+
+    def stand_ins(self, x: Any) -> list[Tensor]:
+        """A parameter's or derived tensor's stand-ins, one per target; none for other tensors."""
+        return self.tracer.stand_ins(x)
+
+    def joined_call(self) -> "JoinedCall":
+        """The operation with its stand-ins, for the universal way."""
+        return self.tracer.joined_call(self.func, self.args, self.kwargs)[0]
+
     def layout(self, shape: torch.Size) -> SampleLayout | None:
         """Where the samples are in the tensor that the rule splits."""
         return self.tracer.layout(
@@ -100,12 +118,23 @@ RULES: dict[Callable[..., Any], Rule] = {}
 """From torch functions to rules."""
 
 
+JOINED_RULES: dict[Callable[..., Any], Rule] = {}
+"""The rules of one pass over training and validation rows."""
+
+
+def joined_rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Make a function the rule of these torch functions in one pass over joined rows."""
+    return partial(_register, JOINED_RULES, functions)
+
+
 def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Make a function the rule of these torch functions."""
+    return partial(_register, RULES, functions)
 
-    def register(function: Rule) -> Rule:
-        for torch_function in functions:
-            RULES[torch_function] = function
-        return function
 
-    return register
+def _register(
+    table: dict[Callable[..., Any], Rule], functions: Sequence[Callable[..., Any]], made: Rule
+) -> Rule:
+    for torch_function in functions:
+        table[torch_function] = made
+    return made

@@ -12,15 +12,17 @@ from gradsight.core.autocast import autocast_dtype
 from gradsight.core.beside import beside_training, eager
 from gradsight.core.per_sample import BatchOutputs
 from gradsight.core.samples import SplitCall, can_have_rows, collecting_loss_inputs, tensors_in
-from gradsight.core.sharing import without_reduction
+from gradsight.core.shards import local_part
+from gradsight.core.sharing import ModelGroup, reshard, without_reduction
 from gradsight.errors import UsageError
 from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.observation import Observation
 from gradsight.ghost.oracle import TwinError, twin_scores
-from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.parameters import ScoredParameters, TypesMet
 from gradsight.ghost.scores import VerifyReport
+from gradsight.ghost.selfcheck import rounding, turns_of
 from gradsight.ghost.targets import LossFn, Targets, check_loss
 
 Dots = dict[str, Tensor]
@@ -38,12 +40,15 @@ class LossTwin:
     batch: Any
     parameters: ScoredParameters
     directions: dict[str, Direction]
+    group: ModelGroup
 
     def scores(self, calls: Sequence[SplitCall]) -> dict[str, Tensor]:
         """<D, g_i> by target, [B] each, at the first cut whose parts add up to the gradient."""
         # Not a loop over loss_fn of single rows: with ignored labels their mean is another loss.
         outputs, inputs, loss = self._forward()
         whole = self._dots([loss], None, keep_graph=True)
+        if self.group.sharded:  # that pass has let go of its graph
+            outputs, inputs, loss = self._forward()
         reasons = []
         for find in (self._at_outputs, self._behind_inner_loss, self._at_loss_functions):
             for tensors, cotangents in find(outputs, inputs, loss):
@@ -52,7 +57,7 @@ class LossTwin:
                 except TwinError as error:
                     reasons.append(str(error))
                     continue
-                if all(adds_up(scores[name], whole[name]) for name in scores):
+                if all(self._adds_up(scores[name], whole[name]) for name in scores):
                     return scores
         reasons.append(
             "no outputs of the model carry the whole of its gradient (a regulariser in the loss?)"
@@ -69,7 +74,7 @@ class LossTwin:
             lambda module, args, output: outputs.extend(tensors_in(output))
         )
         try:
-            with collecting_loss_inputs(inputs):
+            with collecting_loss_inputs(inputs), TypesMet(self.parameters):
                 loss = self._loss()
         finally:
             handle.remove()
@@ -124,10 +129,20 @@ class LossTwin:
     def _rows(
         self, calls: Sequence[SplitCall], tensors: list[Tensor], cotangents: list[Tensor]
     ) -> dict[str, Tensor]:
-        turns = [(i, True) for i in range(calls[0].batch)]
-        batch = BatchOutputs([t.detach() for t in tensors], cotangents, calls[0].batch)
+        turns = turns_of(range(calls[0].batch), self.group)
+        rows = [t.detach() for t in tensors]
+        within = rounding(self.parameters)
+        batch = BatchOutputs(rows, cotangents, calls[0].batch, within)
         table = twin_scores(self.parameters.root, calls, batch, self._dots, turns)
-        return {name: torch.stack(values) for name, values in table.items()}
+        mine = [turn for turn, (_, counts) in enumerate(turns) if counts]
+        return {name: torch.stack(values)[mine] for name, values in table.items()}
+
+    def _adds_up(self, scores: Tensor, whole: Tensor) -> bool:
+        """Whether scores add up; of a sharded model those of all processes."""
+        if not self.group.sharded:
+            return adds_up(scores, whole)
+        sums = self.group.sum(torch.stack([scores.sum(), scores.abs().sum()]))
+        return bool((sums[0] - whole.to(sums)).abs() <= 1e-2 * sums[1] + 1e-30)
 
     def _dots(
         self,
@@ -135,20 +150,23 @@ class LossTwin:
         cotangents: Sequence[Tensor] | None,
         keep_graph: bool = False,
     ) -> Dots:
-        named = self.parameters.trainable
-        slopes = torch.autograd.grad(
-            outputs, list(named.values()), cotangents, allow_unused=True, retain_graph=keep_graph
+        sharded = self.group.sharded
+        slopes, _ = gradients(
+            outputs, cotangents, self.parameters.trainable, sharded, keep_graph=keep_graph
         )
         sums = {}
         for target, direction in self.directions.items():
             parts = [
-                (direction[n].to(torch.float64) * g.to(torch.float64)).sum()
-                for n, g in zip(named, slopes, strict=True)
-                if g is not None and n in direction
+                (local_part(direction[n]).double() * local_part(g).double()).sum()
+                for n, g in slopes.items()
+                if n in direction
             ]
             total = torch.zeros((), dtype=torch.float64)
             if parts:
                 total = torch.stack([part.to(self.parameters.device) for part in parts]).sum()
+            if sharded:
+                # fully_shard averages gradients over the processes: the factor undoes it.
+                total = self.group.sum(total) * self.group.size
             sums[target] = total
         return sums
 
@@ -182,12 +200,15 @@ def compare_with_twin(
             if not observation.calls:
                 raise UsageError("verify(): loss_fn did not call the model")
             probe = observation.tracer.probe
-            _, table = gradients([loss], None, parameters.trainable, False, probe)
+            sharded = targets.group.sharded
+            _, table = gradients([loss], None, parameters.trainable, sharded, probe)
         finally:
             observation.stop()
-        twin = LossTwin(model, loss_fn, batch, parameters, targets.directions)
+        reshard(model)
+        twin = LossTwin(model, loss_fn, batch, parameters, targets.directions, targets.group)
         exact = twin.scores(observation.calls)
         observation.release()
+        reshard(model)
     scores = torch.zeros_like(probe) if table is None else table.detach()
     sums = scores.view(len(targets.names), -1, scores.shape[1]).sum(1).double().cpu()
     engine = dict(zip(targets.names, sums, strict=True))
@@ -199,7 +220,8 @@ def compare_with_twin(
 
 def verify_tolerance(parameters: ScoredParameters) -> float:
     """What rounding may cause: 1e-9 in fp64, 1e-5 in fp32, 5e-2 with products in 16 bits."""
-    low = any(p.dtype in {torch.bfloat16, torch.float16} for p in parameters.trainable.values())
+    types = {p.dtype for p in parameters.trainable.values()} | parameters.types_met
+    low = any(each in {torch.bfloat16, torch.float16} for each in types)
     if low or autocast_dtype(parameters.device.type) is not None:
         return 5e-2
-    return 1e-9 if parameters.score_dtype == torch.float64 else 1e-5
+    return 1e-9 if types == {torch.float64} else 1e-5

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradsight.health.baseline import LENGTH, Baseline, logarithms
 from gradsight.values.measured import Flags, Floats, Norms
+from gradsight.values.scaling import SCALER_PATIENCE
 
 if TYPE_CHECKING:  # checks can be read and explained without torch
     from torch import Tensor
@@ -20,8 +21,6 @@ if TYPE_CHECKING:  # checks can be read and explained without torch
 
 NO_PARAMETERS = np.zeros(0)
 """The norms of a step of which only the total is known."""
-SCALER_PATIENCE = 8
-"""Overflows in a row that a GradScaler is trusted to settle by itself."""
 STEPS_BEFORE_A_SPIKE = 12
 """The first step that can be a spike: before it nothing is usual yet."""
 

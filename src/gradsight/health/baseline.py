@@ -31,6 +31,8 @@ _FLOOR = -100.0
 _CEILING = 700.0
 """The logarithm that stands for infinity."""
 _LEAST = exp(_FLOOR)
+NOTHING_AT_ALL = _FLOOR / 2
+"""A usual logarithm below this one is no gradient at all."""
 
 
 class Baseline:
@@ -58,7 +60,7 @@ class Baseline:
         if key not in self._bounds:
             bound = self.median + np.maximum(log(factor), sigmas * self.spread)
             self._bounds[key] = np.where(
-                self.median > _FLOOR / 2, bound, np.inf
+                self.median > NOTHING_AT_ALL, bound, np.inf
             )  # nothing at all has no multiple
         return self._bounds[key]
 

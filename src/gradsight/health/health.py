@@ -18,7 +18,7 @@ from gradsight.health.one_look import verdict_of
 from gradsight.health.rank_agreement import RankAgreement
 from gradsight.health.ranks import RankComparer
 from gradsight.health.registry import CheckSettings
-from gradsight.health.subject import memberships_of, subject_of
+from gradsight.health.subject import group_of_rows, groups_of, memberships_of, subject_of
 from gradsight.values.findings import Finding, IncidentRule
 from gradsight.values.health_report import Abstention, HealthReport
 from gradsight.values.measured import MeasuredStep, RankComparison
@@ -99,7 +99,11 @@ class Health:
         if self._optimizers and window.steps_seen % _MEMBERSHIPS == 0:
             optimizers = [*self._optimizers, *self._optimizers_elsewhere]
             memberships = memberships_of(self._parameters, optimizers)
-            window.subject = replace(window.subject, memberships=memberships)
+            group_of = group_of_rows(self._parameters, self._optimizers)
+            window.subject = replace(window.subject, memberships=memberships, group_of=group_of)
+        if measured.details is not None:
+            # Schedulers change them from step to step.
+            window.subject = replace(window.subject, groups=groups_of(self._optimizers))
         findings = self._judge.observe(measured)
         for comparison in measured.rank_comparisons:
             findings += self._judge.compare(comparison)

@@ -11,10 +11,11 @@ from math import isfinite
 from typing import get_args
 
 from gradsight.health import checks
-from gradsight.health.registry import MISSING, Check, CheckSettings, Fact, When, chosen
+from gradsight.health.registry import MISSING, Advice, Check, CheckSettings, Fact, When, chosen
 from gradsight.health.window import Subject, Window
+from gradsight.values.causes import with_causes
 from gradsight.values.findings import Finding
-from gradsight.values.health_report import SEVERITIES, Abstention
+from gradsight.values.health_report import SEVERITIES, Abstention, ordered
 from gradsight.values.measured import MeasuredStep, RankComparison
 
 # A new check is one new file: there is no list of checks to keep beside it.
@@ -42,6 +43,8 @@ class _Running:
     finding: Finding | None = None
     incidents: int = 0
     evidence: str = ""
+    advice: Advice | None = None
+    """Of the facts, where it is another than the check's own."""
 
     @property
     def check(self) -> Check:
@@ -82,6 +85,8 @@ class Judge:
         if measured.norms is not None:
             finite = measured.finite and isfinite(measured.norms.total)
             window.baseline.enter(window.logarithms, finite)
+            if window.steps_seen % _STRETCH == 0:
+                window.take_baseline()
         return self._take_news()
 
     def compare(self, comparison: RankComparison) -> list[Finding]:
@@ -91,16 +96,8 @@ class Judge:
         return self._take_news()
 
     def findings(self) -> list[Finding]:
-        """What has been found so far, the worst first."""
-        found = [each.finding for each in self._running if each.finding is not None]
-        return sorted(
-            found,
-            key=lambda finding: (
-                -SEVERITIES.index(finding.severity),
-                finding.first_step,
-                finding.code,
-            ),
-        )
+        """What has been found so far, the worst first, each after what it follows from."""
+        return ordered([each.finding for each in self._running if each.finding is not None])
 
     def abstentions(self) -> list[Abstention]:
         """The checks that could not judge, and why."""
@@ -109,6 +106,16 @@ class Judge:
             lacking = [need for need in each.check.asked.needs if need not in self.window.signals]
             if lacking and each.finding is None:
                 result.append(Abstention(each.check.code, each.check.name, MISSING[lacking[0]]))
+        return result + self._not_judged()
+
+    def _not_judged(self) -> list[Abstention]:
+        """Checks of the first step that had nothing to go by, each for a reason of its own."""
+        reasons = dict(self.window.not_judged)
+        result = []
+        for each in self._running:
+            reason = reasons.get(each.check.code)
+            if reason is not None and each.finding is None:
+                result.append(Abstention(each.check.code, each.check.name, reason))
         return result
 
     def finish(self) -> list[Finding]:
@@ -120,9 +127,14 @@ class Judge:
         return self._take_news()
 
     def _take_news(self) -> list[Finding]:
+        if not self._news:
+            return []
+        # As far as it is known by now; a report looks at all findings again.
         news = self._news
         self._news = []
-        return news
+        known = [each.finding for each in self._running if each.finding is not None]
+        causes = {finding.code: finding.caused_by for finding in with_causes(known)}
+        return [replace(each, caused_by=causes[each.code]) for each in news]
 
     def _run(self, when: str, patient: bool) -> None:
         window = self.window
@@ -174,6 +186,7 @@ class Judge:
         each.parameters = dict.fromkeys(_parameters(facts))
         each.incidents = 1
         each.evidence = facts[0].evidence
+        each.advice = facts[0].advice
         first_step = facts[0].first_step
         if first_step is None:
             first_step = each.began
@@ -190,13 +203,14 @@ class Judge:
         each.parameters |= dict.fromkeys(names)
         if worse:
             each.evidence = facts[0].evidence
+            each.advice = facts[0].advice
         else:
             severity = known.severity
         self._tell(each, self._finding(each, severity, known.first_step))
 
     def _finding(self, each: _Running, severity: str, first_step: int) -> Finding:
         check = each.check
-        advice = check.advice
+        advice = (each.advice or check.advice).tidy()
         if advice.if_clipped is not None and self.window.clips_already:
             advice = advice.if_clipped
         return Finding(

@@ -1,5 +1,6 @@
 """One look at a model's gradients, and the verdict on them."""
 
+from dataclasses import replace
 from math import nan
 
 from torch import nn
@@ -12,6 +13,7 @@ from gradsight.health.subject import subject_of
 from gradsight.measure.rank_table import norms_now
 from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
 from gradsight.values.measured import MeasuredStep, Norms
+from gradsight.values.scaling import scaler_note
 from gradsight.values.steps import Step
 from gradsight.values.whole_numbers import whole_number
 
@@ -57,7 +59,10 @@ def verdict_of(judge: Judge, steps: int) -> HealthReport:
         norms = look.norms
         total = norms.total
     findings = judge.findings()
-    return make_report(number, total, _counts(norms), findings, judge.abstentions(), steps)
+    report = make_report(number, total, _counts(norms), findings, judge.abstentions(), steps)
+    left_out = list(window.left_out) if "scale" in window.signals else []
+    note = scaler_note(left_out, window.step.step, findings)
+    return report if note is None else replace(report, notes=(note,))
 
 
 def _with_nan(measured: MeasuredStep) -> list[int]:

@@ -39,6 +39,8 @@ class Fact:
     """Another severity than the check's own."""
     first_step: int | None = None
     """Where it began, if that was before this step."""
+    advice: "Advice | None" = None
+    """What to do, where this case is known better than the check's own advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ MISSING = {
     "norms": "no gradient norms were measured",
     "optimizer": "no optimizer is known: give it to watch(model, optimizer)",
     "loss": "no loss was seen",
+    "lr": "no learning rate is known: give the optimizer to watch(model, optimizer), or log it",
+    "unigram": "the loss is no plain cross-entropy of classes: what frequency gives is not known",
     "guess": "the loss is no plain cross-entropy, so it is not known where it should start",
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",
@@ -134,6 +138,8 @@ MISSING = {
         "(FSDP2 hides them)"
     ),
     "details": "no closer look was taken",
+    "first step": "the first step was not looked at (preflight=False, or no call was seen)",
+    "passes": "no backward pass was looked at (preflight=False)",
 }
 """Why a check has to abstain, by the signal it lacks."""
 

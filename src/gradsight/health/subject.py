@@ -1,12 +1,14 @@
 """What a judge may know of a model before any gradient is seen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from gradsight.core.parameters import Named
-from gradsight.health.window import Subject
+from gradsight.health.window import GroupSettings, Subject
 
 
 def subject_of(
@@ -25,15 +27,106 @@ def subject_of(
         trainable=[parameter.trainable for parameter in described],
         kinds=[owners.get(id(named.tensor), "") for named in parameters],
         half=[parameter.dtype == "float16" for parameter in described],
+        groups=groups_of(optimizers),
+        group_of=group_of_rows(parameters, optimizers),
+        normalising=bool(optimizers) and all(map(_is_normalising, optimizers)),
+        lost_eps=lost_eps_of(optimizers),
         memberships=memberships_of(parameters, optimizers) if optimizers else None,
     )
 
 
-def memberships_of(parameters: Sequence[Named], optimizers: Sequence[Optimizer]) -> list[int]:
-    """How often the optimizers were given each parameter."""
-    counts: dict[int, int] = {}
+_PENALTY = {"Adam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "ASGD", "Rprop"}
+"""Optimizers whose weight decay is a term of the gradient, which they divide by its size."""
+
+
+_STRONG = 0.5
+_STRONG_FOR_SGD = 0.02
+"""Decays from here on are beyond what is usual: 0.1 with AdamW, 5e-4 with SGD."""
+
+
+def groups_of(optimizers: Sequence[Optimizer]) -> tuple[GroupSettings, ...]:
+    """What every group of the optimizers does now."""
+    groups = []
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            lr = _number(group.get("lr"))
+            name = f"{type(optimizer).__name__} {number}"
+            groups.append(GroupSettings(name, lr, _shrinks(optimizer, group, lr)))
+    return tuple(groups)
+
+
+def group_of_rows(
+    parameters: Sequence[Named], optimizers: Sequence[Optimizer]
+) -> tuple[int | None, ...]:
+    """The group of every parameter, as a position in `groups_of`; the first that holds it."""
+    if not optimizers:
+        return ()
+    places: dict[int, int] = {}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for place, group in enumerate(groups):
+        for tensor in group["params"]:
+            places.setdefault(id(tensor), place)
+    return tuple(places.get(id(named.tensor)) for named in parameters)
+
+
+def _shrinks(optimizer: Optimizer, group: Mapping[str, Any], lr: float) -> float:
+    decay = _number(group.get("weight_decay"))
+    apart = bool(group.get("decoupled_weight_decay"))
+    if type(optimizer).__name__ in _PENALTY and not apart:
+        return 0.0
+    is_sgd = isinstance(optimizer, SGD)
+    if decay < (_STRONG_FOR_SGD if is_sgd else _STRONG):
+        return 0.0
+    # A momentum adds up the decays of some steps.
+    momentum = min(0.99, _number(group.get("momentum"))) if is_sgd else 0.0
+    return lr * decay / (1 - momentum)
+
+
+def _number(value: object) -> float:
+    """A number that can be had without waiting for a device; 0 for anything else."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else 0.0
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _is_normalising(optimizer: Optimizer) -> bool:
+    """Whether it divides by the size of past gradients: such optimizers guard that by an eps."""
+    return all("eps" in group for group in optimizer.param_groups)
+
+
+def lost_eps_of(optimizers: Sequence[Optimizer]) -> float | None:
+    """An eps that rounds to 0 in float16 parameters: then Adam divides by 0."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                counts[id(tensor)] = counts.get(id(tensor), 0) + 1
+            eps = group.get("eps")
+            if not isinstance(eps, float) or eps == 0:
+                continue
+            in_half = any(tensor.dtype == torch.float16 for tensor in group["params"])
+            if in_half and float(torch.tensor(eps, dtype=torch.float16)) == 0:
+                return eps
+    return None
+
+
+def memberships_of(parameters: Sequence[Named], optimizers: Sequence[Optimizer]) -> list[int]:
+    """How often the optimizers were given each parameter.
+
+    An optimizer over several networks that have one each is a method (InfoGAN), and not counted.
+    """
+    held = [
+        [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
+        for optimizer in optimizers
+    ]
+    counts: dict[int, int] = {}
+    for number, tensors in enumerate(held):
+        others = [set(each) for place, each in enumerate(held) if place != number]
+        if _is_put_together(set(tensors), others):
+            continue
+        for tensor in tensors:
+            counts[tensor] = counts.get(tensor, 0) + 1
     return [counts.get(id(named.tensor), 0) for named in parameters]
+
+
+def _is_put_together(tensors: set[int], others: Sequence[set[int]]) -> bool:
+    """Whether these are exactly the parameters of several other optimizers together."""
+    parts = [each for each in others if each < tensors]
+    return len(parts) > 1 and set().union(*parts) == tensors

@@ -27,8 +27,24 @@ _KEPT = 400
 _RANK_LOOKS = 60
 NOTHING = 1e-40
 """Stands for a norm of zero where logarithms are compared."""
+NO_LEARNING_RATE = 1.01e-3
+"""Below this part of its highest value a learning rate is dead; three divisions by ten reach it."""
 _LOOKS = 4
 """Closer looks that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """What one group of an optimizer does to its parameters, as of the last closer look."""
+
+    optimizer: str
+    """The class of the optimizer, and which of several it is."""
+    lr: float
+    shrinks: float = 0.0
+    """The part of every weight that weight decay takes away per step.
+
+    0 where the decay is an ordinary one: if that takes much, the learning rate is to blame.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,14 @@ class Subject:
     """The class of the module that owns the parameter."""
     half: list[bool]
     """Whether its values are float16."""
+    lost_eps: float | None = None
+    """The eps of an optimizer, where it is 0 in the type of the parameters that it holds."""
+    groups: tuple[GroupSettings, ...] = ()
+    """The groups of all optimizers."""
+    group_of: tuple[int | None, ...] = ()
+    """The group of every parameter; empty where no optimizer is known."""
+    normalising: bool = False
+    """Whether every optimizer divides the gradient's size away, as Adam does."""
     memberships: list[int] | None = None
     """How often an optimizer was given the parameter; None where no optimizer is known."""
 
@@ -89,6 +113,8 @@ class Window:
     baseline: Baseline = field(default_factory=Baseline)
     first_step: int = 0
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    first_totals: list[float] = field(default_factory=list)
+    """The norms of the first few steps."""
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     first_losses: list[float] = field(default_factory=list)
     starts: list[tuple[float, float]] = field(default_factory=list)
@@ -98,6 +124,15 @@ class Window:
     """Loss scale, and whether the step was left out."""
     details: deque[Details] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     details_taken: int = 0
+    start_rms: Floats = field(default_factory=lambda: np.zeros(0))
+    """The weights' root mean squares at the first closer look."""
+    peaks: Floats | None = None
+    """The largest that each parameter's usual logarithm has been; None during warm-up."""
+    highest_lr: float = 0.0
+    steps_of_no_lr: int = 0
+    """How many steps in a row the learning rate was next to nothing, after it had been more."""
+    unigram: float | None = None
+    """The loss of a model that knows how frequent each target is, and nothing else."""
     ever_updated: bool = False
     """Whether any closer look found that a step had changed a weight."""
     alive: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -134,6 +169,12 @@ class Window:
     """How many steps in a row before this one were not finite."""
     left_out: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Steps that a GradScaler left out."""
+    cut_by_checkpoint: bool = False
+    """Whether reentrant checkpointing was given inputs that need no gradient."""
+    unlabelled: bool = False
+    """Whether the first step had no label that counts."""
+    not_judged: tuple[tuple[str, str], ...] = ()
+    """Codes that the first step could not be judged by, each with the reason."""
     signals: set[str] = field(default_factory=set)
     """What has been seen so far."""
 
@@ -225,6 +266,8 @@ class Window:
         # for a whole window behind it.
         if self.finite and isfinite(norms.total):
             self.totals.append(norms.total)
+            if len(self.first_totals) < 3:
+                self.first_totals.append(norms.total)
 
     def _take_scaling(self) -> None:
         step = self.step
@@ -242,17 +285,49 @@ class Window:
         if signals.loss is not None:
             # Backward is called on the loss times the GradScaler's factor.
             self._take_loss(signals.loss / (self.step.scale or 1.0))
+        if signals.unigram is not None and isfinite(signals.unigram):
+            self.unigram = signals.unigram
+            self.signals.add("unigram")
+        self._take_learning_rate()
         if signals.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if signals.uncleared else 0
         if signals.alike_batches is not None:
             self.signals.add("batches")
+        if signals.first is not None:
+            self.signals.add("first step")
+            self.not_judged = signals.first.left_out
+            labels = signals.first.labels
+            self.unlabelled = bool(labels) and not any(each.counted for each in labels)
+        if signals.passes is not None:
+            self.signals.add("passes")
+            self.cut_by_checkpoint |= signals.passes.cut_by_checkpoint
         if signals.guess is not None and signals.loss is not None and self.steps_seen <= 3:
             self.signals.add("guess")
             self.starts.append((signals.loss, signals.guess))
 
+    def _take_learning_rate(self) -> None:
+        lr = self.step.lr
+        if lr is None:
+            return
+        self.signals.add("lr")
+        self.highest_lr = max(self.highest_lr, lr)
+        is_nothing = lr <= NO_LEARNING_RATE * self.highest_lr and self.highest_lr > 0
+        self.steps_of_no_lr = self.steps_of_no_lr + 1 if is_nothing else 0
+
+    def take_baseline(self) -> None:
+        """The step was entered into the baseline: remember how high each parameter has been."""
+        median = self.baseline.median
+        if median is None:
+            return
+        if self.peaks is None or len(self.peaks) != len(median):
+            self.peaks = median.copy()
+        else:
+            np.maximum(self.peaks, median, out=self.peaks)
+
     def _take_loss(self, loss: float) -> None:
         if isfinite(loss):
+            self.unlabelled = False
             self.signals.add("loss")
             self.losses.append(loss)
             if len(self.first_losses) < 10:
@@ -263,6 +338,7 @@ class Window:
         ratios = details["update_ratio"]
         if self.details_taken == 0:
             self.started_at_zero = np.isnan(ratios)
+            self.start_rms = details["weight_rms"]
         self.details_taken += 1
         self.ever_updated |= bool((ratios > 0).any())
         self.details.append(details)
@@ -277,10 +353,11 @@ class Window:
         """Whether this step's gradient is not finite, and a GradScaler has not settled it."""
         if self.finite:
             return False
+        # Without a scale it was left out because the user asked for it: there is a fault to tell.
+        if not self.step.skipped or self.step.scale is None:
+            return True
         nan_loss = self.loss is not None and isnan(self.loss)
-        # Left out by a GradScaler, which has a scale; what on_finding left out is a fault still.
-        by_scaler = self.step.skipped and self.step.scale is not None
-        return not by_scaler or not scaler_settles(nan_loss, self.bad_before)
+        return not scaler_settles(nan_loss, self.bad_before)
 
     @property
     def clips_already(self) -> bool:

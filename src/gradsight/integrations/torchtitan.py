@@ -126,7 +126,10 @@ class _StepLoss:
         self._watch.log(loss=self._group.sum(mine) / self._group.size * self._ranks)
 
 
-@override(target=MetricsProcessor.Config, description="Gradsight watches the gradients")  # type: ignore[untyped-decorator]
+_watches = override(target=MetricsProcessor.Config, description="Gradsight watches the gradients")
+
+
+@_watches  # type: ignore[untyped-decorator]
 def watched(config: Any, run_dir: str | None = None, **options: Any) -> Any:
     """What `--override.imports` names; run_dir and options may follow it as JSON."""
     return derive(config, WatchedMetrics.Config, run_dir=run_dir, options=options)

@@ -42,8 +42,11 @@ class DetailTable:
         self.sums[rows, : histogram.WIDTH] = counters
 
     def add_updates(self, rows: Sequence[int], sums: Floats) -> None:
-        """What a step did to these parameters."""
-        self.sums[rows, histogram.WIDTH :] = sums
+        """What an optimizer did to these parameters; of several, the one that moved each most."""
+        # One of them may hold parameters that its own loss does not reach, and so leave alone.
+        known = self.sums[rows, histogram.WIDTH :]
+        moved_more = known[:, update.SQUARED] > sums[:, update.SQUARED]
+        self.sums[rows, histogram.WIDTH :] = np.where(moved_more[:, None], known, sums)
 
 
 def details_in(

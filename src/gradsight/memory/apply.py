@@ -1,21 +1,25 @@
 """Activation checkpointing put on a model and taken off again; names, types and state stay."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from gradsight.core.parameters import check_module, unwrapped
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
-from gradsight.memory.blocks import NamedModule, blocks_meant, find_blocks
-from gradsight.memory.policy import NONE, Mode, parse_policy
-from gradsight.memory.selective import contexts
+from gradsight.memory.blocks import blocks_meant, find_blocks
+from gradsight.memory.called_blocks import blocks_of
+from gradsight.memory.checkpointed import (
+    CheckpointedForward,
+    CheckpointingHandle,
+    checkpoints_itself,
+)
+from gradsight.memory.policy import parse_policy
+from gradsight.memory.step_check import StepCheck
+from gradsight.memory.workload import checked_workload
 from gradsight.values.memory import CheckpointingPlan
 
 
@@ -24,7 +28,9 @@ def apply_checkpointing(
     policy: str | CheckpointingPlan = "full",
     *,
     blocks: Sequence[str] | None = None,
-) -> "CheckpointingHandle":
+    check: object = None,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+) -> CheckpointingHandle:
     """Let the model's blocks recompute their activations in backward instead of keeping them.
 
     Acts in training mode and where gradients are wanted, and nowhere else. Apply it before or after
@@ -34,122 +40,32 @@ def apply_checkpointing(
     model: the model, inside any wrapper.
     policy: "full" recomputes every block; "selective" keeps the results of products and attention;
       "first:K" recomputes the first K blocks; or a CheckpointingPlan.
-    blocks: names of the modules that count as blocks; None finds them.
+    blocks: the modules that count as blocks, by name or shell pattern ("encoder.layer.[02]"); None
+      finds them.
+    check: a batch, as build() returns it elsewhere: one step is run plain and one checkpointed, and
+      all that `verify_checkpointing` compares is compared. Nothing of it stays; where the steps
+      differ, an error names the guilty block, and nothing is applied.
+    loss_fn: loss_fn(model, batch) of the check; None: the batch is the model's arguments, and the
+      loss is found in its output.
     """
     refuse_unknown_torch("memory")
     check_module(model)
     inner = unwrapped(model)
     refuse_second_checkpointing(inner)
+    if check is None and loss_fn is not None:
+        raise UsageError("loss_fn is the loss of the check: give check=batch as well")
     blocks = blocks_meant(policy, blocks)
+    workload = None
+    if check is not None:
+        workload = checked_workload(inner, check, loss_fn)
+        blocks = blocks_of(workload, blocks)
     named = find_blocks(inner, blocks)
     modes = parse_policy(policy, len(named))
     owners = {name: _flag_owners(inner, name) for name, _ in named}
-    return CheckpointingHandle(list(zip(named, modes, strict=True)), owners)
-
-
-class CheckpointedForward:
-    """Stands in a block's own `forward`, so that its hooks, names, copies and pickles stay.
-
-    torch's own ways do not: `checkpoint_wrapper` changes the names of parameters, and the
-    composable `checkpoint` cannot be pickled.
-    """
-
-    def __init__(self, module: nn.Module, mode: Mode, owners: Sequence[nn.Module] = ()) -> None:
-        self.module = module
-        self.mode = mode
-        self.owners = owners
-        """The block and what it lies in, as far as Hugging Face's own checkpointing has a flag."""
-        self.replaced = module.__dict__.get("forward")
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that the block had."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
-            return self.plain(*args, **kwargs)
-        if any(_checkpoints_itself(owner) for owner in self.owners):
-            raise UsageError(
-                "the model's own gradient checkpointing was switched on after "
-                "apply_checkpointing: every block would be recomputed twice. Leave out "
-                "gradient_checkpointing_enable() (of Hugging Face's Trainer: "
-                "gradient_checkpointing=True), or call remove() on the handle"
-            )
-        # Every tensor becomes an argument by position, also those in keywords and tuples: torch
-        # then notices, and refuses, when one is changed in place before it is needed again. By
-        # keyword the gradients would be wrong without a word.
-        leaves, shape = tree_flatten(without_cache(args, kwargs))
-
-        def run(*leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, shape)
-            return self.plain(*args, **kwargs)
-
-        # Not reentrant: that form gives a block no gradient unless one of its inputs requires one,
-        # as after a frozen embedding.
-        context_fn = contexts(self.mode)
-        if context_fn is None:
-            return checkpoint(run, *leaves, use_reentrant=False)
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
-
-
-def without_cache(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without a Hugging Face key-value cache.
-
-    Training reads none, and recomputation would fill it twice.
-    """
-    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    if cache is None or not any(isinstance(value, cache) for value in (*args, *kwargs.values())):
-        return args, kwargs
-    kept_args = tuple(None if isinstance(value, cache) else value for value in args)
-    kept = {name: None if isinstance(value, cache) else value for name, value in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return kept_args, kept
-
-
-class CheckpointingHandle:
-    """Checkpointing as it stands on a model.
-
-    Takes every block with its mode, and checkpoints those whose mode is not "none".
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[tuple[NamedModule, Mode]],
-        owners: Mapping[str, Sequence[nn.Module]] = MappingProxyType({}),
-    ) -> None:
-        self.modes: dict[str, str] = {}
-        """The checkpointed blocks by name, with what each does."""
-        self._modules: list[nn.Module] = []
-        for (name, module), mode in blocks:
-            if mode == NONE:
-                continue
-            self.modes[name] = str(mode)
-            self._modules.append(module)
-            module.forward = CheckpointedForward(module, mode, owners.get(name, ()))
-
-    def remove(self) -> None:
-        """Give every block its own forward back; a second call does nothing."""
-        for module in self._modules:
-            stand_in = module.__dict__.get("forward")
-            if isinstance(stand_in, CheckpointedForward):
-                del module.forward
-                if stand_in.replaced is not None:
-                    module.forward = stand_in.replaced
-        self._modules = []
-
-    def __enter__(self) -> "CheckpointingHandle":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        return f"CheckpointingHandle({len(self.modes)} blocks)"
+    chosen = list(zip(named, modes, strict=True))
+    if workload is not None:
+        StepCheck(workload, chosen).refuse_differences()
+    return CheckpointingHandle(chosen, owners)
 
 
 def refuse_second_checkpointing(model: nn.Module) -> None:
@@ -161,7 +77,7 @@ def refuse_second_checkpointing(model: nn.Module) -> None:
                 f"checkpointing is applied already, at {where}: call remove() on the handle that "
                 "was returned"
             )
-        if _checkpoints_itself(module):
+        if checkpoints_itself(module):
             raise UsageError(
                 f"{where} checkpoints itself: call model.gradient_checkpointing_disable() or set "
                 "the attribute to False"
@@ -184,10 +100,6 @@ def _flag_owners(model: nn.Module, block: str) -> list[nn.Module]:
         if f"{block}.".startswith(f"{name}." if name else "")
         and hasattr(module, "gradient_checkpointing")
     ]
-
-
-def _checkpoints_itself(module: nn.Module) -> bool:
-    return getattr(module, "gradient_checkpointing", False) is True
 
 
 def _is_composable(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gradsight.core.random_state import RandomSource, random_sources
+from gradsight.core.random_state import RandomSource, random_sources, sources_in_code
 from gradsight.memory.differences import StepDifferences
 
 
@@ -46,6 +46,13 @@ ERRORS_OF_ANOTHER_PATH = (
 )
 """Parts of the messages in which torch says that a recomputation made other tensors."""
 
+ERRORS_OF_CHANGED_INPUTS = (
+    "modified by an inplace operation",
+    "writes in place to what it is given",
+    "was given was written to",
+)
+"""Parts of the messages, torch's and ours, that an input of a block was written to."""
+
 Cause = Callable[[Evidence], str | None]
 CAUSES: list[Cause] = []
 
@@ -75,24 +82,13 @@ def _in_guilty_module(evidence: Evidence) -> str:
 
 @cause
 def changed_in_place(evidence: Evidence) -> str | None:
-    """Torch noticed that an input of a block is no longer what it was."""
-    if "modified by an inplace operation" not in evidence.error:
+    """An input of a block is no longer what it was."""
+    if not any(text in evidence.error for text in ERRORS_OF_CHANGED_INPUTS):
         return None
     return (
         "a tensor that a block was given is changed in place before the block is recomputed (an "
         "argument by keyword is the usual one): clone it before changing it, for example "
         "mask = mask + 1 instead of mask += 1"
-    )
-
-
-@cause
-def kept_result_changed(evidence: Evidence) -> str | None:
-    """Torch noticed that a kept result was changed in place."""
-    if "cached during selective" not in evidence.error:
-        return None
-    return (
-        "a kept result is changed in place, for example by ReLU(inplace=True): use inplace=False, "
-        "or policy='full'"
     )
 
 
@@ -201,13 +197,4 @@ def _sources_near(evidence: Evidence) -> dict[str, RandomSource]:
     sources = {
         f"{evidence.guilty}.{name}": source for name, source in random_sources(module).items()
     }
-    forward = type(module).forward
-    for name in forward.__code__.co_names:
-        value = forward.__globals__.get(name)
-        if isinstance(value, RandomSource):
-            sources[name] = value
-    cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-    for name, cell in cells:
-        if isinstance(cell.cell_contents, RandomSource):
-            sources[name] = cell.cell_contents
-    return sources
+    return sources | sources_in_code(type(module).forward)

@@ -7,8 +7,10 @@ storage was for is judged afterwards, from the log: a buffer turns out to be a g
 autograd has handed it over.
 """
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradsight.memory.collectives import BUCKETS, LASTING, communicated, copied_inside
+from gradsight.memory.compiled import compiled_code_eager
 from gradsight.memory.operators import flops_of, workspace_of
+from gradsight.memory.storages import storages, written_tensors
 
 MADE_WITHOUT_OPERATOR = ("get_rng_state", "from_numpy")
 """Functions of torch that make a tensor without an operator; checkpointing keeps random states."""
@@ -49,35 +54,25 @@ class Allocation:
         return self.born <= moment and (self.died is None or self.died > moment)
 
 
-def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor; of a wrapper such as a DTensor those of its parts."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh among them
-                yield from storages(part)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
-
-
 class StorageCounter(TorchDispatchMode):
     """Logs every storage that operators touch while active, and counts floating-point operations.
 
     `granule` is the size to whose multiples the allocator in question rounds up. Operations are
     counted here and not by torch's FlopCounterMode: run beside the count, that one raised a
-    measured peak from 75 to 169 MiB.
+    measured peak from 75 to 169 MiB. `gloo` counts what that backend copies inside, where
+    collectives are fake.
     """
 
-    def __init__(self, granule: int = 1) -> None:
+    def __init__(self, granule: int = 1, *, gloo: bool = False) -> None:
         super().__init__()
+        self._gloo = gloo
         self.log: list[Allocation] = []
         self.flops = 0
         self.backward_starts: list[int] = []
         self.operators: set[tuple[str, torch.dtype | None]] = set()
         """The operators that ran, by name, with the type of the result where that is one tensor."""
+        self.ran_compiled = False
+        """Whether compiled code was called, which runs eagerly here."""
         self.peak_moment = -1
         self.levels: list[int] = []
         """Bytes alive after each event, less those alive when counting began."""
@@ -86,6 +81,10 @@ class StorageCounter(TorchDispatchMode):
         self._moved = 0
         self._peak_moved = 0
         self._in_optimizer = 0
+        self._calls = 0
+        self._collectives: deque[tuple[int, int]] = deque()
+        """Those not waited for: the number of the call, and the clock."""
+        self._waited_since: int | None = None
         self._in_backward = False
         self._parameters = WeakIdKeyDictionary()  # by identity: tensors compare by element
         self._handles: list[RemovableHandle] = []
@@ -101,6 +100,10 @@ class StorageCounter(TorchDispatchMode):
         for name in MADE_WITHOUT_OPERATOR:
             seeing = self._seeing_the_result(getattr(torch, name))
             self._patches.enter_context(patch.object(torch, name, seeing))
+        if collective := getattr(sys.modules.get("torch.distributed"), "Work", None):
+            waiting = self._seeing_buffers(collective.wait)
+            self._patches.enter_context(patch.object(collective, "wait", waiting))
+        self._patches.enter_context(compiled_code_eager(self._note_compiled))
         super().__enter__()
         return self
 
@@ -126,11 +129,16 @@ class StorageCounter(TorchDispatchMode):
             return NotImplemented  # the wrapper unwraps itself first; its parts come back here
         kwargs = kwargs or {}
         # torch.tensor(...) fills its tensor without an operator and ends in this one.
-        newly_made = func is torch.ops.aten.lift_fresh.default
+        newly_made = func is torch.ops.aten.lift_fresh.default or self._waited_since is not None
+        self._calls += 1
         for given in tree_leaves((args, kwargs)):
             if isinstance(given, torch.Tensor):
                 self._see(given, before=not newly_made)
+        if getattr(func, "namespace", None) == "c10d":
+            self._collectives.append((self._calls, self.clock))
         out = func(*args, **kwargs)
+        for written in written_tensors(func, args, kwargs):
+            self._see_resizes(written)
         result_type = out.dtype if isinstance(out, torch.Tensor) else None
         self.operators.add((getattr(func, "_overloadpacket", func).__name__, result_type))
         self.flops += flops_of(func, args, kwargs, out)
@@ -139,6 +147,10 @@ class StorageCounter(TorchDispatchMode):
         for made in tree_leaves(out):
             if isinstance(made, torch.Tensor):
                 self._see(made, before=False)
+        for buffer, kind in communicated(func, args, kwargs):
+            self._mark(buffer, kind)
+        if self._gloo and (copied := copied_inside(func, args)) is not None:
+            self._come_and_go(copied, BUCKETS)
         return out
 
     @property
@@ -182,9 +194,10 @@ class StorageCounter(TorchDispatchMode):
         phase = self._phase()
         if size is None:
             size = storage.nbytes()
-        granules = -(-size // self._granule)
-        size = granules * self._granule
+        size = self._rounded(size)
         born = -1 if before else self.clock
+        if self._waited_since is not None and not before:
+            born = self._waited_since
         entry = Allocation(size, born, phase, storage.device.type)
         self.log.append(entry)
         key = storage._cdata
@@ -192,6 +205,7 @@ class StorageCounter(TorchDispatchMode):
         # it dies with the memory and not with the last tensor that Python held.
         self._open[key] = (entry, weakref.ref(storage, lambda _: self._close(key, entry)))
         if not before:
+            self._rise_since(born, size)
             self._move(size)
 
     def _close(self, key: int, entry: Allocation) -> None:
@@ -201,12 +215,33 @@ class StorageCounter(TorchDispatchMode):
             entry.died = self.clock
             self._move(-entry.size)
 
+    def _come_and_go(self, like: torch.Tensor, kind: str) -> None:
+        """A copy that lives within one operator."""
+        for storage in storages(like):
+            entry = Allocation(storage.nbytes(), self.clock, self._phase(), storage.device.type)
+            entry.kind = kind
+            self.log.append(entry)
+            self._move(entry.size)
+            entry.died = self.clock
+            self._move(-entry.size)
+
+    def _rise_since(self, born: int, size: int) -> None:
+        """Raise the levels since a moment by what was there already, and nobody had seen."""
+        for moment in range(born, self.clock):
+            self.levels[moment] += size
+            if self.levels[moment] > self._peak_moved:
+                self._peak_moved = self.levels[moment]
+                self.peak_moment = moment
+
     def _move(self, size: int) -> None:
         self._moved += size
         if self._moved > self._peak_moved:
             self._peak_moved = self._moved
             self.peak_moment = self.clock
         self.levels.append(self._moved)
+
+    def _note_compiled(self) -> None:
+        self.ran_compiled = True
 
     def _phase(self) -> str:
         """The present phase; a backward pass that runs with gradients enabled is recomputing."""
@@ -227,7 +262,15 @@ class StorageCounter(TorchDispatchMode):
             return
         for storage in storages(tensor):
             if storage._cdata in self._open:
-                self._open[storage._cdata][0].kind = kind
+                entry = self._open[storage._cdata][0]
+                if entry.kind not in LASTING:
+                    entry.kind = kind
+
+    def mark_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Say of tensors, also of shards that no operator shows as such, that they are trained."""
+        for parameter in parameters:
+            self._mark(parameter, "parameters")
+            self._mark(parameter.grad, "gradients")
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         self._mark(parameter.grad, "gradients")
@@ -242,9 +285,7 @@ class StorageCounter(TorchDispatchMode):
             if isinstance(state, torch.Tensor):
                 self._mark(state, "optimizer")
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._mark(parameter, "parameters")
-                self._mark(parameter.grad, "gradients")
+            self.mark_parameters(group["params"])
 
     def _watching_resizes(self) -> Callable[..., Any]:
         """A storage resized by hand ends one life and begins another.
@@ -254,15 +295,56 @@ class StorageCounter(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            known = self._open.get(storage._cdata)
+            # Seen for the first time, it is there as it was: most have been freed before.
+            if storage._cdata not in self._open:
+                self._enter_log(storage, before=True)
             result = resize(storage, size)
-            if known is not None:
-                self._close(storage._cdata, known[0])
-                self._enter_log(storage, before=False)
-                self._open[storage._cdata][0].kind = known[0].kind
+            self._see_size(storage)
             return result
 
         return resized
+
+    def _see_resizes(self, written: torch.Tensor) -> None:
+        """An operator that writes to a tensor may give it more memory (`resize_`, `out=`)."""
+        for storage in storages(written):
+            self._see_size(storage)
+
+    def _see_size(self, storage: torch.UntypedStorage) -> None:
+        known = self._open.get(storage._cdata)
+        if known is None or known[0].size == self._rounded(storage.nbytes()):
+            return
+        self._close(storage._cdata, known[0])
+        self._enter_log(storage, before=False)
+        self._open[storage._cdata][0].kind = known[0].kind
+
+    def _rounded(self, size: int) -> int:
+        """The size that the allocator in question takes for so many bytes."""
+        return -(-size // self._granule) * self._granule
+
+    def _seeing_buffers(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Waiting for a collective, with what is new in there taken for its own buffers.
+
+        A process group makes them inside its operator, and copies from them when it is waited for.
+        """
+
+        def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
+            self._waited_since = self._start_of_collective()
+            try:
+                return wait(work, *args, **kwargs)
+            finally:
+                self._waited_since = None
+
+        return waited
+
+    def _start_of_collective(self) -> int:
+        """The clock when the collective that is now waited for was started."""
+        if not self._collectives:
+            return self.clock
+        call, clock = self._collectives[-1]
+        if call == self._calls:  # nothing ran since: it is waited for at once
+            self._collectives.pop()
+            return clock
+        return self._collectives.popleft()[1]
 
     def _seeing_the_result(self, fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The function, with its result entered into the log."""

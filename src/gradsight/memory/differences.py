@@ -166,7 +166,7 @@ class DivergenceFinder:
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def hook(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            self._look(name, _fingerprint((args, kwargs)), _fingerprint(out))
+            self._look(name, fingerprint((args, kwargs)), fingerprint(out))
 
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
@@ -180,7 +180,7 @@ class DivergenceFinder:
             self.guilty = name if same_input else name.rpartition(".")[0]
 
 
-def _fingerprint(value: Any) -> int:
+def fingerprint(value: Any) -> int:
     """A number for the bits of every tensor in a value."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return hash(tuple(_hash_of_bits(tensor) for tensor in tensors))

@@ -1,8 +1,10 @@
 """Running a model on fake tensors: shapes, types and lifetimes without data."""
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import SourceFileLoader
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +17,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn import init
+from torch.utils._python_dispatch import _disable_current_modes
 
+from gradsight.core.samples import tensors_in
+from gradsight.core.source import owner_of
 from gradsight.errors import GradsightError
+from gradsight.memory.compiled import compiled_code_eager
 
 NEEDS_DATA = (
     DataDependentOutputException,
@@ -32,8 +38,57 @@ def fake_tensors() -> Iterator[None]:
         # Real tensors are let in: a model may use constants that were made before.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_initialisers_do_nothing())
+        stack.enter_context(_imports_are_real())
+        stack.enter_context(compiled_code_eager())
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
         stack.enter_context(patch.object(torch.utils, "swap_tensors", _take_over))
+        yield
+
+
+def is_faking() -> bool:
+    """Whether a fake pass is under way."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def fake_twin(built: object) -> object:
+    """What build() returned; a model from before the fake pass is copied, and so is its batch.
+
+    The copy is fake, and nothing of the user's own model is touched. Outside of a fake pass
+    everything is as it is.
+    """
+    if not is_faking() or not isinstance(built, tuple) or not built:
+        return built
+    if not isinstance(built[0], torch.nn.Module):
+        return built
+    model = built[0]
+    if all(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+        return built
+    memo: dict[int, Any] = {}
+    held = [value for module in model.modules() for value in vars(module).values()]
+    for tensor in tensors_in(*held, *built[1:2]):
+        _copy(tensor, memo)
+    try:
+        return copy.deepcopy(built, memo)
+    except Exception as error:
+        raise GradsightError(
+            "build() returned a model that was made before, and a prediction cannot copy it "
+            f"({type(error).__name__}: {error}): make the model inside of build()"
+        ) from error
+
+
+@contextmanager
+def _imports_are_real() -> Iterator[None]:
+    """What a module makes while it is imported is real: it stays when the fake pass is over."""
+    original = SourceFileLoader.exec_module
+
+    def exec_module(loader: SourceFileLoader, module: Any) -> None:
+        if owner_of(loader.path) not in ("user", "library"):
+            original(loader, module)  # torch imports parts of itself in order to leave its modes
+            return
+        with _disable_current_modes():
+            original(loader, module)
+
+    with patch.object(SourceFileLoader, "exec_module", exec_module):
         yield
 
 
@@ -76,25 +131,6 @@ def _initialisers_do_nothing() -> Iterator[None]:
         held = getattr(sys.modules.get("transformers.initialization"), "TORCH_INIT_FUNCTIONS", {})
         stack.enter_context(patch.dict(held, dict.fromkeys(held, _keep)))
         yield
-
-
-@contextmanager
-def sequences_not_packed() -> Iterator[None]:
-    """Let Hugging Face find no packed sequences: a real batch rarely has any.
-
-    It looks at positions for them, takes every fake batch for a packed one, and builds a mask that
-    a real step does not have: 2.4% of GPT-2 Small's peak. Enter it after the model was built: what
-    is not imported yet cannot be replaced.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    with ExitStack() as stack:
-        if hasattr(masks, "find_packed_sequence_indices"):
-            stack.enter_context(patch.object(masks, "find_packed_sequence_indices", _nothing))
-        yield
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 @contextmanager

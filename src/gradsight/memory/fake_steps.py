@@ -10,14 +10,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradsight.memory.apply import CheckpointingHandle
 from gradsight.memory.blocks import NamedModule, find_blocks
+from gradsight.memory.checkpointed import CheckpointingHandle
 from gradsight.memory.choose import BlockOption, BlockProblem
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.operators import cost_per_byte
-from gradsight.memory.policy import Mode
+from gradsight.memory.policy import NONE, Mode
 from gradsight.memory.predict import granule_of
+from gradsight.memory.progress import tell
+from gradsight.memory.ranks import bucket_bytes, shard
 from gradsight.memory.selective import is_expensive
+from gradsight.memory.setting import StepSetting
 from gradsight.memory.workload import (
     Workload,
     backward,
@@ -61,17 +64,19 @@ class FakeSteps:
     def __init__(
         self,
         workload: Workload,
-        *,
-        optimizer: str | None,
-        device: str,
-        blocks: Sequence[str] | None,
+        setting: StepSetting,
+        mesh: Any = None,
     ) -> None:
-        self.blocks: list[NamedModule] = find_blocks(workload.model, blocks)
+        self.blocks: list[NamedModule] = find_blocks(workload.model, setting.blocks)
+        shard(workload, setting, mesh)
         self._workload = workload
-        self._granule = granule_of(device)
-        self._optimizer = make_optimizer(optimizer, workload.model, device=device)
+        self._granule = granule_of(setting.device)
+        self._gloo = setting.device == "cpu"
+        self._optimizer = make_optimizer(setting.optimizer, workload.model, device=setting.device)
         warm_up(self._optimizer)
-        self.state_bytes = state_bytes(self._optimizer, self._granule)
+        self._bucket_bytes = bucket_bytes(workload.model, setting, self._granule)
+        self.state_bytes = state_bytes(self._optimizer, self._granule) + self._bucket_bytes
+        """What lies beside forward and backward: the optimizer's state, and DDP's buckets."""
         self.update_peak = 0
         """The peak of the optimizer's step, which no mode of any block changes."""
         self._steps: dict[tuple[Mode, ...], FakeStep] = {}
@@ -102,11 +107,13 @@ class FakeSteps:
         return [levels[round(number * stride)] for number in range(MAX_LEVELS)]
 
     def _run(self, modes: tuple[Mode, ...]) -> FakeStep:
-        counter = StorageCounter(self._granule)
+        tell(f"Weighing {len(modes)} blocks, step {len(self._steps) + 1}")
+        counter = StorageCounter(self._granule, gloo=self._gloo)
         checkpointing = CheckpointingHandle(list(zip(self.blocks, modes, strict=True)))
         with checkpointing, _BlockClock(self.blocks, counter) as block_clock:
             with counter:
                 backward(self._workload)
+                counter.mark_parameters(self._workload.model.parameters())
             peak = counter.peak() + self.state_bytes
             if not self.update_peak and self._optimizer is not None:
                 self.update_peak = self._update(counter, self._optimizer)
@@ -120,7 +127,7 @@ class FakeSteps:
         with update:
             optimizer.step()
         inputs = [entry for entry in before.log if entry.born < 0 and entry.kind is None]
-        return update.peak() + sum(entry.size for entry in inputs)
+        return update.peak() + self._bucket_bytes + sum(entry.size for entry in inputs)
 
 
 def problem_of(steps: FakeSteps, modes: Sequence[Mode]) -> BlockProblem | None:
@@ -131,11 +138,15 @@ def problem_of(steps: FakeSteps, modes: Sequence[Mode]) -> BlockProblem | None:
     columns: list[list[BlockOption]] = []
     for mode in modes:
         step = steps.uniform(mode)
-        if not _one_after_the_other(step.times):
+        if not one_after_the_other(step.times):
             return None
-        columns.append([_option(step, number) for number in range(len(steps.blocks))])
-    rows = list(zip(*columns, strict=True))
-    plain = steps.uniform(modes[0])
+        columns.append([option_of(step, number) for number in range(len(steps.blocks))])
+    return problem_around(steps, list(zip(*columns, strict=True)))
+
+
+def problem_around(steps: FakeSteps, rows: Sequence[Sequence[BlockOption]]) -> BlockProblem:
+    """The blocks' options, the first of each keeping everything, and what surrounds the blocks."""
+    plain = steps.uniform(NONE)
     counter = plain.counter
     first = plain.times[0]
     last = plain.times[-1]
@@ -153,7 +164,7 @@ def _with_extra_cost(row: Sequence[BlockOption]) -> list[BlockOption]:
     return [replace(option, cost=option.cost - row[0].cost) for option in row]
 
 
-def _one_after_the_other(times: Sequence[BlockTimes]) -> bool:
+def one_after_the_other(times: Sequence[BlockTimes]) -> bool:
     """Whether the blocks ran once each, forward in order and backward in reverse."""
     if any(block.calls != 1 or block.returned == 0 for block in times):
         return False
@@ -163,7 +174,7 @@ def _one_after_the_other(times: Sequence[BlockTimes]) -> bool:
     return moments == sorted(moments)
 
 
-def _option(step: FakeStep, number: int) -> BlockOption:
+def option_of(step: FakeStep, number: int) -> BlockOption:
     """A block as it was in one step; its cost is that of its whole backward."""
     counter = step.counter
     times = step.times

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gradsight.core.devices import allocator_figures, free_bytes, has_gpu, total_bytes
-from gradsight.memory.counter import storages
 from gradsight.memory.cuda import is_cuda
+from gradsight.memory.storages import storages
 from gradsight.values.steps import ScalarTracker, check_tracker
 from gradsight.values.whole_numbers import whole_number
 

@@ -11,12 +11,23 @@ from gradsight.core.devices import allocator_figures, has_gpu, reset_allocator_p
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.allocator import AllocatorPeak, OperatorMarks, allocator_peak
+from gradsight.memory.collectives import BUCKETS, GATHERED
+from gradsight.memory.compiled import EAGER_NOTE
 from gradsight.memory.counter import Allocation, StorageCounter
 from gradsight.memory.cuda import CUDA, is_cuda
 from gradsight.memory.workload import refused_call
 from gradsight.values.memory import MemoryUse
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "inputs")
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporaries",
+    "inputs",
+    GATHERED,
+    BUCKETS,
+)
 SCRATCH = {
     "mkldnn_rnn_layer": "LSTM",
     "_cudnn_rnn": "LSTM or GRU",
@@ -73,7 +84,8 @@ def measure_peak_memory(fn: Callable[[], object], *, operators: bool = False) ->
     return replace(
         use,
         operator_bytes=allocated.inside_operators,
-        notes=_unseen_notes(unseen_bytes(counter, allocated), use.peak_bytes),
+        notes=_unseen_notes(unseen_bytes(counter, allocated), use.peak_bytes)
+        + eager_notes(counter),
     )
 
 
@@ -150,18 +162,27 @@ def kind_of(entry: Allocation, backward_starts: list[int]) -> str:
 
 
 def scratch_notes(counter: StorageCounter, *, device: str = "cpu") -> tuple[str, ...]:
-    """Name the operators that may have used more inside themselves, where nobody looked."""
+    """Name the operators that may have used more inside themselves, where nobody looked.
+
+    Of a compiled model also that it ran eagerly.
+    """
     names = {SCRATCH[name] for name, _ in counter.operators if name in SCRATCH}
     for name, result_type in counter.operators:
         if device == "cpu" and name in PRODUCTS_WITH_SCRATCH and result_type in TYPES_WITH_SCRATCH:
             names.add("products in 16 bits")
     if not names:
-        return ()
+        return eager_notes(counter)
     inside_of = ", ".join(sorted(names))
     return (
         f"not in this number: what {inside_of} uses inside; "
         "measure_peak_memory(fn, operators=True) shows it",
+        *eager_notes(counter),
     )
+
+
+def eager_notes(counter: StorageCounter) -> tuple[str, ...]:
+    """Say so where compiled code ran, which runs eagerly under the count."""
+    return (EAGER_NOTE,) if counter.ran_compiled else ()
 
 
 def _unseen_notes(unseen: int, peak_bytes: int) -> tuple[str, ...]:

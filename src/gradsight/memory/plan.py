@@ -1,17 +1,23 @@
 """The cheapest checkpointing that fits a budget of memory, found by fake runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradsight.core.parameters import unwrapped
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError
 from gradsight.memory.apply import refuse_second_checkpointing
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, lowest, peak_of
-from gradsight.memory.fake import sequences_not_packed
+from gradsight.memory.equal_blocks import problem_by_samples
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
+from gradsight.memory.leftovers import without_leftovers
 from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
-from gradsight.memory.workload import Build, StepFailed, call_build
+from gradsight.memory.ranks import group_of
+from gradsight.memory.real_branches import real_branches
+from gradsight.memory.setting import StepSetting
+from gradsight.memory.workload import Build, call_build
 from gradsight.values.memory import CheckpointingPlan
 from gradsight.values.sizes import format_size, parse_size
 
@@ -19,6 +25,9 @@ from gradsight.values.sizes import format_size, parse_size
 # single blocks need less memory.
 ATTEMPTS = 6
 """How often the limit is tightened when the true peak of a choice lies above its estimate."""
+
+NOTHING = "none"
+"""The policy of the setting that a plan starts from."""
 
 Modes = tuple[Mode, ...]
 
@@ -36,6 +45,7 @@ class OverBudget(GradsightError):
         )
 
 
+@without_leftovers
 def plan_checkpointing(
     build: Build,
     budget: str | int | float,
@@ -56,14 +66,20 @@ def plan_checkpointing(
     device: "cpu" or "cuda"; no GPU is needed.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    setting = StepSetting(NOTHING, optimizer, device, blocks)
+    return plan_step(build, parse_size(budget), setting)
+
+
+def plan_step(build: Build, limit: int, setting: StepSetting) -> CheckpointingPlan:
+    """The checkpointing that recomputes least among those that fit, on the fullest device."""
     refuse_unknown_torch("memory")
-    limit = parse_size(budget)
-    with fake_device(device):
+    with group_of(setting) as mesh, fake_device(setting.device) as values:
         workload = call_build(build)
         refuse_second_checkpointing(unwrapped(workload.model))
-        steps = FakeSteps(workload, optimizer=optimizer, device=device, blocks=blocks)
-        with sequences_not_packed():
-            return PlanSearch(steps, limit, device).plan()
+        meant = blocks_of(workload, setting.blocks)
+        with real_branches(values):
+            steps = FakeSteps(workload, replace(setting, blocks=meant), mesh)
+            return PlanSearch(steps, limit, setting.device).plan()
 
 
 class PlanSearch:
@@ -81,8 +97,11 @@ class PlanSearch:
         keeping_all = (NONE,) * self._count
         if self._fits(self._try(keeping_all)):
             return self._as_plan(keeping_all)
-        modes = self._modes()
-        problem = problem_of(self._steps, modes)
+        modes = self._known_modes()
+        problem = problem_by_samples(self._steps, modes)
+        if problem is None:
+            modes = self._modes()
+            problem = problem_of(self._steps, modes)
         if problem is None:
             self._try_first_blocks()
         else:
@@ -101,17 +120,16 @@ class PlanSearch:
     def _flops_and_peak(self, modes: Modes) -> tuple[int, int]:
         return self._tried[modes].flops, self._tried[modes].peak
 
-    def _modes(self) -> list[Mode]:
-        """The modes that work on this model, each of them tried on all blocks."""
+    def _known_modes(self) -> list[Mode]:
+        """The modes that a block may be in, the one that keeps everything first."""
         levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
+        return [NONE, FULL, SELECTIVE, ALTERNATE, *levels]
+
+    def _modes(self) -> list[Mode]:
+        """The modes that are weighed, each of them tried on all blocks."""
         modes = [NONE]
-        for mode in (FULL, SELECTIVE, ALTERNATE, *levels):
-            try:
-                self._try((mode,) * self._count)
-            except StepFailed as error:
-                if "cached during selective" not in str(error):
-                    raise
-                continue  # results that this mode would keep are changed in place
+        for mode in self._known_modes()[1:]:
+            self._try((mode,) * self._count)
             modes.append(mode)
         return modes
 
@@ -128,6 +146,7 @@ class PlanSearch:
                 return
             target -= max(step.peak - self._limit, self._limit // 1000)
         self._try(_modes_of(lowest(problem), modes))
+        self._try((FULL,) * self._count)
 
     def _try_cheaper_prefix(self, problem: BlockProblem, modes: Sequence[Mode], cost: int) -> None:
         """The longest run of first blocks that would cost less, if by its estimate it may fit.

@@ -2,20 +2,40 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
 
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.apply import apply_checkpointing
+from gradsight.memory.assumed_values import (
+    ASSUMPTIONS,
+    DRAWN,
+    RANDOM,
+    ROUTING,
+    SKEWED,
+    USUAL,
+    Case,
+)
+from gradsight.memory.blocks import blocks_meant
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.counter import StorageCounter
-from gradsight.memory.cuda import CUDA, GRANULE, UNKNOWN, cuda_operators, is_cuda
-from gradsight.memory.fake import data_dependence_refused, fake_tensors, sequences_not_packed
+from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
+from gradsight.memory.fake import data_dependence_refused, fake_tensors
+from gradsight.memory.known_values import KnownValues
+from gradsight.memory.leftovers import without_leftovers
 from gradsight.memory.peak import memory_use, scratch_notes
+from gradsight.memory.ranks import bucket_bytes, group_of, shard, with_buckets
+from gradsight.memory.real_branches import real_branches
+from gradsight.memory.setting import ALONE, Ranks, StepSetting
 from gradsight.memory.workload import Build, backward, call_build, make_optimizer, warm_up
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
 
-DEVICES = ("cpu", CUDA)
 LARGEST_SIZE = 1 << 20
 """Where the search for a batch size ends."""
+OTHER_SEED = 1
+"""What build() draws from it shows whether it matters what it draws."""
 
 
 def predict_peak_memory(
@@ -28,7 +48,8 @@ def predict_peak_memory(
 ) -> MemoryUse:
     """The peak of a training step with the optimizer's state in place, as in all but the first.
 
-    No data is computed.
+    No data is computed, except for small values that branches may depend on. Where one depends on
+    what cannot be known, `assumptions` and `bounds` say what was assumed and how much it matters.
 
     build: makes (model, batch) or (model, batch, loss_fn), as in the README.
     policy: what is checkpointed, as in `apply_checkpointing`; None is nothing.
@@ -37,43 +58,91 @@ def predict_peak_memory(
       GPU is needed, also where build() puts the model on CUDA.
     blocks: names of the modules that count as blocks; None finds them.
     """
+    return predict_step(build, StepSetting(policy, optimizer, device, blocks))
+
+
+@without_leftovers
+def predict_step(build: Build, setting: StepSetting) -> MemoryUse:
+    """The peak of a training step on the fullest of its devices."""
     refuse_unknown_torch("memory")
-    if policy is None and blocks is not None:
-        raise UsageError(
-            "blocks are those that a policy recomputes, and policy=None recomputes nothing: give "
-            "for example policy='full', or leave blocks out"
-        )
-    with fake_device(device):
+    found = _one_case(build, setting, USUAL)
+    others: list[_Case] = []
+    if DRAWN in found.read:
+        others = [_one_case(build, setting, Case(seed=OTHER_SEED))]
+    if RANDOM in found.read:
+        others += [_one_case(build, setting, Case(random=each)) for each in ("low", "high")]
+        found = max([found, *others], key=_peak)
+    if ROUTING in found.read:
+        others += [_one_case(build, setting, replace(found.case, routing=each)) for each in SKEWED]
+    peaks = [_peak(each) for each in (found, *others)]
+    if len(set(peaks)) == 1 and others:
+        return found.use  # however it comes out, the peak is the same
+    assumptions = tuple(text for reason, text in ASSUMPTIONS.items() if reason in found.read)
+    bounds = (min(peaks), max(peaks)) if others else None
+    return replace(found.use, assumptions=assumptions, bounds=bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A prediction in one case, and what it was decided by."""
+
+    case: Case
+    use: MemoryUse
+    read: frozenset[str]
+
+
+def _peak(found: _Case) -> int:
+    return found.use.peak_bytes
+
+
+def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
+    """The peak where what is not known comes out in one way."""
+    device = setting.device
+    with group_of(setting) as mesh, fake_device(device, case) as values:
         workload = call_build(build)
-        if policy is not None:
-            apply_checkpointing(workload.model, policy, blocks=blocks)
-        made_optimizer = make_optimizer(optimizer, workload.model, device=device)
-        warm_up(made_optimizer)
-        counter = StorageCounter(granule_of(device))
-        with sequences_not_packed(), counter:
-            backward(workload)
-            if made_optimizer is not None:
-                made_optimizer.step()
+        if setting.policy is not None:
+            meant = blocks_of(workload, blocks_meant(setting.policy, setting.blocks))
+            apply_checkpointing(workload.model, setting.policy, blocks=meant)
+        with real_branches(values):
+            shard(workload, setting, mesh)
+            made_optimizer = make_optimizer(setting.optimizer, workload.model, device=device)
+            values.paused = True
+            warm_up(made_optimizer)
+            values.paused = False
+            counter = StorageCounter(granule_of(device), gloo=device == "cpu")
+            with counter:
+                backward(workload)
+                values.paused = True
+                if made_optimizer is not None:
+                    made_optimizer.step()
+                counter.mark_parameters(workload.model.parameters())
+        buckets = bucket_bytes(workload.model, setting, granule_of(device))
     notes = scratch_notes(counter, device=device)
     if is_cuda(device):
         notes = (*UNKNOWN, *notes)
-    return memory_use(counter, device=device, predicted=True, notes=notes)
+    use = memory_use(counter, device=device, predicted=True, notes=notes)
+    return _Case(case, with_buckets(use, buckets), frozenset(values.read))
 
 
 @contextmanager
-def fake_device(device: str) -> Iterator[None]:
+def fake_device(device: str, case: Case = USUAL) -> Iterator[KnownValues]:
     """Inside, a step runs on fake tensors with the device's own operators.
 
-    A model whose shapes or branches depend on values is refused with a clear error.
+    Small values that are known stand beside the fakes. A model whose shapes or branches depend on
+    others is refused with a clear error, unless they can be assumed.
     """
-    if device not in DEVICES:
-        raise UsageError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    values = KnownValues(case)
     with ExitStack() as stack:
+        # Known random values are really drawn, and the user's own next draw must not notice.
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if case.seed is not None:
+            torch.manual_seed(case.seed)
         stack.enter_context(fake_tensors())
+        stack.enter_context(values)
         if is_cuda(device):
             stack.enter_context(cuda_operators())
         stack.enter_context(data_dependence_refused())
-        yield
+        yield values
 
 
 def granule_of(device: str) -> int:
@@ -81,9 +150,10 @@ def granule_of(device: str) -> int:
     return GRANULE if is_cuda(device) else 1
 
 
+@without_leftovers
 def count_parameters(build: Build) -> int:
     """The number of parameters of a model that is never filled."""
-    with fake_tensors():
+    with fake_device("cpu"):
         model = call_build(build).model
         return sum(parameter.numel() for parameter in model.parameters())
 
@@ -95,13 +165,13 @@ def largest_batch(
     policy: str | CheckpointingPlan | None = None,
     optimizer: str | None = "adamw",
     device: str = "cpu",
+    ranks: Ranks = ALONE,
 ) -> int:
     """The largest batch size whose predicted peak is at most `memory` bytes; 0: none fits."""
+    setting = StepSetting(policy, optimizer, device, ranks=ranks)
 
     def peak(size: int) -> int:
-        build = build_for(size)
-        use = predict_peak_memory(build, policy=policy, optimizer=optimizer, device=device)
-        return use.peak_bytes
+        return predict_step(build_for(size), setting).peak_bytes
 
     return largest(peak, memory)
 

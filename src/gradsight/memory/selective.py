@@ -7,8 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _is_compiling,
+    create_selective_checkpoint_contexts,
+)
 
+from gradsight.memory.kept_results import KeepingMode, KeptResults, ReusingMode
 from gradsight.memory.operators import cost_per_byte
 from gradsight.memory.policy import Mode
 
@@ -39,7 +44,14 @@ def contexts(mode: Mode) -> Callable[[], Contexts] | None:
 
 
 def _contexts(mode: Mode) -> Contexts:
-    return create_selective_checkpoint_contexts(Keeper(mode))  # type: ignore[no-any-return]
+    keeper = Keeper(mode)
+    # A compiler has no writes in place any more, and knows torch's own contexts alone.
+    if _is_compiling(None, (), {}):
+        return create_selective_checkpoint_contexts(keeper)  # type: ignore[no-any-return]
+    # Torch's own are no use elsewhere: what they keep may be written to before it is needed, which
+    # they miss (a product in 3-D is kept under another version counter) or end in an error.
+    kept = KeptResults()
+    return KeepingMode(kept, is_expensive, keeper.wants), ReusingMode(kept, is_expensive)
 
 
 class Keeper:
@@ -51,18 +63,18 @@ class Keeper:
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # "Prefer" leaves torch.compile free to keep a result after all; "must" is binding.
-        if is_expensive(func, args, kwargs) and self._wanted(context, func, args, kwargs):
+        expensive = is_expensive(func, args, kwargs)
+        if expensive and self.wants(func, args, kwargs, context.op_output):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _wanted(
-        self, context: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def wants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+        """Whether the result of this call of an expensive operator is kept."""
         if self._mode.kind == "alternate":
             return self._is_first_of_two(func)
         if not self._mode.threshold:
             return True
-        return cost_per_byte(func, args, kwargs, context.op_output) >= self._mode.threshold
+        return cost_per_byte(func, args, kwargs, out) >= self._mode.threshold
 
     def _is_first_of_two(self, func: Any) -> bool:
         """Whether a result is kept where every second matrix product is recomputed."""
@@ -76,10 +88,13 @@ def is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     """Whether an operator's result may be kept.
 
     An operator that draws random numbers is always run again: were it left out, every draw after it
-    would differ from the forward pass, silently. Attention without dropout draws none.
+    would differ from the forward pass, silently. Attention without dropout draws none. One that
+    writes to a given tensor (`out=`) is run again too, or that tensor would stay unwritten.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet is None or packet.__name__ not in EXPENSIVE or func.namespace != "aten":
+        return False
+    if func._schema.is_mutable:
         return False
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return True

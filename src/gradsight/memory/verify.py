@@ -13,6 +13,7 @@ from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.blocks import blocks_meant, find_blocks
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.causes import Evidence, likely_cause
 from gradsight.memory.cuda import is_cuda
 from gradsight.memory.differences import (
@@ -23,6 +24,7 @@ from gradsight.memory.differences import (
     seed_everything,
     take_snapshot,
 )
+from gradsight.memory.given import WrittenInPlace
 from gradsight.memory.monitor import available_memory
 from gradsight.memory.peak import measure_peak_memory
 from gradsight.memory.policy import parse_policy
@@ -91,6 +93,8 @@ class _Verification:
             checkpointed = run_step(self._built(checkpointed=True), self.optimizer)
         except StepFailed as error:
             return self._raised(plain, error.__cause__ or error)
+        except WrittenInPlace as error:
+            return self._raised(plain, error)
         except GradsightError:
             raise  # a refusal of ours says what to do; it is no difference between the steps
         except Exception as error:
@@ -113,9 +117,10 @@ class _Verification:
                 "verify_checkpointing runs the step, and this model is on the meta device, without "
                 "any data: build it on the CPU, or use predict_peak_memory"
             )
-        parse_policy(self.policy, len(find_blocks(workload.model, self.blocks)))
+        blocks = blocks_of(workload, self.blocks)
+        parse_policy(self.policy, len(find_blocks(workload.model, blocks)))
         if checkpointed:
-            apply_checkpointing(workload.model, self.policy, blocks=self.blocks)
+            apply_checkpointing(workload.model, self.policy, blocks=blocks)
         return workload
 
     def _explained(
@@ -159,8 +164,9 @@ class _Verification:
     def _guilty_module(self) -> str | None:
         """Run the checkpointed step once more and find the module that differs the second time."""
         workload = self._built(checkpointed=True)
+        blocks = blocks_of(workload, self.blocks)
         seed_everything()
-        with DivergenceFinder(find_blocks(workload.model, self.blocks)) as finder:
+        with DivergenceFinder(find_blocks(workload.model, blocks)) as finder:
             backward(workload)
         return finder.guilty
 

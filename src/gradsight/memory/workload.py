@@ -13,6 +13,7 @@ from torch import nn
 from gradsight.core.parameters import type_name
 from gradsight.errors import GradsightError, UsageError, UserCodeError
 from gradsight.memory.cuda import is_cuda
+from gradsight.memory.fake import fake_twin
 
 Build = Callable[[], object]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -88,33 +89,40 @@ def call_build(build: Build) -> Workload:
         raise UserCodeError(
             f"build() raised {type(error).__name__}: {error}. Call it by itself first; {EXPECTED}"
         ) from error
-    return as_workload(built)
+    return as_workload(fake_twin(built))
 
 
 def as_workload(built: object) -> Workload:
-    """The build function's return value, checked."""
+    """The build function's return value, checked; its model is put into training mode."""
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         got = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
         raise UsageError(f"{EXPECTED}, got {got}")
     model, batch, *rest = built
     if not isinstance(model, nn.Module):
         raise UsageError(f"{EXPECTED}: the first must be a torch.nn.Module, got {type_name(model)}")
+    if rest:
+        _check_loss_fn(rest[0])
+    workload = checked_workload(model, batch, *rest)
+    model.train()  # checkpointing acts in training mode alone, and dropout's masks take memory
+    return workload
+
+
+def checked_workload(model: nn.Module, batch: Any, loss_fn: Any = None) -> Workload:
+    """A step of this model; a batch and a loss that cannot be meant are refused."""
     if isinstance(batch, Iterator | torch.utils.data.DataLoader):
         raise UsageError(
             f"{EXPECTED}: the step runs more than once on the same batch, got "
             f"{type_name(batch)}, which gives another each time. Return one of its batches, "
             "such as next(iter(loader))"
         )
-    if rest:
-        _check_loss_fn(rest[0])
-    if not rest and not isinstance(batch, Mapping | tuple | list | torch.Tensor):
+    if loss_fn is not None:
+        _check_loss_fn(loss_fn)
+    elif not isinstance(batch, Mapping | tuple | list | torch.Tensor):
         raise UsageError(
             f"{EXPECTED}: without loss_fn the batch is a dict or tuple of arguments, "
             f"got {type(batch).__name__}"
         )
-    model.train()  # checkpointing acts in training mode alone, and dropout's masks take memory
-    loss_fn = rest[0] if rest else model_loss
-    return Workload(model, batch, loss_fn)
+    return Workload(model, batch, loss_fn or model_loss)
 
 
 def _check_loss_fn(loss_fn: object) -> None:
@@ -228,7 +236,9 @@ def state_bytes(optimizer: torch.optim.Optimizer | None, granule: int = 1) -> in
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                granules = -(-value.numel() * value.element_size() // granule)
+                # A rank holds its own part of a sharded state.
+                local = value.to_local() if hasattr(value, "to_local") else value
+                granules = -(-local.numel() * local.element_size() // granule)
                 total += granules * granule
     return total
 

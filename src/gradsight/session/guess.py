@@ -4,8 +4,10 @@ Read from the operation that made it, without touching any data.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradsight.core.devices import is_accelerator
@@ -30,23 +32,89 @@ def loss_of_a_guess(loss: Tensor) -> float | Tensor | None:
     (0.4024, 0.4024)
     """
     # The graph knows the shape of the logits and every factor; no data is read, so nothing waits.
+    node, factor = _behind_factors(loss)
+    if node is None:
+        return None
+    chance = _chance(node, node.name())
+    return None if chance is None else chance * factor
+
+
+def _behind_factors(loss: Tensor) -> tuple[Any, float | Tensor]:
+    """The operation that made a loss, and what that was multiplied by since."""
     node: Any = loss.grad_fn
     factor: float | Tensor = 1.0
     for _ in range(_DEPTH):
         if node is None:
-            return None
+            return None, 1.0
         name = node.name()
-        if name in ("MulBackward0", "DivBackward0"):
-            other = node._saved_other
-            if other is None or other.numel() != 1 or other.requires_grad:
-                return None
-            other = _factor(other)
-            factor = factor * other if name == "MulBackward0" else factor / other
-            node = node.next_functions[0][0]
-            continue
-        chance = _chance(node, name)
-        return None if chance is None else chance * factor
-    return None
+        if name not in ("MulBackward0", "DivBackward0"):
+            return node, factor
+        other = node._saved_other
+        if other is None or other.numel() != 1 or other.requires_grad:
+            return None, 1.0
+        other = _factor(other)
+        factor = factor * other if name == "MulBackward0" else factor / other
+        node = node.next_functions[0][0]
+    return None, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCounts:
+    """How often each class is a target of one loss; still on the device."""
+
+    counts: Tensor
+    factor: float | Tensor
+    """What the loss was multiplied by."""
+
+
+def target_counts(loss: Tensor) -> TargetCounts | None:
+    """Of a mean cross-entropy of classes, None for any other loss; nothing waits for the device."""
+    node, factor = _behind_factors(loss)
+    if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0"):
+        return None
+    if node._saved_reduction != _MEAN or node._saved_weight is not None:
+        return None
+    shape = node.next_functions[0][0]._input_metadata[0].shape
+    classes = int(shape[1] if len(shape) > 1 else shape[0])
+    with torch.no_grad():
+        targets = node._saved_target.detach().reshape(-1)
+        ignored = (targets < 0) | (targets >= classes) | (targets == node._saved_ignore_index)
+        counted = torch.where(ignored, classes, targets)
+        counts = torch.zeros(classes + 1, device=targets.device)
+        counts.scatter_add_(0, counted, torch.ones_like(counted, dtype=counts.dtype))
+    return TargetCounts(counts[:-1], factor)
+
+
+class TargetFrequencies:
+    """The targets of the first losses together: what frequency alone would give as a loss."""
+
+    def __init__(self) -> None:
+        self._counts: Tensor | None = None
+        self._factor: float | Tensor = 1.0
+
+    def add(self, seen: TargetCounts | None) -> None:
+        """The targets of one loss."""
+        if seen is None:
+            return
+        counts = seen.counts
+        if self._counts is not None and self._counts.shape == counts.shape:
+            counts = counts + self._counts
+        self._counts = counts
+        self._factor = seen.factor
+
+    def entropy(self) -> Tensor | None:
+        """The loss that the frequencies give, times the loss's factor; NaN where few are known.
+
+        With the correction of Miller and Madow, for a sample shows too little of what is rare.
+        Nothing waits for the device.
+        """
+        if self._counts is None:
+            return None
+        counts = self._counts
+        total = counts.sum()
+        kinds = (counts > 0).sum()
+        entropy = torch.special.entr(counts / total).sum() + (kinds - 1) / (2 * total)
+        return torch.where(total < 2, math.nan, entropy) * self._factor
 
 
 def _factor(other: Any) -> Any:

@@ -1,5 +1,6 @@
 """What is to be done about a finding, as `watch(..., on_finding=)` was given it."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ _FORMS = (
     'an action is "stop", "skip", "alert", an http:// or https:// address, a callable, '
     "or a list of these"
 )
+
+_WORD = re.compile(r"[\w ,;-]{0,30}")
+"""Texts that are no address."""
 
 Action = str | Callable[[Finding], Any]
 
@@ -78,7 +82,7 @@ def finding_actions(given: object) -> FindingActions | None:
 
 def is_address(action: object) -> bool:
     """Whether findings are posted there."""
-    return isinstance(action, str) and action.startswith(("http://", "https://"))
+    return isinstance(action, str) and action.lower().startswith(("http://", "https://"))
 
 
 def _key(key: object) -> str:
@@ -86,13 +90,14 @@ def _key(key: object) -> str:
         return key
     known = [*_SEVERITIES, *sorted(CHECKS)]
     raise UsageError(
-        f"on_finding: there is no code or severity {key!r}; {nearest(str(key), known)}"
+        f"on_finding: there is no code or severity {_quoted(key)}; {nearest(str(key), known)}"
     )
 
 
 def _actions(given: object) -> tuple[Action, ...]:
     several = [given]
-    if isinstance(given, Iterable) and not isinstance(given, str | Mapping) and not callable(given):
+    is_one = isinstance(given, str | bytes | Mapping) or callable(given)
+    if isinstance(given, Iterable) and not is_one:
         several = list(given)
     if not several:
         raise UsageError(f"on_finding: a list without an action; {_FORMS}")
@@ -101,15 +106,30 @@ def _actions(given: object) -> tuple[Action, ...]:
 
 def _action(given: Any) -> Action:
     if is_address(given):
-        # Not quoted, whatever is wrong with it: what stands in an address is a secret.
-        if not urlsplit(given).hostname:
+        if not _has_host(given):
             raise UsageError(f"on_finding: an address without a host; {_FORMS}")
         return str(given)
     if isinstance(given, str) and given in _NAMED:
         return given
     if callable(given):
         return given  # type: ignore[no-any-return]
-    raise UsageError(f"on_finding: {given!r} is no action; {_FORMS}")
+    raise UsageError(f"on_finding: {_quoted(given)} is no action; {_FORMS}")
+
+
+def _has_host(address: str) -> bool:
+    try:
+        return bool(urlsplit(address).hostname)
+    except ValueError:
+        return False
+
+
+def _quoted(given: object) -> str:
+    """What was given, unless it may hold an address, be it a mistyped one: that is a secret."""
+    if isinstance(given, str):
+        return repr(given) if _WORD.fullmatch(given) else "this text"
+    if given is None or isinstance(given, int | float):
+        return repr(given)
+    return f"a {type(given).__name__}"
 
 
 def _spoken(action: Action) -> str:

@@ -250,7 +250,12 @@ class OptimizerSteps:
         self._line.before_update(rows, self._scaler if still_scaled else None)
         # A scaler leaves such steps out by itself.
         if self._skipper is not None and key not in self._by_scaler:
-            self._skipper.before_update(optimizer, self._line.builder.readings_of(rows), rows)
+            readings = self._line.builder.readings_of(rows)
+            # Clipping, or the user, may have broken what backward left in order.
+            edited = self._seen.edited(rows)
+            if edited:
+                readings.append(self._line.builder.again(edited))
+            self._skipper.before_update(optimizer, readings, rows)
 
     def _stepped(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
         if self._skipper is not None and self._skipper.after_update(optimizer):

@@ -35,6 +35,7 @@ class WatchOptions:
     quiet: bool = False
     on_finding: object = None
     max_bytes: int | None = None
+    preflight: bool | str = True
     stop_raises: bool = True
     """Whether stopping for a finding is an exception; a trainer's door stops its trainer itself."""
 
@@ -59,6 +60,8 @@ class WatchOptions:
             )
         if not isinstance(self.quiet, bool):
             raise UsageError(f"quiet must be True or False, got {self.quiet!r}")
+        if not isinstance(self.preflight, bool) and self.preflight != "whole":
+            raise UsageError(f"preflight must be True or False, got {self.preflight!r}")
         if self.sink_detail not in (None, "parameters", "blocks"):
             raise UsageError(
                 f"sink_detail must be 'parameters' or 'blocks', got {self.sink_detail!r}"
@@ -99,6 +102,7 @@ class WatchOptions:
             "recorder": self.recorder,
             "diagnose_seconds": self.diagnose_seconds,
             "max_bytes": self.max_bytes,
+            "preflight": self.preflight,
             "health": health,
             "on_finding": None if actions is None else actions.for_the_record(),
         }

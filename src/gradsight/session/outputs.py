@@ -145,8 +145,13 @@ class SinkOutput:
             if column in columns and not column.endswith("_error"):
                 for name, value in zip(names, columns[column].tolist(), strict=True):
                     if value and value == value:
-                        shown[f"gradients/{name}/{column}"] = value
+                        shown[f"{_place_of(column)}/{name}/{column}"] = value
         return shown
+
+
+def _place_of(column: str) -> str:
+    """Where trackers show a column: what is of the weights does not stand among gradients."""
+    return "weights" if column in ("weight_rms", "update_rms") else "gradients"
 
 
 def parameter_columns(measured: MeasuredStep) -> dict[str, Floats]:

@@ -92,14 +92,21 @@ class StepInProgress:
     skipped: list[bool | HostCopy] = field(default_factory=list)
     signals: StepSignals = field(default_factory=StepSignals)
     loss: HostCopy | None = None
+    weights_were: str | None = None
+    """"NaN" or "infinite" where they were so before the optimizer stepped; looked at where the
+    gradient was known to be broken by then.
+    """
     guess: float | HostCopy | None = None
     """What the loss would be if the model knew nothing."""
+    unigram: float | HostCopy | None = None
+    """What it would be if the model knew how frequent each class is, and nothing else."""
     units: UnitReading | None = None
     rank_comparisons: tuple[RankComparison, ...] = ()
 
     def ready(self) -> bool:
         """Whether reading would not wait: everything that will be read is there."""
-        numbers = (*self.scalars.values(), *self.lrs.values(), *self.skipped, self.guess)
+        seen = (self.guess, self.unigram)
+        numbers = (*self.scalars.values(), *self.lrs.values(), *self.skipped, *seen)
         on_their_way = [each for each in numbers if isinstance(each, HostCopy)]
         parts = (*self.used, *on_their_way, self.loss, self.units)
         return all(part is None or part.ready() for part in parts)

@@ -88,6 +88,10 @@ class SeenGradients:
     def _is_as_seen(self, row: int) -> bool:
         return is_same(self._parameters[row].grad, self.rows[row])
 
+    def edited(self, rows: Iterable[int]) -> list[int]:
+        """Those of these rows that are not what they were when they were looked at."""
+        return [row for row in rows if row in self.rows and not self._is_as_seen(row)]
+
     def look(self, rows: Iterable[int]) -> None:
         """These are looked at now."""
         parameters = self._parameters

@@ -22,7 +22,8 @@ from gradsight.core.hooks import put_hook, put_module_hook
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
 from gradsight.measure.host_copy import HostCopy
-from gradsight.session.guess import loss_of_a_guess
+from gradsight.session.first_look import FirstLook
+from gradsight.session.guess import TargetCounts, TargetFrequencies, loss_of_a_guess, target_counts
 from gradsight.values.measured import StepSignals
 
 _GUESSES = 12
@@ -31,6 +32,8 @@ _BATCHES = 12
 """Batches compared with the one before; then the model is left alone."""
 _ENTRIES = 256
 _TENSORS = 4
+_Noted = tuple[Tensor, float | HostCopy | None, TargetCounts | None]
+"""The loss of a backward pass, that of a guess, and its targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class SeenLoss:
 
     loss: Tensor | None = None
     guess: float | HostCopy | None = None
+    unigram: float | HostCopy | None = None
+    """What it would be if the model knew the frequencies alone; of one step of a run."""
 
 
 def _on_its_way(number: float | Tensor | None) -> float | HostCopy | None:
@@ -54,11 +59,13 @@ class TrainingSignals:
         parameters: Sequence[Tensor],
         optimizers: Sequence[Optimizer],
         guard: Guard,
+        first_look: FirstLook | None = None,
     ) -> None:
         self._model = model
         self._parameters = parameters
         self._optimizers = optimizers
         self.guard = guard
+        self.first_look = first_look
         self._handles: list[Any] = []
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
@@ -67,11 +74,15 @@ class TrainingSignals:
         self._loss: Tensor | None = None
         self._guesses = 0
         self._guess: float | HostCopy | None = None
+        self._targets = TargetFrequencies()
+        self._unigram: float | HostCopy | None = None
         self._half: bool | None = None
 
     def start(self) -> None:
         """Begin to watch."""
         moments.listen(self, self.guard, self._parameters)
+        if self.first_look is not None:
+            self.first_look.guard.run(self.first_look.start)
         for optimizer, clearing in zip(self._optimizers, self._clearing, strict=True):
             clearing.start()
             before = put_hook(self.guard, optimizer.register_step_pre_hook, self._step_begins)
@@ -87,6 +98,8 @@ class TrainingSignals:
     def stop(self) -> None:
         """Leave everything as it was found."""
         moments.leave(self)
+        if self.first_look is not None:
+            self.first_look.guard.attempt(self.first_look.stop)
         for clearing in self._clearing:
             clearing.stop()
         while self._handles:
@@ -101,6 +114,9 @@ class TrainingSignals:
     def look_away(self) -> None:
         """Notice nothing more, but leave the hooks in place."""
         moments.leave(self)
+        if self.first_look is not None:
+            self.first_look.guard.attempt(self.first_look.stop)
+            self.first_look = None
         for clearing in self._clearing:
             clearing.look_away()
 
@@ -113,14 +129,22 @@ class TrainingSignals:
         loss = self._loss
         guess = self._guess
         self._loss = None
+        unigram = self._unigram
         self._guess = None
+        self._unigram = None
+        first = passes = None
+        if self.first_look is not None:
+            taken = self.first_look.guard.run(self.first_look.take)
+            first, passes = taken or (None, None)
         signals = StepSignals(
             uncleared=self._uncleared(),
             alike_batches=self._batches.alike,
             half=self._half,
             one_batch=self._batches.fixed,
+            first=first,
+            passes=passes,
         )
-        return signals, SeenLoss(loss, guess)
+        return signals, SeenLoss(loss, guess, unigram)
 
     def _uncleared(self) -> bool | None:
         """Whether some optimizer last stepped on gradients that nobody had cleared."""
@@ -135,11 +159,13 @@ class TrainingSignals:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1:
             guess = None
+            targets = None
             if self._guesses < _GUESSES:
                 # Now: backward frees what the guess is read from.
                 guess = _on_its_way(loss_of_a_guess(roots[0]))
+                targets = target_counts(roots[0])
             # Whether the loss is of this model is known when the pass has ended.
-            begun.notes[self] = (roots[0].detach(), guess)
+            begun.notes[self] = (roots[0].detach(), guess, targets)
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """Its gradients can be read, and are not written yet."""
@@ -174,13 +200,17 @@ class TrainingSignals:
         self._evaluations = None
 
     def _note_loss(self, begun: BackwardPass) -> None:
-        noted: tuple[Tensor, float | HostCopy | None] | None = begun.notes.pop(self, None)
+        noted: _Noted | None = begun.notes.pop(self, None)
         if noted is None:
             return
         self._loss = noted[0]
         if self._guesses < _GUESSES:
             self._guess = noted[1]
             self._guesses += 1
+            self._targets.add(noted[2])
+            if self._guesses == _GUESSES:
+                self._unigram = _on_its_way(self._targets.entropy())
+                self._targets = TargetFrequencies()
 
     def _leave_model(self) -> None:
         if self._forward_handle is not None:

@@ -2,12 +2,13 @@
 
 Where the numbers are known when the optimizer steps, its gradients are taken away for the step, and
 put back after it: an optimizer passes over what has no gradient, so that neither momentum, nor
-decay, nor a count of steps moves. (With gradients of zero momentum would move the weights.) Where
-they are still on a device, a fused optimizer is given a flag there, as by a GradScaler; others wait
-for the number, once per step.
+decay, nor a count of steps moves. (With gradients of zero momentum would move the weights.) What an
+optimizer that is not torch's changes all the same is put back as it was. Where the numbers are
+still on a device, a fused optimizer is given a flag there, as by a GradScaler; others wait for
+them, once per step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from gradsight.core.group import ProcessGroup
 from gradsight.core.problems import Problems
+from gradsight.core.shards import local_part
 from gradsight.session.readings import GradientReading
 
 _WAITS = (
@@ -32,6 +34,11 @@ class _Withheld:
 
     gradients: list[tuple[Tensor, Tensor]]
     state: dict[Any, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    counts: dict[str, Any]
+    """Its attributes that are plain numbers."""
+    copies: list[tuple[Tensor, Tensor]]
+    """Tensors that the step may change though it has no gradient, and what was in them."""
 
     def put_back(self, optimizer: Optimizer) -> None:
         for parameter, gradient in self.gradients:
@@ -42,6 +49,12 @@ class _Withheld:
         for key, entries in self.state.items():
             optimizer.state[key].clear()
             optimizer.state[key].update(entries)
+        for group, values in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(values)
+        vars(optimizer).update(self.counts)
+        with torch.no_grad():
+            for tensor, value in self.copies:
+                tensor.copy_(value)
 
 
 class UpdateSkipper:
@@ -99,7 +112,42 @@ def _withhold(optimizer: Optimizer) -> _Withheld:
     gradients = [(each, each.grad) for each in parameters if each.grad is not None]
     for parameter, _ in gradients:
         parameter.grad = None
-    return _Withheld(gradients, {key: dict(entries) for key, entries in optimizer.state.items()})
+    return _Withheld(
+        gradients,
+        {key: dict(entries) for key, entries in optimizer.state.items()},
+        [_without_parameters(group) for group in optimizer.param_groups],
+        {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)},
+        _copies(optimizer),
+    )
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, and what some optimizers count there."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """What is in the tensors of an optimizer that is not torch's.
+
+    torch's own pass over a parameter without a gradient; others may decay it all the same. On the
+    host: a step that is left out must not be the one that runs out of memory.
+    """
+    if type(optimizer).step.__module__.startswith("torch.optim."):
+        return []
+    tensors = [each for group in optimizer.param_groups for each in _tensors(group.values())]
+    tensors += [each for entries in optimizer.state.values() for each in _tensors(entries.values())]
+    return [(each, each.detach().to("cpu", copy=True)) for each in map(local_part, tensors)]
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the values, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value.detach())
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _takes_a_flag(optimizer: Optimizer) -> bool:

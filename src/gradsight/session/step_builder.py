@@ -18,6 +18,7 @@ from gradsight.core.gradient_parts import gradient_parts, lies_like_its_paramete
 from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
+from gradsight.measure.broken_weights import what_weights_are
 from gradsight.measure.clipping import ClipProbe, ClipReading, joint_coefficient, remaining_share
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
@@ -25,7 +26,7 @@ from gradsight.measure.host_copy import HostCopy, loss_scale
 from gradsight.measure.norms import NormReading, recount
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
-from gradsight.measure.update import UpdateReading
+from gradsight.measure.update import LeftWeights, UpdateReading
 from gradsight.session.readings import (
     GradientReading,
     StepInProgress,
@@ -37,7 +38,14 @@ from gradsight.session.readings import (
     skipped_by,
 )
 from gradsight.session.signals import SeenLoss
-from gradsight.values.measured import Floats, MeasuredStep, Norms, RankComparison, StepSignals
+from gradsight.values.measured import (
+    BrokenWeights,
+    Floats,
+    MeasuredStep,
+    Norms,
+    RankComparison,
+    StepSignals,
+)
 from gradsight.values.steps import PART_GRADIENT, TRUE_GRADIENT, CloserLooks, Schedule, Step
 
 _LAG = 1
@@ -102,6 +110,7 @@ class StepBuilder:
         self._sees_part = spread and group.incomplete is not None
         self._units = UnitLife(plan.unit_rows)
         self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
+        self._left: dict[tuple[int, ...], LeftWeights] = {}
         self._queue: deque[StepInProgress] = deque()
         self._merge: _Merge | None = None
         self._current = StepInProgress(plan.first_step)
@@ -124,6 +133,8 @@ class StepBuilder:
         # A recount reads the gradients themselves, so it must happen while they are what they were.
         if self._plan.at_once or reading.ready():
             reading.known = recount(gradients, reading.read())
+            if reading.known.counts is not None:
+                self._current.weights_were = self._what_weights_are()
         if wants_details:
             reading.histograms = HistogramReading(gradients, offset=self.step)
             self._units.look(self.step, rows, gradients)
@@ -136,6 +147,11 @@ class StepBuilder:
         """The readings in which these rows were looked at last, each once."""
         known = [self._readings[row] for row in rows if row in self._readings]
         return list({id(reading): reading for reading in known}.values())
+
+    def again(self, rows: Sequence[int]) -> GradientReading:
+        """This rank's parts of these gradients as they are now; not for the record."""
+        gradients = [self._gradient(row) for row in rows]
+        return GradientReading(list(rows), NormReading(gradients), scale=None)
 
     def before_update(
         self, rows: Sequence[int], scaler: torch.amp.GradScaler | None
@@ -152,7 +168,8 @@ class StepBuilder:
         if self._measures and self._plan.wants_details(self.step):
             weights = [local_part(self._parameters[row]) for row in rows]
             current.update_rows = list(rows)
-            current.update = UpdateReading(weights, offset=self.step)
+            left = self._left.pop(tuple(rows), None)
+            current.update = UpdateReading(weights, offset=self.step, left=left)
         # Gradients of several looks have no one clip coefficient.
         if len(readings) > 1:
             return None
@@ -174,7 +191,11 @@ class StepBuilder:
         """Take the readings of these rows as what this optimizer stepped with."""
         current = self._current
         if current.update is not None:
-            current.update.finish()
+            # Compared from the first look to the second and from that to the third, no longer.
+            keep = self.step - self._plan.first_step < 2
+            left = current.update.finish(keep)
+            if left is not None:
+                self._left[tuple(current.update_rows)] = left
         clip = current.clip
         if clip is not None and clip.scale is not None and not scaled:
             clip = replace(clip, scale=None)
@@ -213,6 +234,7 @@ class StepBuilder:
         if seen.loss is not None:
             made.loss = HostCopy.of(seen.loss.reshape(1).clone())
         made.guess = seen.guess
+        made.unigram = seen.unigram
         if any(used.reading.histograms is not None for used in made.used):
             made.units = self._units.reading()
         self._current = StepInProgress(made.number + 1)
@@ -355,14 +377,31 @@ class StepBuilder:
             details = details_in(sums, rows, dead_shares, made.number, names)
         loss = step.loss if made.loss is None else made.loss.number()
         guess = None if made.guess is None else arrived(made.guess)
+        unigram = None if made.unigram is None else arrived(made.unigram)
+        broken = None
+        if norms.counts is not None and not step.skipped:
+            broken = self._broken_weights(made)
         return MeasuredStep(
             step=step,
             rows=None if len(rows) == len(self._parameters) else tuple(rows),
             norms=norms if has_norms else None,
             details=details,
-            signals=replace(made.signals, loss=loss, guess=guess),
+            signals=replace(
+                made.signals, loss=loss, guess=guess, unigram=unigram, broken_weights=broken
+            ),
             rank_comparisons=made.rank_comparisons,
         )
+
+    def _broken_weights(self, made: StepInProgress) -> BrokenWeights | None:
+        """What became of the weights in a step whose gradient was broken."""
+        if made.weights_were is not None:
+            # They were so when this step's forward pass ran: the step before has done it.
+            return BrokenWeights(max(made.number - 1, self._plan.first_step), made.weights_were)
+        are = self._what_weights_are()
+        return None if are is None else BrokenWeights(made.number, are)
+
+    def _what_weights_are(self) -> str | None:
+        return what_weights_are([local_part(parameter) for parameter in self._parameters])
 
 
 def _step_record(made: StepInProgress, total_norm: float | None) -> Step:

@@ -35,6 +35,7 @@ from gradsight.session.brake import Brake
 from gradsight.session.captures import Captures
 from gradsight.session.cost import CostOutput
 from gradsight.session.first_critical import FirstCritical
+from gradsight.session.first_look import FirstLook, PreflightOptions
 from gradsight.session.left_behind import close_left_behind, remember
 from gradsight.session.line import Output, StepLine, WatchedInstruments
 from gradsight.session.loss_flags import LossFlags
@@ -93,6 +94,7 @@ def watch(
     quiet: bool = False,
     on_finding: object = None,
     max_bytes: int | str | None = None,
+    preflight: bool = True,
 ) -> "Watch":
     """Record what the gradients of a model do while it trains, at next to no cost.
 
@@ -127,6 +129,9 @@ def watch(
       and severity: {"GS103": "skip", "critical": ["alert", "stop"]}.
     max_bytes: what the record may take, such as "2GB"; None has no limit. Old steps are then put
       together by their minimum and maximum, apart from those near findings.
+    preflight: whether the first step is looked at for what no gradient norm shows: leaks, targets,
+      losses that are fed the wrong thing, modes, lost gradients (GS601 to GS611). What the pass
+      itself does not show takes passes aside, on two rows, no longer than a step.
 
     With GRADSIGHT=0 in the environment nothing is watched and nothing is written.
     """
@@ -143,6 +148,7 @@ def watch(
         diagnose_seconds=diagnose_seconds,
         quiet=quiet,
         on_finding=on_finding,
+        preflight=preflight,
         max_bytes=max_bytes,  # type: ignore[arg-type]  # a text such as "2GB" becomes a number
     )
     return open_watch(model, optimizer, options)
@@ -330,6 +336,8 @@ class Watch:
         guards = [self._guard, self._captures.guard]
         if self._instruments.signals is not None:
             guards.append(self._instruments.signals.guard)
+            if self._instruments.signals.first_look is not None:
+                guards.append(self._instruments.signals.first_look.guard)
         if self._instruments.incidents is not None:
             guards.append(self._instruments.incidents.guard)
         return guards
@@ -357,7 +365,8 @@ class Watch:
                 self._problems, "signals", "Gradsight no longer sees losses and batches"
             )
             tensors = [named.tensor for named in parameters]
-            signals = TrainingSignals(model, tensors, inner, noticing)
+            first_look = self._make_first_look(model, tensors, options)
+            signals = TrainingSignals(model, tensors, inner, noticing, first_look)
         if options.recorder is not False:
             recorded = RecorderOptions(
                 with_batch=options.recorder == "batch",
@@ -382,6 +391,16 @@ class Watch:
         if incidents is not None:
             losses = LossFlags([named.tensor for named in parameters], incidents.guard)
         return WatchedInstruments(health, signals, incidents, dumps, losses)
+
+    def _make_first_look(
+        self, model: nn.Module, tensors: Sequence[torch.Tensor], options: WatchOptions
+    ) -> FirstLook | None:
+        if options.preflight is False:
+            return None
+        looking = Guard(self._problems, "preflight", "the first step was not looked at")
+        how = PreflightOptions(is_whole=options.preflight == "whole")
+        inner = [innermost_optimizer(optimizer) for optimizer in self._optimizers]
+        return FirstLook(model, tensors, inner, how, looking)
 
     # For the user.
 

@@ -19,6 +19,9 @@ UNSETTLED = 0.1
 
 At first a model learns which tokens are common, and that from any sample.
 """
+CLEAR = 0.1
+"""How large the sum of a step's scores must be, against the sum of their sizes, to be divided by:
+in a step whose scores cancel, a share of almost nothing would outweigh all other steps."""
 STRETCHES = 24
 """Into how many stretches of steps a domain's curve is divided."""
 
@@ -45,6 +48,7 @@ class Influence:
     targets: tuple[str, ...]
     """All that the run has."""
     normalised: bool
+    """Whether scores were divided by their typical size in the step."""
     first_step: int
     last_step: int
     rows: int
@@ -57,6 +61,10 @@ class Influence:
     scores: Floats
     domains: tuple[Domain, ...]
     """The best first."""
+    is_share: bool = False
+    """Whether scores were divided by the decrease that their step predicts."""
+    steps_left_out: int = 0
+    """Steps without a clear decrease, where that was asked for."""
 
     def histogram(self, bins: int = 12) -> tuple[Ints, Floats]:
         """Counts of samples and edges of about this many bins, one of the edges 0.
@@ -105,6 +113,22 @@ def normalised(steps: npt.NDArray[Any], scores: Floats) -> Floats:
     return np.divide(scores, sizes[place], out=np.zeros_like(scores), where=sizes[place] > 0)
 
 
+def shares(steps: npt.NDArray[Any], scores: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Each score divided by the decrease of the loss that its step predicts, the sum of its scores.
+
+    Learning rate and clipping are the same for a whole step, and do not matter. Also, which scores
+    are of steps that predict a clear decrease; those of others have no share.
+
+    >>> steps, scores = np.array([0, 0, 1, 1, 2]), np.array([3.0, -1.0, 1.0, -1.0, -2.0])
+    >>> [part.tolist() for part in shares(steps, scores)]
+    [[1.5, -0.5, 0.0, 0.0, 0.0], [True, True, False, False, False]]
+    """
+    _, place = np.unique(steps, return_inverse=True)
+    decrease = np.bincount(place, scores)[place]
+    clear = decrease > CLEAR * np.bincount(place, np.abs(scores))[place]
+    return np.divide(scores, decrease, out=np.zeros_like(scores), where=clear), clear
+
+
 def settled(steps: npt.NDArray[Any], share: float = UNSETTLED) -> npt.NDArray[np.bool_]:
     """Which scores count: all but those of the first share of the steps.
 
@@ -132,11 +156,12 @@ def means(groups: npt.NDArray[Any], values: Floats, count: int) -> Floats:
 
 
 def influence_of(
-    table: "pyarrow.Table", target: str | None = None, *, raw: bool = False
+    table: "pyarrow.Table", target: str | None = None, *, raw: bool = False, share: bool = False
 ) -> Influence:
     """The influence of a table of scores on one target.
 
-    By default scores are normalised by step, and the unsettled beginning does not count.
+    By default scores are normalised by step, and the unsettled beginning does not count. share:
+    divided by the decrease of the loss that the step predicts instead.
     """
     targets, chosen = _of_target(table["target"], target)
     steps = table["step"].to_numpy()
@@ -151,6 +176,14 @@ def influence_of(
     if not raw:
         # First the beginning goes, then what is left is normalised: each step stands for itself.
         wanted[wanted] = settled(steps[wanted])
+    left_out = 0
+    if share:
+        scores[wanted], clear = shares(steps[wanted], scores[wanted])
+        left_out = len(np.unique(steps[wanted][~clear]))
+        wanted[wanted] = clear
+        if not wanted.any():
+            raise RunError("no step predicts a clear decrease of the loss: there are no shares")
+    elif not raw:
         scores[wanted] = normalised(steps[wanted], scores[wanted])
     # Ids are shown and exported as text, whatever they were.
     ids, sample = _codes(table["sample_id"].cast("string"), wanted)
@@ -164,7 +197,7 @@ def influence_of(
     return Influence(
         target=targets[0],
         targets=tuple(sorted(targets)),
-        normalised=not raw,
+        normalised=not raw and not share,
         first_step=int(steps.min()),
         last_step=int(steps.max()),
         rows=len(values),
@@ -174,6 +207,8 @@ def influence_of(
         seen=np.bincount(sample, minlength=len(ids))[order],
         scores=by_sample[order],
         domains=_domains(names, domain, values, steps, home, by_sample),
+        is_share=share,
+        steps_left_out=left_out,
     )
 
 

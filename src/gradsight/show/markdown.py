@@ -127,8 +127,8 @@ def _block_table(summary: Summary) -> list[str]:
     lines = [
         "## Gradient norms by block",
         "",
-        "| block | first | median | last | largest entry | update/weight | over time |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| block | first | median | last | largest | update/weight | weight RMS | over time |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     shown = list(summary.blocks.items())[:_MOST_ROWS]
     lines += [_block_row(name, block) for name, block in shown]
@@ -147,6 +147,7 @@ def _block_row(name: str, block: BlockNorms) -> str:
         figure(norms[-1]),
         figure(block.largest),
         _middle(block.ratios),
+        _from_to(block.weights),
         f"`{sparkline(norms)}`",
     ]
     return f"| {' | '.join(cells)} |"

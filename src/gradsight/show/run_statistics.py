@@ -20,6 +20,8 @@ class BlockNorms:
     """The largest magnitude of any entry at any step, of those that are finite."""
     ratios: list[float]
     """Every update-to-weight ratio of its parameters."""
+    weights: list[float]
+    """At every closer look, the median root mean square of its parameters' weights."""
 
 
 class RunStatistics:
@@ -33,6 +35,7 @@ class RunStatistics:
         self._norms: dict[str, list[npt.NDArray[np.float64]]] = {}
         self._largest: dict[str, float] = {}
         self._ratios: dict[str, list[float]] = {}
+        self._weights: dict[str, list[float]] = {}
         self._last = ParameterCounts(0, 0, 0, 0)
 
     def add(self, chunk: StatChunk) -> None:
@@ -70,6 +73,10 @@ class RunStatistics:
         if "update_ratio" in chunk.columns:
             ratios = chunk.columns["update_ratio"][:, where]
             self._ratios.setdefault(block, []).extend(ratios[~np.isnan(ratios)].tolist())
+        if "weight_rms" in chunk.columns:
+            weights = chunk.columns["weight_rms"][:, where]
+            looks = weights[~np.isnan(weights).all(axis=1)]
+            self._weights.setdefault(block, []).extend(np.nanmedian(looks, axis=1).tolist())
 
     def blocks(self) -> dict[str, BlockNorms]:
         """Every block that has had a gradient, in the model's order."""
@@ -77,7 +84,12 @@ class RunStatistics:
         for block, parts in self._norms.items():
             norms = np.concatenate(parts)
             if len(norms):
-                result[block] = BlockNorms(norms, self._largest[block], self._ratios.get(block, []))
+                result[block] = BlockNorms(
+                    norms=norms,
+                    largest=self._largest[block],
+                    ratios=self._ratios.get(block, []),
+                    weights=self._weights.get(block, []),
+                )
         return result
 
     def last_counts(self) -> ParameterCounts:

@@ -122,6 +122,12 @@ def _notes(influence: Influence) -> list[str]:
             f"The first {UNSETTLED:.0%} of the steps do not count: "
             "any sample teaches common tokens.",
         ]
+    if influence.is_share:
+        lines = [
+            "Shares of the decrease that each step predicted: 1 is all of it, below 0 hurts.",
+            f"The first {UNSETTLED:.0%} of the steps do not count, nor do "
+            f"{influence.steps_left_out:,} steps that predict no clear decrease.",
+        ]
     if float(np.median(influence.seen)) < _OFTEN:
         lines.append("Few looks at most samples: one score is mostly noise. Domains are surer.")
     if influence.not_finite:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
 from gradsight.show.influence import Influence, influence_of
 from gradsight.show.run_statistics import BlockNorms, RunStatistics
 from gradsight.store.stat_chunks import StatChunk
+from gradsight.values.causes import roots_of
 from gradsight.values.diagnoses import Incident
 from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
@@ -23,6 +24,7 @@ from gradsight.values.health_report import (
 )
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import counted
+from gradsight.values.scaling import scaler_note
 from gradsight.values.steps import Scalar, Step
 
 
@@ -101,8 +103,9 @@ class Summary:
             return f"{text[:1].upper()}{text[1:]}"
         first = findings[0]
         sentence = f"{first.name[:1].upper()}{first.name[1:]}, first at step {first.first_step:,}"
-        if len(findings) > 1:
-            sentence += f", and {counted(len(findings) - 1, 'more finding')}"
+        others = len(roots_of(findings)) - 1
+        if others:
+            sentence += f", and {counted(others, 'more finding')}"
         return sentence
 
     @property
@@ -138,12 +141,14 @@ def summary_of(
 ) -> Summary:
     """The summary of a run whose steps and statistics have been read already."""
     samples, troubles = _samples(run)
+    problems = list(run.problems())
+    said = {problem.message for problem in problems}
     return Summary(
         steps=steps,
         blocks=statistics.blocks(),
         broken=statistics.broken,
         histogram=_last_histogram(run),
-        problems=[*run.problems(), *troubles],
+        problems=[*problems, *(each for each in troubles if each.message not in said)],
         config=run.config,
         health=_health(run, steps, statistics.last_counts()),
         incidents=list(run.incidents()),
@@ -189,11 +194,8 @@ def _health(run: ReadableRun, steps: list[Step], counts: ParameterCounts) -> Hea
         if step.total_norm is not None:
             number = step.step
             norm = step.total_norm
-    return make_report(
-        number, norm, counts, sorted(run.findings(), key=_rank), list(run.abstentions()), len(steps)
-    )
-
-
-def _rank(finding: Finding) -> tuple[int, int, str]:
-    """The worst first, then the earliest."""
-    return -SEVERITIES.index(finding.severity), finding.first_step, finding.code
+    findings = list(run.findings())
+    report = make_report(number, norm, counts, findings, list(run.abstentions()), len(steps))
+    left_out = [step.step for step in steps if step.skipped and step.scale is not None]
+    note = scaler_note(left_out, steps[-1].step if steps else 0, findings)
+    return report if note is None else replace(report, notes=(note,))

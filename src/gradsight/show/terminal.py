@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterable
 
 from gradsight.show.text import BOLD, GREEN, RED, YELLOW, tinted
+from gradsight.values.causes import groups
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SIGNS, HealthReport, headline
 from gradsight.values.plain import listed
@@ -19,27 +20,42 @@ _COLOURS = {"healthy": GREEN, "warning": YELLOW, "critical": RED}
 def health_lines(report: HealthReport, colour: bool = False) -> list[str]:
     """The report as lines of plain text, in which nothing steers a terminal."""
     title = _title(headline(report), report.status, colour)
-    return [title, f"   {report}", *findings_lines(report.findings, colour)]
+    notes = [line for note in report.notes for line in _wrapped(for_terminal(note))]
+    return [title, f"   {report}", *notes, *findings_lines(report.findings, colour)]
 
 
 def findings_lines(findings: Iterable[Finding], colour: bool = False) -> list[str]:
     """Findings as lines of plain text, each after an empty one."""
     lines = []
     found = list(findings)
-    for finding in (cleaned(each, for_terminal) for each in found[:_MOST_FINDINGS]):
-        name = f"{SIGNS[finding.severity]} {finding.code} {finding.name}"
-        title = on_one_line(f"{name}, since step {finding.first_step}")
-        lines += ["", _title(title, finding.severity, colour)]
+    for group in groups([cleaned(each, for_terminal) for each in found[:_MOST_FINDINGS]]):
+        finding = group.root
+        lines += ["", _title(_name_and_step(finding), finding.severity, colour)]
         lines += _wrapped(finding.message)
-        lines += _wrapped(finding.evidence, "seen: ")
-        if finding.parameters:
-            lines += _wrapped(listed(finding.parameters, _MOST_NAMES), "where: ")
-        lines += _cause(finding)
+        lines += _seen(finding)
         lines += _wrapped(finding.recommendation, "do: ")
         lines += [f"      {line}".rstrip() for line in finding.fix.splitlines()]
+        for consequence in group.consequences:
+            title = f"   it follows: {_name_and_step(consequence)}"
+            lines.append(_title(title, consequence.severity, colour))
+            lines += [f"   {line}" for line in _seen(consequence)]
+        lines += _wrapped(f"gradsight explain {on_one_line(finding.code)}", "more: ")
     if len(found) > _MOST_FINDINGS:
         lines += ["", f"{len(found) - _MOST_FINDINGS} more are in the record."]
     return lines
+
+
+def _name_and_step(finding: Finding) -> str:
+    name = f"{SIGNS[finding.severity]} {finding.code} {finding.name}"
+    return on_one_line(f"{name}, since step {finding.first_step}")
+
+
+def _seen(finding: Finding) -> list[str]:
+    """Evidence, places and cause."""
+    lines = _wrapped(finding.evidence, "seen: ")
+    if finding.parameters:
+        lines += _wrapped(listed(finding.parameters, _MOST_NAMES), "where: ")
+    return lines + _cause(finding)
 
 
 def _cause(finding: Finding) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
@@ -13,6 +14,9 @@ BOLD = "1"
 GREEN = "32"
 RED = "31"
 YELLOW = "33"
+
+SCHEMA = 1
+"""Of what `--json` prints; higher when a field's meaning changes, not when one is added."""
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -33,10 +37,11 @@ def tinted(text: str, code: str, colour: bool) -> str:
     return f"\033[{code}m{for_terminal(text)}\033[0m"
 
 
-def json_text(value: object) -> str:
-    """Records and values as strict JSON that a terminal can show: nothing in it steers one."""
+def json_text(values: Mapping[str, object]) -> str:
+    """What every `--json` prints: one object of strict JSON, in which nothing steers a terminal."""
+    whole = plain({"schema": SCHEMA, **values})
     # json escapes what is not ASCII, but not DEL, which is.
-    return json.dumps(plain(value), indent=1, allow_nan=False).replace("\x7f", "\\u007f")
+    return json.dumps(whole, indent=1, allow_nan=False).replace("\x7f", "\\u007f")
 
 
 def shortened(text: str, width: int) -> str:

@@ -15,15 +15,17 @@ from gradsight.store import tail_format as frames
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.record_view import RecordView, Row
 from gradsight.store.run_files import read_run_config
+from gradsight.store.score_problems import score_problems
 from gradsight.store.scores import each_step_once, readable_scores, score_files, step_after
 from gradsight.store.stat_chunks import StatChunk, stat_chunks
 from gradsight.store.tables import PackedStats, records_table, stats_table
+from gradsight.values.causes import with_causes
 from gradsight.values.diagnoses import Incident
 from gradsight.values.findings import Finding, Problem
-from gradsight.values.health_report import SEVERITIES, Abstention
+from gradsight.values.health_report import SEVERITIES, Abstention, counted_causes
 from gradsight.values.histograms import Histogram
 from gradsight.values.notebook import html_card
-from gradsight.values.plain import counted, nearest
+from gradsight.values.plain import nearest
 from gradsight.values.scores import SampleScore
 from gradsight.values.steps import Cost, ParameterStat, Scalar, Step
 
@@ -153,9 +155,11 @@ class Run:
     def measured_parameters(self) -> list[str]:
         """The names that statistics are recorded under, in the model's own order."""
         self.refresh()
-        recorded = {name for names in _layouts(self._view).values() for name in names}
+        layouts = _layouts(self._view).values()
+        recorded = dict.fromkeys(name for names in layouts for name in names)
         known = [name for name in self._parameters() if name in recorded]
-        return list(dict.fromkeys([*known, *sorted(recorded)]))
+        # What the settings do not name stands in the order in which it was measured.
+        return list(dict.fromkeys([*known, *recorded]))
 
     def histogram_steps(self) -> list[int]:
         """The steps at which a watch counted the gradients' entries."""
@@ -219,12 +223,13 @@ class Run:
         for finding in findings:
             if finding.severity not in SEVERITIES:
                 raise self._damaged(f"a finding has the severity {finding.severity!r}")
-        yield from with_ranks(self.path, findings)
+        yield from with_causes(with_ranks(self.path, findings))
 
     def problems(self) -> Iterator[Problem]:
-        """Faults of Gradsight's own that training survived."""
+        """Faults of Gradsight's own that training survived, and score files that are not whole."""
         for row in self._records("problem"):
             yield self._record(Problem, row)
+        yield from score_problems(self.path)
 
     def abstentions(self) -> Iterator[Abstention]:
         """The checks that could not judge this run, and why."""
@@ -283,7 +288,7 @@ class Run:
         ]
         after = self.next_step()
         extent = f"steps up to {after - 1}" if after else "no steps"
-        title = f"{self.path.name}: {extent}, {counted(len(findings), 'finding')}"
+        title = f"{self.path.name}: {extent}, {counted_causes(findings)}"
         headings = ("code", "finding", "severity", "since step", "evidence")
         return html_card(title, rows, headings, "gradsight report --open shows every layer")
 

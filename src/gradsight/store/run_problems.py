@@ -24,6 +24,14 @@ class RunProblems:
     def report(self, key: str, message: str, step: int | None = None) -> None:
         """Say a fault the first time, count and record it every time."""
         self._problems.report(key, message, step)
+        self._write()
+
+    def record(self, key: str, message: str, step: int | None = None) -> None:
+        """Count and record a fault that somebody else says, by an error for instance."""
+        self._problems.count(key, message, step)
+        self._write()
+
+    def _write(self) -> None:
         if self._run_dir is not None:
             # The fault has been said, and must not become a second one that ends the training.
             with contextlib.suppress(Exception):

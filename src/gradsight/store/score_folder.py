@@ -20,6 +20,7 @@ from gradsight.errors import GradsightError, RunError, UsageError
 from gradsight.store.score_pickle import remove_pickle, write_pickle
 from gradsight.store.score_seal import sealed
 from gradsight.store.scores import (
+    BEFORE,
     ScoreFile,
     column_names,
     format_of,
@@ -150,7 +151,7 @@ def _replace(
     if earlier is not None:
         rows += _as_rows(earlier, format)
     rows = [row for row in rows if row["step"] not in steps]
-    _write(path, _as_table(rows + new, format))
+    _write(path, _as_table(rows + new, format), _before(path, gone))
     for file in gone:
         _remove(file)
     return faults
@@ -180,10 +181,24 @@ def _remove(file: Path) -> None:
     file.unlink()
 
 
-def _write(path: Path, table: "pyarrow.Table") -> None:
+def _before(path: Path, gone: Sequence[Path]) -> str:
+    """The name of the file before a new one, which a reader will miss if it is gone."""
+    own = iteration_of(path) or 0
+    earlier = [
+        file.name
+        for file in score_files(path.parents[1])
+        if file not in gone and (iteration_of(file) or 0) < own
+    ]
+    return earlier[-1] if earlier else ""
+
+
+def _write(path: Path, table: "pyarrow.Table", before: str) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    place = table.schema.get_field_index("step")
+    steps = table.schema.field(place).with_metadata({BEFORE: before})
+    table = table.cast(table.schema.set(place, steps))
     buffer = pyarrow.BufferOutputStream()
     try:
         pyarrow.parquet.write_table(table, buffer)

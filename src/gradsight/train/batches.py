@@ -9,6 +9,7 @@ from torch import Tensor
 from gradsight.core.devices import sent_to
 from gradsight.errors import UsageError
 from gradsight.train.samples import Order, Samples
+from gradsight.train.selected_order import SelectedOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class BatchStream:
     """Hands out micro-batches: of a step's global batch, first by micro-batch, then by process."""
 
     samples: Samples
-    order: Order
+    order: Order | SelectedOrder
     batch_size: int
     accumulation: int
     rank: int
@@ -66,8 +67,11 @@ class BatchStream:
         domains = [samples.domain(sample_id) for sample_id in sample_ids]
         return Batch(tokens[:, :-1], tokens[:, 1:], sample_ids, domains)
 
-    def validation(self, wanted: int) -> tuple[Tensor, ...]:
-        """This process's rows of the validation batch that training samples are scored against."""
+    def validation(self, wanted: int, *, shared_out: bool) -> tuple[Tensor, ...]:
+        """This process's rows of the validation batch that training samples are scored against.
+
+        shared_out: each process has rows of its own, where they can be shared out; else all rows.
+        """
         samples = self.samples.of("val")
         rows = spread_evenly(len(samples), wanted)
         if not rows:
@@ -80,7 +84,7 @@ class BatchStream:
             rows = (rows * wanted)[:wanted]
         # The target's gradient is a mean over processes, each counting the same: where rows
         # cannot be shared out equally, every process takes them all.
-        if len(rows) % self.world == 0:
+        if shared_out and len(rows) % self.world == 0:
             rows = rows[self.rank :: self.world]
         return self.make(samples, rows).for_loss
 

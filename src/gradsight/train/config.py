@@ -141,6 +141,9 @@ class Settings:
     """Sample ids to keep, one per line, or a CSV of sample_id,weight; `gradsight influence
     --export` writes both.
     """
+    select: Annotated[Literal["samples", "domains"] | None, Parameter(group=DATA)] = None
+    """Draw samples by their scores so far: those that helped the validation batch more often, or
+    all samples of the domains that did."""
     tokenizer: Annotated[str | None, Parameter(group=DATA)] = None
     """A tokenizer.json of Hugging Face's, by which the tokens of a .bin are shown as text."""
     block_size: Annotated[int | None, Parameter(group=DATA)] = None
@@ -171,9 +174,9 @@ class Settings:
     optimizer: Annotated[AdamW, Parameter(group=TRAINING)] = AdamW()
     val_batch_size: Annotated[int, Parameter(group=LOOKING)] = 4
     """Validation samples that training samples are scored against."""
-    ghost_mode: Annotated[Literal["two_pass", "concat"], Parameter(group=LOOKING)] = "two_pass"
-    """The validation batch in a pass of its own, or in one with the training batch: then in one
-    process, and without dropout."""
+    ghost_mode: Annotated[Literal["auto", "concat", "two_pass"], Parameter(group=LOOKING)] = "auto"
+    """The validation batch in one pass with the training batch (concat), or in a pass of its own
+    (two_pass); auto takes the cheaper one that can be had."""
     dot_prod_save_interval: Annotated[int, Parameter(group=LOOKING)] = 10
     """Write scores every so many steps."""
     eval_interval: Annotated[int, Parameter(group=LOOKING)] = 100
@@ -265,16 +268,27 @@ def _refuse_bounds(settings: Settings) -> None:
     dropout = settings.model.dropout
     if not 0 <= dropout < 1:
         raise UsageError(f"--model.dropout must be at least 0 and below 1, got {dropout}")
-    scored_together = settings.method == "GradDotProd" and settings.ghost_mode == "concat"
-    if scored_together and dropout > 0:
-        raise UsageError(
-            f"--ghost_mode concat would drop out the validation rows too: it needs "
-            f"--model.dropout 0, got {dropout}. --ghost_mode two_pass has no such limit"
-        )
+    _refuse_selection(settings)
     folder = settings.experiment
     if folder is not None and (not folder.strip("./ ") or "/" in folder):
         raise UsageError(
             f"--experiment is the name of a folder inside --results_dir, got {folder!r}"
+        )
+
+
+def _refuse_selection(settings: Settings) -> None:
+    """Refuse what samples cannot be selected with."""
+    if settings.select is None:
+        return
+    if settings.method != "GradDotProd":
+        raise UsageError(
+            f"--select {settings.select} goes by the scores of samples, and --method "
+            f"{settings.method} makes none: give --method GradDotProd"
+        )
+    if settings.data_weights is not None:
+        raise UsageError(
+            f"--select {settings.select} and --data_weights both say how often samples are drawn: "
+            f"give one of them"
         )
 
 

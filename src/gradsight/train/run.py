@@ -21,6 +21,7 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.dump.reader import dumps_in
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
+from gradsight.ghost.pass_choice import is_bargain
 from gradsight.memory.apply import apply_checkpointing
 from gradsight.show.run_report import write_reports
 from gradsight.show.summary import summarize
@@ -48,7 +49,8 @@ from gradsight.train.run_directory import Beginning, how_to_begin, run_directory
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring
-from gradsight.train.training_state import load_newest
+from gradsight.train.selected_order import SelectedOrder
+from gradsight.train.training_state import Trained, load_newest
 
 
 def run_training(
@@ -126,13 +128,10 @@ def prepare(
     """Everything that the loop needs, from settings that are resolved."""
     assert settings.block_size is not None
     samples = Samples(open_corpus(settings.data), settings.block_size)
-    weights = np.ones(len(samples))
-    if settings.data_weights is not None:
-        weights = read_weights(settings.data_weights, samples)
     model, optimizer = build(settings, processes)
     batches = BatchStream(
         samples=samples,
-        order=Order(weights, settings.seed),
+        order=order_of(settings, samples),
         batch_size=settings.batch_size,
         accumulation=settings.gradient_accumulation_steps,
         rank=processes.rank,
@@ -153,6 +152,16 @@ def prepare(
         progress=Progress(settings.max_steps, tokens_per_step, speaks=processes.first),
         on_batch=on_batch,
     )
+
+
+def order_of(settings: Settings, samples: Samples) -> Order | SelectedOrder:
+    """The order in which the run trains on its samples."""
+    if settings.select is not None:
+        return SelectedOrder(settings.select, samples, settings.seed)
+    weights = np.ones(len(samples))
+    if settings.data_weights is not None:
+        weights = read_weights(settings.data_weights, samples)
+    return Order(weights, settings.seed)
 
 
 def build(settings: Settings, processes: Processes) -> tuple[nn.Module, Optimizer]:
@@ -220,7 +229,7 @@ def instruments(run: Training) -> Iterator[Instruments]:
     engine = None
     if run.settings.method == "GradDotProd":
         engine = make_engine(run)
-    scoring = Scoring(engine, run.problems)
+    scoring = Scoring(engine, run.problems, selects=run.settings.select is not None)
     # What is counted in epochs is shown wherever the watch shows its steps.
     sinks = run.settings.trainer.callbacks.watch.sinks if processes.first else ()
     tracker = MetricsTracker(
@@ -246,21 +255,30 @@ def make_engine(run: Training) -> GhostEngine:
     settings = run.settings
     options = asdict(settings.trainer.callbacks.ghost)
     save_format = options.pop("format")
-    sharded = run.processes.world > 1 and settings.parallel == "fsdp"
-    if sharded and settings.train_dtype == "bfloat16":
-        # Right scores are refused there: the twin's rounding is not the sharded model's.
-        options["self_check"] = False
+    mode = scoring_mode(settings)
     return GhostEngine(
         run.model,
         run.loss,
-        run.batches.validation(settings.val_batch_size),
+        run.batches.validation(settings.val_batch_size, shared_out=mode == "two_pass"),
         optimizer=run.optimizer,
         run_dir=run.run_dir,
-        mode=settings.ghost_mode,
+        mode=mode,
         save_interval=settings.dot_prod_save_interval,
         save_format=save_format,
         **options,
     )
+
+
+def scoring_mode(settings: Settings) -> str:
+    """One pass or two, decided before the first step: a run that is resumed goes the same way."""
+    ghost = settings.trainer.callbacks.ghost
+    if settings.ghost_mode != "auto":
+        return settings.ghost_mode
+    micro_batches = settings.gradient_accumulation_steps
+    cheap = is_bargain(settings.batch_size, settings.val_batch_size, micro_batches)
+    asked = ghost.exact_grad or ghost.refresh_every > 1 or settings.data_weights is not None
+    scaled = settings.parallel == "fsdp" and ghost.precondition is not None
+    return "auto" if cheap and not asked and not scaled else "two_pass"
 
 
 def resume_from_checkpoint(run: Training) -> None:
@@ -280,7 +298,8 @@ def resume_from_checkpoint(run: Training) -> None:
 
 def load_from(run: Training, optimizer: Optimizer | None) -> CheckpointFacts:
     """Load the newest checkpoint that is intact, and say which ones are not."""
-    facts, passed_over = load_newest(run.run_dir, run.model, optimizer, run.processes)
+    trained = Trained(run.model, optimizer, run.selected_order)
+    facts, passed_over = load_newest(run.run_dir, trained, run.processes)
     folder = rundir.checkpoint_folder(facts.step)
     for damage in passed_over:
         if run.processes.first:

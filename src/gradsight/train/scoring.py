@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from gradsight.errors import GradsightError, UsageError
+from gradsight.errors import GradsightError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.store.run_problems import RunProblems
 from gradsight.train.batches import Batch
@@ -17,12 +17,20 @@ Rows = tuple[Tensor, ...]
 class Scoring:
     """Scores micro-batches where there is an engine; goes on without where it cannot score."""
 
-    def __init__(self, engine: GhostEngine | None, problems: RunProblems) -> None:
+    def __init__(
+        self, engine: GhostEngine | None, problems: RunProblems, *, selects: bool = False
+    ) -> None:
+        """`selects`: whether samples are drawn by their scores, which are then kept for `taken`."""
         self._engine = engine
+        self._selects = selects
         self._problems = problems
         self._step = 0
         self._stopped = False
         """Whether samples can no longer be scored; what was scored before is still saved."""
+        self._is_scored = False
+        """Whether the pass under way is scored."""
+        self._sample_ids: list[int] = []
+        self._scores: list[float] = []
         self._joined = False
         """Whether the last pass had the validation rows in it, and its step is not over."""
 
@@ -40,6 +48,7 @@ class Scoring:
                     rows = self._enter(stack, self._engine, batch)
                 yield rows
                 passed = True
+            self._keep_scores(batch)
         except GradsightError as error:
             # The pass itself broke off: there is no whole gradient to go on with.
             if not passed:
@@ -48,21 +57,36 @@ class Scoring:
             self._stopped = True
 
     def _enter(self, stack: ExitStack, engine: GhostEngine, batch: Batch) -> Rows:
+        self._is_scored = True
         try:
-            if engine.mode == "concat":
+            # Rows with weights of their own have a loss that the protocol does not know.
+            if engine.mode != "two_pass" and batch.weights is None:
                 return stack.enter_context(self._with_validation_rows(engine, batch))
             stack.enter_context(engine.observe(batch.sample_ids, batch.domains, self._step))
         except (
             GradsightError
         ) as error:  # the target's gradient is not finite: there is no direction to score along
+            self._is_scored = False
             self._report("scoring", f"step {self._step} is not scored: {error}")
         return batch.for_loss
+
+    def _keep_scores(self, batch: Batch) -> None:
+        """Remember what the pass that has just ended has shown."""
+        if self._selects and self._is_scored and self._engine is not None:
+            self._sample_ids += batch.sample_ids
+            self._scores += self._engine.scores.total.tolist()
+        self._is_scored = False
+
+    def taken(self) -> tuple[list[int], list[float]]:
+        """The samples of all micro-batches since it was last asked, and their scores."""
+        ids, scores = self._sample_ids, self._scores
+        self._sample_ids = []
+        self._scores = []
+        return ids, scores
 
     @contextmanager
     def _with_validation_rows(self, engine: GhostEngine, batch: Batch) -> Iterator[Rows]:
         """One pass over the training and the validation rows; of the latter no gradient stays."""
-        if batch.weights is not None:
-            raise UsageError("rows with weights need --ghost_mode two_pass")
         inputs, targets = batch.inputs, batch.targets
         engine.attach_train_batch(inputs, targets, self._step, batch.sample_ids, batch.domains)
         try:

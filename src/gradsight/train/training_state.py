@@ -5,6 +5,7 @@ this model and this optimizer before any of it is used.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from gradsight.train.checkpoint import (
     write,
 )
 from gradsight.train.processes import Processes
+from gradsight.train.selected_order import PREFIX, SelectedOrder
 from gradsight.values.damage import Damage
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -44,20 +46,28 @@ _Kind = tuple[tuple[int, ...], torch.dtype | str]
 """Shape and type of a tensor; a type that none of ours can have is safetensors' name of it."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What training changes."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    """None where only the model is wanted."""
+    order: SelectedOrder | None = None
+    """The order of samples, where training chooses them."""
+
+
 def save(
-    run_dir: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    processes: Processes,
-    facts: CheckpointFacts,
-    keep: int,
+    run_dir: Path, trained: Trained, processes: Processes, facts: CheckpointFacts, keep: int
 ) -> str | None:
     """Write a checkpoint; to be called by all processes. The oldest beyond `keep` go.
 
     Returns the fault where it could not be written.
     """
     fault = None
-    tensors = {name: value for name, value in _gathered(model, optimizer) if processes.first}
+    tensors = {name: value for name, value in _gathered(trained) if processes.first}
+    if trained.order is not None:
+        tensors |= trained.order.tensors()
     # Each process draws its own dropout, so that bit for bit takes the generators of all.
     for kind, state in _random_state(processes.device).items():
         for rank, one in enumerate(processes.gather(state) or ()):
@@ -75,9 +85,9 @@ def save(
 
 
 def load_newest(
-    run_dir: Path, model: nn.Module, optimizer: Optimizer | None, processes: Processes
+    run_dir: Path, trained: Trained, processes: Processes
 ) -> tuple[CheckpointFacts, list[Damage]]:
-    """Fill model, optimizer and random generators from the newest checkpoint that is intact.
+    """Fill what is trained, and random generators, from the newest checkpoint that is intact.
 
     Returns its facts, and the newer ones that are damaged; an error where none is intact.
     """
@@ -85,7 +95,7 @@ def load_newest(
     for name in checkpoint_names(run_dir):
         try:
             facts = read_facts(run_dir, name)
-            _load(tensors_file(run_dir, name), facts, model, optimizer, processes)
+            _load(tensors_file(run_dir, name), facts, trained, processes)
         except RunError as error:
             passed_over.append(Damage(f"{rundir.CHECKPOINTS}/{name}", str(error)))
             continue
@@ -99,19 +109,14 @@ def load_newest(
     raise RunError(f"no checkpoint in {run_dir} is intact: {said}")
 
 
-def _load(
-    file: Path,
-    facts: CheckpointFacts,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    processes: Processes,
-) -> None:
+def _load(file: Path, facts: CheckpointFacts, trained: Trained, processes: Processes) -> None:
     """Take a checkpoint; nothing is changed where it is refused."""
     name = file.parent.name
+    model = trained.model
     expected = {f"model/{key}": _kind(value) for key, value in _parameters(model)}
     state = _expected_state(model, processes, facts)
     try:
-        _refuse_too_large(file, expected, name)
+        _refuse_too_large(file, expected, _room(trained.order), name)
         found = _kinds_in(file)
         _refuse_another_model(expected, found, name)
         _refuse_incomplete(state, found.keys() - expected.keys(), found, name)
@@ -120,8 +125,13 @@ def _load(
         raise
     except Exception as error:
         raise damaged_checkpoint(name, f"{file.name} cannot be read: {error}") from error
-    if optimizer is not None:
-        _set_optimizer_and_generators(model, optimizer, tensors, facts, processes, name)
+    if trained.order is not None:
+        try:
+            trained.order.restore(tensors)
+        except UsageError as error:
+            raise damaged_checkpoint(name, str(error)) from error
+    if trained.optimizer is not None:
+        _set_optimizer_and_generators(model, trained.optimizer, tensors, facts, processes, name)
     with torch.no_grad():
         for key, parameter in _parameters(model):
             parameter.copy_(held_like(parameter, tensors[f"model/{key}"]))
@@ -176,10 +186,16 @@ def _expected_state(
     return expected
 
 
-def _refuse_too_large(file: Path, parameters: Mapping[str, _Kind], name: str) -> None:
+def _room(order: SelectedOrder | None) -> int:
+    """Bytes that a checkpoint may have beside the model's and the optimizer's tensors."""
+    learnt = {} if order is None else order.tensors()
+    return _ROOM + sum(tensor.nbytes for tensor in learnt.values())
+
+
+def _refuse_too_large(file: Path, parameters: Mapping[str, _Kind], room: int, name: str) -> None:
     """Refuse a file before it is read into memory that is not of this model's size."""
     size = file.stat().st_size
-    most = _ROOM
+    most = room
     for shape, dtype in parameters.values():
         assert isinstance(dtype, torch.dtype)
         most += (1 + len(_MOMENTS)) * torch.Size(shape).numel() * dtype.itemsize
@@ -229,7 +245,8 @@ def _refuse_incomplete(
             there = _said("is", found.get(key), "is missing")
             raise damaged_checkpoint(name, f"{key} {there}, and should be {kind[0]} {kind[1]}")
     for key in sorted(others - expected.keys()):
-        if not key.startswith("rng/"):  # of another kind of device, or of more processes
+        # Of another kind of device, or of more processes; and of samples that were selected.
+        if not key.startswith(("rng/", PREFIX)):
             raise damaged_checkpoint(name, f"{key!r:.80} belongs to nothing in this model")
 
 
@@ -241,11 +258,12 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((parameter.name, parameter.tensor) for parameter in named_parameters(model))
 
 
-def _gathered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _gathered(trained: Trained) -> Iterator[tuple[str, Tensor]]:
     """Every tensor to be kept, whole; of sharded ones every process sends its part."""
-    for name, parameter in _parameters(model):
+    state = {} if trained.optimizer is None else trained.optimizer.state
+    for name, parameter in _parameters(trained.model):
         yield f"model/{name}", _kept(parameter)
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in state.get(parameter, {}).items():
             yield f"optimizer/{name}/{key}", _kept(value)
 
 

@@ -54,6 +54,8 @@ class Finding:
     """What the check looks at: "one look", "trend", "wiring", and so on."""
     made_step: int = -1
     """The step at which it was recognised; a trend has begun earlier, at `first_step`."""
+    caused_by: str | None = None
+    """The code of the finding of the same report that this one follows from; None: of none."""
 
     def __post_init__(self) -> None:
         if self.made_step < 0:

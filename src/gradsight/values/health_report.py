@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradsight.values.causes import Group, groups, roots_of, with_causes
 from gradsight.values.findings import PRECISION, RANKS_AND_DATA, TREND, WIRING, Finding
 from gradsight.values.notebook import html_card
 from gradsight.values.plain import counted, listed, plain, quoted
@@ -21,6 +22,7 @@ from gradsight.values.wording import markdown_lines
 SEVERITIES = ("healthy", "warning", "critical")
 SIGNS = {"healthy": "✅", "warning": "⚠️", "critical": "❌"}
 _KEYS = ("total_norm", "nan_count", "zero_count", "num_params")
+_OF_THE_NORM = {"GS101", "GS102", "GS103", "GS104", "GS105", "GS106"}
 _NAMED = 4
 _NO_STEPS = "no steps: no optimizer step was seen"
 _MOST_FINDINGS = 200
@@ -59,9 +61,12 @@ class HealthReport(Mapping[str, float]):
     num_params: int
     """How many parameters have a gradient."""
     findings: tuple[Finding, ...] = ()
+    """All of them, each right after the one that it follows from."""
     abstained: tuple[Abstention, ...] = ()
     steps: int = 1
     """How many steps were judged."""
+    notes: tuple[str, ...] = ()
+    """What is no fault, but may look like one."""
 
     def __getitem__(self, key: str) -> float:
         if key not in _KEYS:
@@ -100,10 +105,17 @@ class HealthReport(Mapping[str, float]):
     def _repr_html_(self) -> str:
         """For notebooks."""
         rows = [
-            (finding.code, finding.name, finding.severity, finding.first_step, finding.evidence)
+            (
+                finding.code,
+                finding.name,
+                finding.severity,
+                finding.first_step,
+                finding.evidence,
+                finding.caused_by or "",
+            )
             for finding in self.findings
         ]
-        headings = ("code", "finding", "severity", "since step", "evidence")
+        headings = ("code", "finding", "severity", "since step", "evidence", "follows from")
         return html_card(headline(self), rows, headings, str(self))
 
 
@@ -135,6 +147,7 @@ def make_report(
     steps: int = 1,
 ) -> HealthReport:
     """A report whose status is that of its worst finding."""
+    findings = ordered(findings)
     status = worst(finding.severity for finding in findings)
     if steps == 0:
         status = worst([status, "warning"])
@@ -151,6 +164,22 @@ def make_report(
         abstained=tuple(abstained),
         steps=steps,
     )
+
+
+def ordered(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings with their causes: the worst group first, then the earliest; causes lead them."""
+    found = groups(sorted(with_causes(findings), key=_rank))
+    found.sort(key=_rank_of_group)
+    return [each for group in found for each in (group.root, *group.consequences)]
+
+
+def _rank(finding: Finding) -> tuple[int, int, str]:
+    return -SEVERITIES.index(finding.severity), finding.first_step, finding.code
+
+
+def _rank_of_group(group: Group) -> tuple[int, int, str]:
+    severity = worst(each.severity for each in (group.root, *group.consequences))
+    return -SEVERITIES.index(severity), group.root.first_step, group.root.code
 
 
 def markdown_sections(report: HealthReport) -> list[list[str]]:
@@ -170,7 +199,18 @@ def headline(report: HealthReport) -> str:
         over = f"{report.steps} steps"
     if not report.findings:
         return f"{sign} healthy: no finding in {over}"
-    return f"{sign} {report.status}: {counted(len(report.findings), 'finding')} in {over}"
+    return f"{sign} {report.status}: {counted_causes(report.findings)} in {over}"
+
+
+def counted_causes(findings: Sequence[Finding]) -> str:
+    """How many findings there are that follow from none, and how many follow from these."""
+    roots = len(roots_of(findings))
+    text = counted(roots, "finding")
+    more = len(findings) - roots
+    if not more:
+        return text
+    verb = "follows" if more == 1 else "follow"
+    return f"{text} ({more} more {verb} from {'it' if roots == 1 else 'them'})"
 
 
 def _summary(report: HealthReport) -> list[str]:
@@ -183,7 +223,12 @@ def _summary(report: HealthReport) -> list[str]:
     for metric, value, status in _summary_rows(report):
         lines.append(f"| {metric} | {value} | {SIGNS[status]} |")
     measured = f"At step {report.step}, over {report.num_params} parameters with a gradient."
-    return [*lines, "", measured]
+    notes = [line for note in report.notes for line in ("", for_markdown(_sentence(note)))]
+    return [*lines, "", measured, *notes]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _nothing_counted(report: HealthReport) -> str:
@@ -198,7 +243,7 @@ def _summary_rows(report: HealthReport) -> list[tuple[str, str, str]]:
     norm = report.total_norm
     zero_share = report.zero_count / max(1, report.num_params)
     rows = [
-        ("Total grad norm", f"{norm:.4g}", _norm_status(norm)),
+        ("Total grad norm", f"{norm:.4g}", _norm_status(report)),
         ("NaN parameters", str(report.nan_count), _status("critical", report.nan_count > 0)),
         ("Inf parameters", str(report.inf_count), _status("critical", report.inf_count > 0)),
         # Half, as GS107 has it.
@@ -220,7 +265,11 @@ def _status(bad: str, is_bad: bool) -> str:
     return bad if is_bad else "healthy"
 
 
-def _norm_status(norm: float) -> str:
+def _norm_status(report: HealthReport) -> str:
+    norm = report.total_norm
+    if report.steps > 1 and math.isfinite(norm):
+        # A run is judged by what its steps do: of a loss that is a sum, a large norm is a unit.
+        return worst(each.severity for each in report.findings if each.code in _OF_THE_NORM)
     # The limits that GS102, GS101 and GS105 have unless they are set otherwise.
     if not math.isfinite(norm) or norm > 1000 or norm == 0:
         return "critical"
@@ -234,16 +283,27 @@ def _issues(report: HealthReport) -> list[str]:
         return ["### Issues Detected", "", "None."]
     lines = ["### Issues Detected", ""]
     # Four spaces: some readers of Markdown take fewer for no list inside a list.
-    for number, finding in enumerate(report.findings[:_MOST_FINDINGS], 1):
-        shown = cleaned(finding, for_markdown)
-        title = f"{SIGNS[finding.severity]} **{shown.code} {shown.name}**"
-        since = f"({finding.severity}, since step {finding.first_step})"
-        lines.append(f"{number}. {title} {since}: {shown.message}")
-        lines.append(f"    - Evidence: {shown.evidence}")
-        if finding.parameters:
-            lines.append(f"    - Affected layers: {listed(quoted(finding.parameters), _NAMED)}")
-        lines += _cause(finding)
+    shown = groups(report.findings[:_MOST_FINDINGS])
+    for number, group in enumerate(shown, 1):
+        first, *rest = _issue(group.root)
+        lines += [f"{number}. {first}", *(f"    {line}" for line in rest)]
+        for consequence in group.consequences:
+            first, *rest = _issue(consequence)
+            lines += [f"    - It follows: {first}", *(f"        {line}" for line in rest)]
     return lines + _and_more(len(report.findings), _MOST_FINDINGS)
+
+
+def _issue(finding: Finding) -> list[str]:
+    """A finding as an item of a list: what it is, then its own items."""
+    shown = cleaned(finding, for_markdown)
+    title = f"{SIGNS[finding.severity]} **{shown.code} {shown.name}**"
+    since = f"({finding.severity}, since step {finding.first_step})"
+    lines = [f"{title} {since}: {shown.message}", f"- Evidence: {shown.evidence}"]
+    if finding.parameters:
+        lines.append(f"- Affected layers: {listed(quoted(finding.parameters), _NAMED)}")
+    lines += _cause(finding)
+    lines.append(f"- More: `gradsight explain {in_code(finding.code)}`")
+    return lines
 
 
 def _and_more(count: int, most: int) -> list[str]:
@@ -258,10 +318,10 @@ def _cause(finding: Finding) -> list[str]:
     lines = []
     if finding.diagnosis is not None:
         first, *rest = markdown_lines(finding.diagnosis)
-        lines.append(f"    - Cause: {first}")
-        lines += [f"        - {line}" for line in rest]
+        lines.append(f"- Cause: {first}")
+        lines += [f"    - {line}" for line in rest]
     if finding.incident is not None:
-        lines.append(f"    - Kept in `{in_code(finding.incident)}`")
+        lines.append(f"- Kept in `{in_code(finding.incident)}`")
     return lines
 
 
@@ -270,17 +330,18 @@ def _recommendations(report: HealthReport) -> list[str]:
         return []
     if not report.findings:
         return ["### Recommendations", "", "None needed."]
+    shown = roots_of(report.findings[:_MOST_FINDINGS])
     lines = [
         f"{number}. {for_markdown(finding.code)}: {for_markdown(finding.recommendation)}"
-        for number, finding in enumerate(report.findings[:_MOST_FINDINGS], 1)
+        for number, finding in enumerate(shown, 1)
     ]
     return ["### Recommendations", "", *lines]
 
 
 def _code(report: HealthReport) -> list[str]:
-    """Every fix once, under the codes that it helps."""
+    """Every fix once, under the codes that it helps; consequences go with their cause."""
     codes: dict[str, list[str]] = {}
-    for finding in report.findings[:_MOST_FINDINGS]:
+    for finding in roots_of(report.findings[:_MOST_FINDINGS]):
         if finding.fix:
             codes.setdefault(finding.fix, []).append(f"{finding.code} {finding.name}")
     if not codes:

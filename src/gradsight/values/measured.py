@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from gradsight.values.first_step import FirstStep, StepPasses
 from gradsight.values.histograms import Histogram
 from gradsight.values.steps import Step
 
@@ -75,6 +76,16 @@ class RankComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenWeights:
+    """Weights that are not finite any more: nothing brings them back."""
+
+    since: int
+    """The step that made them so."""
+    are: str
+    """ "NaN" or "infinite"."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepSignals:
     """What was noticed during a step beside its gradients; None where it could not be seen."""
 
@@ -90,6 +101,14 @@ class StepSignals:
     """Whether every batch so far was the same one."""
     guess: float | None = None
     """The loss of a model that knows nothing; None where the loss is of no kind that tells."""
+    unigram: float | None = None
+    """The loss of a model that knows how frequent each target is; told once, after a few passes."""
+    broken_weights: BrokenWeights | None = None
+    """Looked for only where the gradient is not finite; None where none are known to be broken."""
+    first: FirstStep | None = None
+    """What the first step decides; on one step of a run only."""
+    passes: StepPasses | None = None
+    """What its backward passes were like, on the steps that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)

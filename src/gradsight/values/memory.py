@@ -21,7 +21,8 @@ class MemoryUse:
     by_kind: Mapping[str, int]
     """Bytes at the peak: parameters, gradients, optimizer, activations, temporaries, inputs.
 
-    Their sum is peak_bytes.
+    On several devices also gathered (parameters of FSDP2) and buckets (in which gradients are
+    reduced). Their sum is peak_bytes.
     """
     device: str = "cpu"
     predicted: bool = False
@@ -34,6 +35,12 @@ class MemoryUse:
     """
     notes: tuple[str, ...] = ()
     """What this number does not know."""
+    assumptions: tuple[str, ...] = ()
+    """What was assumed about values; empty where the number is exact."""
+    bounds: tuple[int, int] | None = None
+    """The least and the most that the peak can be, where assumptions matter."""
+    reserved: tuple[int, int] | None = None
+    """What CUDA's allocator takes from the device for it, at least and at most; predicted."""
 
     @property
     def activation_share(self) -> float:

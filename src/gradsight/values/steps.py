@@ -154,6 +154,10 @@ class ParameterStat:
     """||new weight - weight|| / ||weight|| of this optimizer step, on histogram steps."""
     update_ratio_error: float | None = None
     """Standard error of update_ratio from sampling; 0 where every entry was read."""
+    weight_rms: float | None = None
+    """Root mean square of the weight's entries before this step, on histogram steps."""
+    update_rms: float | None = None
+    """Root mean square of what this optimizer step added to them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gradsight.show.page.encode import codes_of, encoded_level, encoded_size, row_scales
-from gradsight.show.page.heights import heights_of
+from gradsight.show.page.heat import fine_rows
+from gradsight.show.page.heights import HeatRows, heights_of
 from gradsight.show.page.pyramid import Grid, reduce_steps
 
 NORMS = st.one_of(
@@ -69,3 +70,18 @@ def test_a_row_of_extremes_gets_its_second_byte_by_itself() -> None:
     level = encoded_level(columns, fine=False)
     assert np.cumsum(unpacked(level["fine"], "<u4")).tolist() == [0]
     assert decoded(norms, fine=False)[:, 0] == pytest.approx(norms[:, 0], rel=0.002)
+
+
+def test_blocks_get_their_second_byte_before_parameters_do() -> None:
+    names = [f"layers.{layer}.{part}" for layer in range(100) for part in ("q", "k", "v", "out")]
+    rows = HeatRows(names)
+    for steps, fine_names, fine_blocks in (
+        (500, True, True),
+        (1000, False, True),
+        (4000, False, False),
+    ):
+        heights = np.zeros((steps, len(rows)), dtype=np.float32)
+        columns = reduce_steps(np.arange(steps), heights, heights, np.arange(steps))
+        fine = fine_rows(columns, rows)
+        assert fine[: len(names)].tolist() == [fine_names] * 400
+        assert fine[len(names) :].tolist() == [fine_blocks] * 100

@@ -7,6 +7,7 @@ waits for the trainers that take a callback. Only then Gradsight itself is loade
 sitecustomize the user has is run as well.
 """
 
+import atexit
 import functools
 import importlib.abc
 import importlib.machinery
@@ -58,9 +59,40 @@ def _notice_optimizers(module: Any) -> None:
     @functools.wraps(made)
     def noticed(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
+        _seen["optimizers"] += 1
         _guarded(_optimizer_made, self)
 
     module.Optimizer.__init__ = noticed
+
+
+_seen = {"passes": 0, "optimizers": 0}
+"""Backward passes and optimizers of this process."""
+
+
+def _count_passes(module: Any) -> None:
+    """torch.autograd: count backward passes, to be able to say that there were some."""
+    backward = module.backward
+
+    @functools.wraps(backward)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _seen["passes"] += 1
+        return backward(*args, **kwargs)
+
+    module.backward = counted
+    atexit.register(_guarded, _say_what_was_seen, os.getpid())
+
+
+def _say_what_was_seen(process: int) -> None:
+    """Leave a note where backward ran and no optimizer of torch's was made; rank 0 does."""
+    if os.getpid() != process or os.environ.get("RANK", "0") != "0":
+        return
+    if _seen["passes"] == 0 or _seen["optimizers"]:
+        return
+    folder = json.loads(os.environ["GRADSIGHT_CHECK"])["run_dir"]
+    file = os.path.join(folder, "script.json")
+    if os.path.isdir(folder) and not os.path.exists(file):
+        with open(file, "w", encoding="utf-8") as script:
+            json.dump([{"optimizer": "none", "passes": _seen["passes"]}], script)
 
 
 def _optimizer_made(optimizer: Any) -> None:
@@ -108,7 +140,10 @@ def _guarded(action: Callable[[Any], None], given: Any) -> None:
 
 
 if "GRADSIGHT_CHECK" in os.environ:
-    _actions: dict[str, Callable[[Any], None]] = {"torch.optim.optimizer": _notice_optimizers}
+    _actions: dict[str, Callable[[Any], None]] = {
+        "torch.optim.optimizer": _notice_optimizers,
+        "torch.autograd": _count_passes,
+    }
     if json.loads(os.environ["GRADSIGHT_CHECK"]).get("keep"):
         _actions["transformers.trainer"] = _put_into_hf
         _actions["lightning.pytorch.trainer.trainer"] = _put_into_lightning

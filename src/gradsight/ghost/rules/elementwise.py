@@ -56,7 +56,7 @@ def _broadcast(use: Use, sign: float, times: bool) -> Any:
         values = in_wide(grad)
         if times:
             values = values * same_type(saved[0], values)
-        sums = _sum_to_samples(values, parameter.shape, layout, batch)
+        sums = sum_to_samples(values, parameter.shape, layout, batch)
         return [
             (slot, sign * _dots(sums, same_type(d, sums), layout, len(shape), batch))
             for slot, d in source.tangents()
@@ -65,7 +65,7 @@ def _broadcast(use: Use, sign: float, times: bool) -> Any:
     return use.attach(use.plain(), score, [other] if times else [])
 
 
-def _sum_to_samples(values: Tensor, shape: torch.Size, layout: SampleLayout, batch: int) -> Tensor:
+def sum_to_samples(values: Tensor, shape: torch.Size, layout: SampleLayout, batch: int) -> Tensor:
     """[B, ...], summed over every dimension that the parameter is broadcast along."""
     rows = layout.rows(values, batch)
     full = (1,) * (values.dim() - len(shape)) + tuple(shape)

@@ -8,7 +8,7 @@ operation in it is seen on its own.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -77,6 +77,10 @@ def pick_route(use: Use, x: Tensor, weight: Tensor) -> tuple[str, list[list[Fact
     route = choose(length, weight.shape[0], weight.shape[1], directions, positions, balance)
     if use.route is not None and (use.route != "gram" or factors is not None):
         route = use.route
+    kernel = use.scratch.kernel
+    if kernel is not None and kernel.in_use and route == "project" and use.route is None:
+        # What makes this route dear, each sample's product in memory, is what the kernel spares.
+        route = "materialise"
     if use.exact_grad and route == "materialise":
         # A sum of per-sample products is never bit-equal to the fused one (1e-7 apart in fp32).
         route = "project"
@@ -174,11 +178,13 @@ class SplitProduct(torch.autograd.Function):
         dtype = split.dtype
         if dtype is None:
             ctx.save_for_backward(x, weight)
-            return _product(x, weight, bias, split.transposed)
+            return plain_product(x, weight, bias, split.transposed)
         x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return _product(x, weight, None if bias is None else bias.to(dtype), split.transposed)
+            return plain_product(
+                x, weight, None if bias is None else bias.to(dtype), split.transposed
+            )
 
     @staticmethod
     @once_differentiable
@@ -211,7 +217,7 @@ class SplitProduct(torch.autograd.Function):
         return dx, dw, db, scores, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     if not transposed:
         return F.linear(x, weight, bias)
     return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
@@ -221,6 +227,17 @@ def sum_and_dots_of_products(
     left: Tensor, right: Tensor, scratch: Scratch, shape: torch.Size, tangents: Tangents
 ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """`sum_and_dots` of the matrices left_i^T right_i, small ones made several at once."""
+    if scratch.kernel is not None:
+        today = partial(_products, scratch=scratch, shape=shape, tangents=tangents)
+        made = scratch.kernel.make(left, right, tangents, today)
+        if made is not None:
+            return made[0].view(shape), made[1]
+    return _products(left, right, scratch, shape, tangents)
+
+
+def _products(
+    left: Tensor, right: Tensor, scratch: Scratch, shape: torch.Size, tangents: Tangents
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     batch = left.shape[0]
     room = scratch.take(left, batch, left.shape[2], right.shape[2])
     size = room.rows.shape[0]

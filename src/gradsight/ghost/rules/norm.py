@@ -165,18 +165,7 @@ class SplitLayerNorm(torch.autograd.Function):
         need_x, need_weight, need_bias, need_scores, _ = ctx.needs_input_grad
         dx = None
         if need_x:
-            # torch's kernel reads the statistics as if they lay side by side in memory, whatever
-            # their strides say.
-            parts = (
-                grad.contiguous(),
-                x.contiguous(),
-                weight.shape,
-                mean.contiguous(),
-                rstd.contiguous(),
-                weight,
-                bias,
-            )
-            dx = torch.ops.aten.native_layer_norm_backward(*parts, [True, False, False])[0]
+            dx = layer_norm_input_gradient(grad, x, mean, rstd, (weight, bias))
         grad, x, mean, rstd = (
             in_wide(split.layout.matrices(t, probe.shape[1])) for t in (grad, x, mean, rstd)
         )
@@ -184,7 +173,7 @@ class SplitLayerNorm(torch.autograd.Function):
         pairs: list[tuple[int, Tensor]] = []
         dw = db = None
         if need_weight:
-            sums = torch.bmm(rstd.transpose(1, 2), (x - mean).mul_(grad)).squeeze(1)
+            sums = layer_norm_sums(grad, x, mean, rstd)
             dw = sums.sum(0)
             if weight_source and need_scores:
                 pairs += vector_dots(sums, weight_source.tangents())
@@ -195,3 +184,22 @@ class SplitLayerNorm(torch.autograd.Function):
                 pairs += vector_dots(sums, bias_source.tangents())
         scores = score_table(pairs, probe) if need_scores else None
         return dx, dw, db, scores, None
+
+
+def layer_norm_input_gradient(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, parameters: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The gradient at a LayerNorm's input; parameters are its weight and bias."""
+    weight, bias = parameters
+    # torch's kernel reads the statistics as if they lay side by side in memory, whatever their
+    # strides say.
+    statistics = mean.contiguous(), rstd.contiguous()
+    backward = torch.ops.aten.native_layer_norm_backward
+    parts = grad.contiguous(), x.contiguous(), weight.shape, *statistics, weight, bias
+    dx: Tensor = backward(*parts, [True, False, False])[0]
+    return dx
+
+
+def layer_norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """Each sample's weight gradient [B, n], from matrices [B, T, n] and statistics [B, T, 1]."""
+    return torch.bmm(rstd.transpose(1, 2), (x - mean).mul_(grad)).squeeze(1)

@@ -61,7 +61,30 @@ def broken_rows(window: Window, broken: Flags, what: str) -> Iterator[Fact]:
     where = "from the last layer on"
     if clean:
         where = f"backward is clean down to {window.subject.names[clean[0]]}"
-    yield Fact(
-        f"{what} in {len(bad)} of {len(rows)} parameters at step {window.step.step}, {where}",
-        names[::-1],
-    )
+    text = f"{what} in {len(bad)} of {len(rows)} parameters at step {window.step.step}, {where}"
+    weights = window.now.signals.broken_weights
+    if weights is not None:
+        text += f"; the weights are {weights.are} since step {weights.since}"
+    eps = window.subject.lost_eps
+    if weights is None or eps is None:
+        yield Fact(text, names[::-1])
+        return
+    text += f"; the optimizer's eps, {eps:g}, is 0 in float16"
+    yield Fact(text, names[::-1], advice=_LARGER_EPS)
+
+
+_LARGER_EPS = Advice(
+    recommendation=(
+        "The optimizer's eps is 0 in float16, so Adam divides by 0 wherever a gradient is small: "
+        "keep the weights in float32 and use autocast, or give it an eps of 1e-4 or more."
+    ),
+    fix="""
+# weights in float32, the forward pass in half precision
+model.float()
+with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+    loss = loss_fn(model(inputs), targets)
+
+# or, with float16 weights, an eps that float16 knows
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-4)
+""",
+)

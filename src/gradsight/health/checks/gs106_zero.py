@@ -36,7 +36,8 @@ def zero(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     Why: the optimizer's steps change nothing, or only decay the weights. A loss of exactly 0, a
     margin that is kept, has nothing left to learn.
     """
-    if window.loss == 0:
+    # Where no label counts that is the cause, and has a finding of its own: GS606.
+    if window.loss == 0 or window.unlabelled:
         return
     norms = window.norms
     if norms is None:

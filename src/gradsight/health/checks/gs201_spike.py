@@ -65,7 +65,7 @@ def spike(
     factor: float = 10.0,
     sigmas: float = 8.0,
     jump: float = 3.0,
-    share: float = 1.0,
+    share: float = 3.0,
     least: float = 0.01,
 ) -> Iterator[Fact]:
     """The gradient jumped far above what is usual for this run.
@@ -74,8 +74,8 @@ def spike(
     is the business of others.
 
     Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A
-    parameter of its own counts only where it alone exceeds what the whole gradient usually is: a
-    layer that wakes up is no accident. Nor is a jump of what is next to nothing.
+    parameter of its own counts only where it alone is several times what the whole gradient usually
+    is: a layer that wakes up is no accident. Nor is a jump of what is next to nothing.
     """
     if not window.finite or window.step.skipped:
         return

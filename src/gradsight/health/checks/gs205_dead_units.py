@@ -47,5 +47,7 @@ def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterato
     if len(rows):
         shares = ", ".join(f"{window.subject.names[row]} {dead[row]:.0%}" for row in rows[:3])
         yield Fact(
-            f"units without a gradient in the last {looks} looks: {shares}", window.named(rows)
+            f"units without a gradient in the last {looks} looks: {shares}",
+            window.named(rows),
+            first_step=window.details[0].step,
         )

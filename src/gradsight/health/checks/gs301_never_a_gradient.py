@@ -7,6 +7,11 @@ import numpy as np
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
+_CUT = (
+    ". Reentrant checkpointing was given inputs that need no gradient (frozen embeddings), which "
+    "cuts off all that it holds: call model.enable_input_require_grads()"
+)
+
 
 @check(
     "GS301",
@@ -16,7 +21,9 @@ from gradsight.health.window import Window
     advice=Advice(
         recommendation=(
             "The optimizer has these parameters, but the loss never reaches them: look for "
-            "detach(), no_grad(), .data, a branch that is not used, or take them out."
+            "detach(), no_grad(), .data, a branch that is not used, or take them out. With frozen "
+            "embeddings and reentrant checkpointing, call model.enable_input_require_grads(), or "
+            "checkpoint with use_reentrant=False."
         ),
         fix="""
 for name, parameter in model.named_parameters():
@@ -49,10 +56,11 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
     rows = rows[[not _is_excused(window, row, steps_of_twins) for row in rows.tolist()]]
     if len(rows):
         none = int((~window.received[rows]).sum())
+        why = _CUT if window.cut_by_checkpoint else ""
         yield Fact(
             (
                 f"in {window.steps_seen} steps: {none} without any gradient, {len(rows) - none} "
-                "with exactly zero"
+                f"with exactly zero{why}"
             ),
             window.named(rows),
             first_step=window.first_step,

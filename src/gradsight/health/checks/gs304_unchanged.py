@@ -31,13 +31,14 @@ with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
     ),
 )
 def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fact]:
-    """Parameters do not change although they get a gradient.
+    """Parameters do not change although they get a gradient, or do not keep what they learned.
 
     Why: frozen by mistake: a learning rate of zero, updates lost in rounding, or weights that
-    something puts back after every step look like training and are none. Parameters that were
-    frozen openly (requires_grad=False) are left alone, also where an optimizer holds them: so are
-    those of every fine-tuning recipe.
+    something puts back or draws anew after every step look like training and are none. Parameters
+    that were frozen openly (requires_grad=False) are left alone, also where an optimizer holds
+    them: so are those of every fine-tuning recipe.
     """
+    yield from _drawn_anew(window)
     if (
         len(window.details) < looks
         or window.details_taken < looks + 1
@@ -60,6 +61,41 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
     if len(rows):
         text = f"the same before and after the steps {', '.join(str(look.step) for look in recent)}"
         yield Fact(text, window.named(rows), first_step=recent[0].step)
+
+
+_ALIKE = 0.5
+"""Cosine of two weights above which one may come from the other: clamped, averaged, projected."""
+
+
+def _drawn_anew(window: Window) -> Iterator[Fact]:
+    """Twice in a row, weights were found that have nothing to do with what a step had left."""
+    if len(window.details) < 2:
+        return
+    before, now = list(window.details)[-2:]
+    with np.errstate(invalid="ignore"):
+        anew = (before["likeness"] < _ALIKE) & (now["likeness"] < _ALIKE)
+    rows = np.flatnonzero(anew & (now["weight_rms"] > 0))
+    if len(rows):
+        alike = float(np.median(now["likeness"][rows]))
+        text = (
+            f"the weights before the steps {before.step} and {now.step} are not those that the "
+            f"step before had left: their cosine is {alike:.2f}"
+        )
+        yield Fact(text, window.named(rows), first_step=before.step, advice=_NOT_AGAIN)
+
+
+_NOT_AGAIN = Advice(
+    recommendation=(
+        "Something draws these weights anew, or loads others, between the steps: look for an "
+        "initialisation, a reset or load_state_dict inside the loop."
+    ),
+    fix="""
+# once, before the loop
+for module in model.modules():
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+""",
+)
 
 
 def _put_back(looks: Sequence[Details]) -> Flags:

@@ -130,8 +130,8 @@ def packed_floats(values: npt.ArrayLike) -> str:
     return packed(np.ascontiguousarray(floats.view(np.uint8).reshape(-1, 4).T))
 
 
-def encoded_level(columns: Columns, fine: bool) -> dict[str, Any]:
-    """A level of the picture as the page takes it; `fine`: with a second byte for every row."""
+def encoded_level(columns: Columns, fine: bool | npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """A level of the picture as the page takes it; `fine`: which rows get a second byte, or all."""
     scales = row_scales(columns.low, columns.high)
     high, high_parts = codes_of(columns.high, scales)
     low, low_parts = codes_of(columns.low, scales)

@@ -27,8 +27,8 @@ MOST_COLUMNS = 2048
 """Columns of the coarsest level, apart from single steps around findings: about a screen's."""
 _EXACT_CELLS = 200_000
 """Up to here every step and three digits of every norm are in the page."""
-FINE_CELLS = 300_000
-"""Cells of a level that get a second byte in any case; blocks are among them."""
+_FINE_CELLS = 300_000
+"""Cells of a level that get a second byte in any case."""
 _FIRST_LEVEL_CELLS = 5_000_000
 _FINEST_CELLS = 3_000_000
 _FINEST_COLUMNS = 16_384
@@ -139,8 +139,17 @@ def encoded_levels(heat: HeatMap) -> list[dict[str, Any]]:
 
 def _level(heat: HeatMap, factor: int, exact: bool) -> dict[str, Any]:
     columns = coarsened(heat.finest, replace(heat.grid, factor=factor))
-    cells = len(columns) * len(heat.rows)
-    return {**encoded_level(columns, exact or cells <= FINE_CELLS), "factor": factor}
+    return {**encoded_level(columns, exact or fine_rows(columns, heat.rows)), "factor": factor}
+
+
+def fine_rows(columns: Columns, rows: HeatRows) -> npt.NDArray[np.bool_]:
+    """Which rows of a level get a second byte: all, the blocks, or none, as there is room.
+
+    Where rows are many the page begins with blocks, and draws the line of one.
+    """
+    fine = np.full(len(rows), len(columns) * len(rows) <= _FINE_CELLS)
+    fine[len(rows.names) :] = len(columns) * len(rows.blocks) <= _FINE_CELLS
+    return fine
 
 
 def update_heights(chunk: StatChunk, rows: HeatRows) -> list[tuple[npt.NDArray[np.int64], Heights]]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from gradsight.show.comparison import aligned_chunks
 from gradsight.show.page.encode import encoded_level
-from gradsight.show.page.heat import FINE_CELLS, MOST_COLUMNS
+from gradsight.show.page.heat import MOST_COLUMNS, fine_rows
 from gradsight.show.page.heights import HeatRows, Heights
 from gradsight.show.page.payload import ShownRun, second_words, shown_rows
 from gradsight.show.page.pyramid import Grid, coarsened, grid_factor, joined, reduce_steps
@@ -47,8 +47,7 @@ def difference_level(rows: HeatRows, first: ShownRun, second: ShownRun) -> dict[
     columns = joined(parts)
     factor = grid_factor(len(columns), MOST_COLUMNS)
     columns = coarsened(columns, Grid(factor))
-    fine = len(columns) * len(rows) <= FINE_CELLS
-    return {**encoded_level(columns, fine), "factor": factor}
+    return {**encoded_level(columns, fine_rows(columns, rows)), "factor": factor}
 
 
 def octaves_apart(mine: Heights, theirs: Heights) -> Heights:

@@ -7,10 +7,11 @@ from gradsight.show.influence import Influence
 from gradsight.show.page.series import number
 from gradsight.show.samples import TextOf
 from gradsight.show.summary import Summary
+from gradsight.values.causes import groups
 from gradsight.values.diagnoses import Diagnosis, GuiltySample, Incident
 from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
-from gradsight.values.health_report import Abstention
+from gradsight.values.health_report import Abstention, worst
 from gradsight.values.plain import counted, plain
 from gradsight.values.sizes import format_size
 from gradsight.values.steps import Scalar
@@ -38,10 +39,14 @@ _MONITORED = {
 
 def verdict(summary: Summary) -> dict[str, str]:
     """The status, the sentence, and how many findings of which severity there are."""
-    findings = summary.health.findings
+    # What follows from another is counted under it: its cause stands for the worst of both.
+    findings = []
+    for group in groups(summary.health.findings):
+        severity = worst(each.severity for each in (group.root, *group.consequences))
+        findings.append(severity)
     counts = []
     for severity in ("critical", "warning"):
-        found = sum(finding.severity == severity for finding in findings)
+        found = findings.count(severity)
         if found:
             counts.append(f"{found} {severity}")
     return {
@@ -57,6 +62,7 @@ def finding_section(finding: Finding, text_of: TextOf) -> dict[str, Any]:
         name: getattr(finding, name)
         for name in ("code", "name", "severity", "first_step", "evidence", "message", "family")
     }
+    shown["caused_by"] = finding.caused_by
     shown["recommendation"] = finding.recommendation
     shown["fix"] = finding.fix
     shown["parameters"] = list(finding.parameters[:_MOST_NAMES])

@@ -9,8 +9,7 @@ from pathlib import Path
 from gradsight.errors import GradsightError
 from gradsight.store.reader import open_run
 from gradsight.store.run_listing import Fingerprint, fingerprint, runs_in
-from gradsight.values.health_report import worst
-from gradsight.values.plain import counted
+from gradsight.values.health_report import counted_causes, worst
 
 DAMAGED = "damaged"
 _SHARE = 0.1
@@ -68,15 +67,15 @@ def _look_at(name: str, place: Path, seen: Fingerprint) -> ListedRun:
     try:
         with contextlib.closing(open_run(place)) as run:
             steps = run.next_step()
-            severities = [finding.severity for finding in run.findings()]
+            findings = list(run.findings())
     except GradsightError as error:
         return ListedRun(name, DAMAGED, 0, str(error), written)
-    status = worst(severities)
+    status = worst(finding.severity for finding in findings)
     text = "no finding"
     if steps == 0:
         # As in a report: where no step was seen there is nothing to call healthy.
         status = worst([status, "warning"])
         text = "no step yet"
-    if severities:
-        text = counted(len(severities), "finding")
+    if findings:
+        text = counted_causes(findings)
     return ListedRun(name, status, steps, text, written)

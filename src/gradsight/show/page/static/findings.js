@@ -29,19 +29,21 @@ export function showFindings(data, goTo) {
 function card(data, finding, open, goTo) {
   const article = make("article", "", { tabIndex: -1 }), heading = make("h3");
   Object.assign(article.dataset, { finding: finding.code, severity: finding.severity });
+  if (finding.caused_by) article.dataset.causedBy = finding.caused_by;
   const since = `${finding.code} · ${finding.severity} · since step ${grouped(finding.first_step)}`;
   const link = make("button", "show on the map", { type: "button", className: "plain" });
   link.onclick = () => goTo(finding);
   heading.append(make("span", finding.name), make("span", since, { className: "code" }), link);
   article.append(heading, make("p", finding.message), facts(data, finding));
   for (const sample of finding.cause?.samples ?? []) article.append(guilty(sample));
-  if (finding.fix) article.append(fix(finding, open));
+  if (finding.fix && !finding.caused_by) article.append(fix(finding, open));
   return article;
 }
 
 function facts(data, finding) {
   const list = make("dl"), { cause } = finding;
   const add = (name, value) => { if (value) list.append(make("dt", name), put(make("dd"), value)); };
+  add("Follows from", finding.caused_by);
   add("Evidence", finding.evidence);
   add("Where", where(finding));
   if (cause) add("Cause", lines(cause.lines));
@@ -49,7 +51,8 @@ function facts(data, finding) {
   if (cause?.samples.length && !cause.samples.some(sample => sample.text !== null))
     add("Text", put(make("span"), "of the samples: ", make("code", `gradsight report ${data.run} --data PATH`)));
   if (finding.incident) add("Kept in", make("code", finding.incident));
-  add("What to do", finding.recommendation);
+  if (!finding.caused_by) add("What to do", finding.recommendation);
+  add("More", make("code", `gradsight explain ${finding.code}`));
   return list;
 }
 
@@ -97,7 +100,7 @@ export function asMarkdown(data) {
   const safe = text => String(text).replace(/[\\`*_[\]<>|#@]/g, "\\$&").replace(/\s*\n\s*/g, " ");
   const parts = [`**${safe(data.sentence)}** (${safe(data.counts)}, ${counted(data.steps.count, "step")})`, ""];
   for (const finding of data.findings) {
-    parts.push(`- **${safe(finding.code)} ${safe(finding.name)}** (${finding.severity}, since step ${finding.first_step}): ${safe(finding.message)}`);
+    parts.push(`- **${safe(finding.code)} ${safe(finding.name)}** (${finding.severity}, since step ${finding.first_step}${finding.caused_by ? `, follows from ${safe(finding.caused_by)}` : ""}): ${safe(finding.message)}`);
     parts.push(`  - Evidence: ${safe(finding.evidence)}`);
     if (finding.parameters.length) parts.push(`  - Where: ${finding.parameters.slice(0, NAMED).map(safe).join(", ")}${finding.parameters.length + finding.more > NAMED ? ` and ${finding.parameters.length + finding.more - NAMED} more` : ""}`);
     for (const text of finding.cause?.lines ?? []) parts.push(`  - ${safe(text)}`);

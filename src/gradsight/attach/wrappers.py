@@ -1,0 +1,34 @@
+"""The user's own line, where a class of theirs stands between it and torch's optimizer."""
+
+from types import FrameType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsight.core.source import users_frames
+
+
+def frame_outside_wrappers() -> FrameType | None:
+    """The innermost frame of the user's that is not of an optimizer, or of a wrapper around one.
+
+    Where there are only such frames, the innermost.
+    """
+    frames = list(users_frames())
+    for frame in frames:
+        if not _is_of_a_wrapper(frame):
+            return frame
+    return frames[0] if frames else None
+
+
+def _is_of_a_wrapper(frame: FrameType) -> bool:
+    """Whether it is a method of an object that is an optimizer, or that holds one and no model."""
+    code = frame.f_code
+    if code.co_argcount == 0:
+        return False
+    owner = frame.f_locals.get(code.co_varnames[0])
+    if isinstance(owner, Optimizer):
+        return True
+    held = list(getattr(owner, "__dict__", {}).values())
+    # A trainer has both: there the line is where the user looks for it.
+    has_model = any(isinstance(each, nn.Module) for each in held)
+    return any(isinstance(each, Optimizer) for each in held) and not has_model

@@ -1,0 +1,1 @@
+"""What one or two steps decide exactly: leaks, wrong losses, wrong modes, lost gradients."""

@@ -1,0 +1,345 @@
+"""The passes beside training that a first step is judged by; everything is left as it was found."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from gradsight.core.beside import copied_arguments, replaying
+from gradsight.core.calls import RecordedCall
+from gradsight.core.guard import Guard
+from gradsight.core.samples import find_samples, tensors_in, with_rows
+from gradsight.core.shards import is_sharded
+from gradsight.first_step.dependence import depends_on_input
+from gradsight.first_step.documents import documents_of, is_positions, named_arguments
+from gradsight.first_step.layout import by_position, by_row, sure_rows
+from gradsight.first_step.leaks import (
+    Traced,
+    across_documents,
+    across_rows,
+    copied_targets,
+    look_ahead,
+)
+from gradsight.first_step.operations import Operations, Probe, SeenTargets
+from gradsight.first_step.recorder import SeenPass
+from gradsight.first_step.targets import Placement, find_placement
+from gradsight.values.first_step import FirstStep, Leak
+
+_PASSES = 8
+"""Backward passes that look for later positions."""
+_SMALL_ROWS = 2
+_SMALL_PASSES = 2
+_SEED = 5
+_REST = ("GS602", "GS603", "GS607")
+ASIDE_CODES = ("GS601", "GS602", "GS603", "GS604", "GS607")
+"""What only a pass of ours can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsideOptions:
+    """How much may be done beside training."""
+
+    seconds: float | None = None
+    """At most so long; None: as long as it takes, on the whole batch, with weights that are zero
+    made random. Else two rows, and the weights as they are."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a run is to go on as if nothing had happened."""
+        return self.seconds is not None
+
+
+class _TooLong(Exception):
+    """There is no more time."""
+
+
+def look_aside(
+    module: nn.Module, call: RecordedCall, seen: SeenPass, options: AsideOptions
+) -> FirstStep:
+    """Run a call of a module again, and see what its outputs depend on."""
+    reason = _cannot_run(module)
+    if reason is not None:
+        return left_out(reason)
+    try:
+        return _Look(module, call, seen, options).look()
+    except _TooLong:
+        return left_out("it would take longer than a step")
+    except Exception as error:  # the user's model, called in another way than it is used to
+        return left_out(f"the model cannot be run again: {type(error).__name__}: {error}")
+
+
+def left_out(reason: str, codes: Sequence[str] = ASIDE_CODES) -> FirstStep:
+    """What is known where nothing could be run aside."""
+    return FirstStep(left_out=tuple((code, reason) for code in codes))
+
+
+def _cannot_run(module: nn.Module) -> str | None:
+    if any(is_sharded(parameter) for parameter in module.parameters()):
+        return "parameters are sharded over ranks (FSDP2): a pass aside would need all of them"
+    kinds = {type(each).__name__ for each in module.modules()}
+    if kinds & {"FullyShardedDataParallel", "DataParallel"}:
+        return "the model is wrapped in what cannot be called by one rank alone"
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return "parameters have no values"
+    return None
+
+
+class _Look:
+    """One look at one call."""
+
+    def __init__(
+        self, module: nn.Module, call: RecordedCall, seen: SeenPass, options: AsideOptions
+    ) -> None:
+        self._module = module
+        self._call = call
+        self._seen = seen
+        self._options = options
+        self._ends = perf_counter() + (options.seconds or 1e9)
+        self._generator = torch.Generator().manual_seed(_SEED)
+        self._guard = Guard(None, "preflight", "an operation could not be looked at")
+        self._seen_so_far = FirstStep()
+
+    def look(self) -> FirstStep:
+        call = self._fewer_rows() if self._options.is_small else self._call
+        placement = self._placement(self._seen.looked_up, self._seen.targets)
+        with ExitStack() as stack:
+            stack.enter_context(replaying(self._module, call))
+            stack.enter_context(_statistics_fixed(self._module))
+            if not self._options.is_small:
+                stack.enter_context(_nothing_zero(self._module, self._generator))
+            args, kwargs, inputs = _probed(call)
+            operations = Operations(self._guard, probing=True)
+            with operations:
+                output = self._module(*args, **kwargs)
+            self._check_time()
+            probes = [*inputs, *operations.probes]
+            outputs = with_rows(tensors_in(output), operations.scores)
+            if not outputs:
+                return left_out("the model gives nothing that a gradient could come back to")
+            if placement is None:
+                placement = self._placement(operations.looked_up, operations.targets)
+            try:
+                self._judge(call, operations, probes, outputs, placement)
+            except _TooLong:
+                return self._seen_so_far
+            return replace(self._seen_so_far, **self._dependence(call, operations, probes, outputs))
+
+    def _check_time(self, left: Sequence[str] = ASIDE_CODES) -> None:
+        """Stop where time is up; `left` is what then stays unknown."""
+        if perf_counter() > self._ends:
+            missing = left_out("it would take longer than a step", left).left_out
+            self._seen_so_far = replace(self._seen_so_far, left_out=missing)
+            raise _TooLong
+
+    def _fewer_rows(self) -> RecordedCall:
+        """The same call with its first two rows."""
+        call = self._call
+        found = find_samples(call.args, call.kwargs, None, None, self._module)
+        if found.batch <= _SMALL_ROWS:
+            return call
+        flat = list(found.flat)
+        for position, dim in found.dims.items():
+            share = flat[position].shape[dim] // found.batch
+            flat[position] = flat[position].narrow(dim, 0, share * _SMALL_ROWS)
+        args, kwargs = replace(found, flat=flat).whole()
+        return replace(call, args=args, kwargs=kwargs)
+
+    def _placement(
+        self, looked_up: Sequence[Tensor], targets: Sequence[SeenTargets]
+    ) -> Placement | None:
+        given = tensors_in(*self._call.args, *self._call.kwargs.values())
+        series = [each for each in given if each.is_floating_point() and each.dim() in (2, 3)]
+        found = find_placement(looked_up, targets)
+        if found is None:
+            found = find_placement([each.detach() for each in series], targets)
+        return found
+
+    # What the gradients say.
+
+    def _judge(
+        self,
+        call: RecordedCall,
+        operations: Operations,
+        probes: Sequence[Probe],
+        outputs: Sequence[Tensor],
+        placement: Placement | None,
+    ) -> None:
+        traced = None
+        if placement is not None:
+            traced = self._traced(probes, outputs, placement)
+        if traced is not None:
+            traced = replace(traced, counts=traced.counts & _not_padding(call, traced.counts))
+        passes = _SMALL_PASSES if self._options.is_small else _PASSES
+        if traced is not None and placement is not None and placement.ahead:
+            found = look_ahead(traced, placement.ahead, passes, self._generator)
+            self._seen_so_far = replace(self._seen_so_far, positions=found)
+            self._check_time(_REST)
+        elif traced is not None and placement is not None:
+            is_tokens = not placement.source.is_floating_point()
+            copied = copied_targets(traced, placement.share, self._generator)
+            self._seen_so_far = replace(self._seen_so_far, copied=copied if is_tokens else None)
+            self._check_time(_REST)
+        documents = self._documents(call, operations, probes, outputs)
+        self._seen_so_far = replace(self._seen_so_far, documents=documents)
+        self._check_time(("GS602", "GS607"))
+        rows = self._rows(call, operations, probes, outputs, placement)
+        self._seen_so_far = replace(self._seen_so_far, rows=rows)
+        self._check_time(("GS607",))
+
+    def _traced(
+        self, probes: Sequence[Probe], outputs: Sequence[Tensor], placement: Placement
+    ) -> Traced | None:
+        """The output by positions, with the probes at the inputs that are its targets."""
+        source = placement.source
+        chosen = []
+        for probe in probes:
+            given = probe.source
+            part = source
+            if self._options.is_small and given.shape != source.shape:
+                rows = given.shape[1] if placement.time_first else given.shape[0]
+                part = source[:, :rows] if placement.time_first else source[:rows]
+            if given.shape == part.shape and torch.equal(given, part):
+                chosen.append(probe.zeros)
+        if not chosen:
+            return None
+        lengths = chosen[0].shape[:2]
+        rows, length = reversed(lengths) if placement.time_first else lengths
+        for output in outputs:
+            placed = by_position(output, rows, length, placement.time_first)
+            if placed is not None:
+                counts = placement.counts[:rows, : placed.shape[1]]
+                return Traced(placed, counts, tuple(chosen), placement.time_first)
+        return None
+
+    def _documents(
+        self,
+        call: RecordedCall,
+        operations: Operations,
+        probes: Sequence[Probe],
+        outputs: Sequence[Tensor],
+    ) -> Leak | None:
+        named = named_arguments(self._module, call)
+        documents = documents_of(named, operations.looked_up)
+        if documents is None:
+            return None
+        rows, length = documents.shape
+        chosen = [
+            probe.zeros
+            for probe in probes
+            if probe.zeros.shape[:2] == documents.shape and not is_positions(probe.source, named)
+        ]
+        for output in outputs:
+            placed = by_position(output, rows, length, False)
+            if placed is not None and chosen:
+                counts = torch.ones(rows, placed.shape[1], dtype=torch.bool)
+                traced = Traced(placed, counts, tuple(chosen))
+                return across_documents(traced, documents, self._generator)
+        return None
+
+    def _rows(
+        self,
+        call: RecordedCall,
+        operations: Operations,
+        probes: Sequence[Probe],
+        outputs: Sequence[Tensor],
+        placement: Placement | None,
+    ) -> Leak | None:
+        if _mixes_by_design(self._module):
+            return None
+        inputs = [each for each in tensors_in(*call.args, *call.kwargs.values()) if each.dim()]
+        targets = [*self._seen.targets, *operations.targets]
+        if placement is not None:
+            traced = self._traced(probes, outputs, placement)
+            if traced is None or traced.output.shape[0] < 2:
+                return None
+            time_first = placement.time_first
+            return across_rows([traced.output], traced.probes, self._generator, time_first)
+        rows = self._rows_of(inputs, targets)
+        if rows is None:
+            return None
+        placed = [by_row(output, rows, targets) for output in outputs]
+        own = [each for each in placed if each is not None]
+        chosen = [probe.zeros for probe in probes if probe.zeros.shape[:1] == (rows,)]
+        if not own or not chosen:
+            return None
+        return across_rows(own, chosen, self._generator)
+
+    def _rows_of(self, inputs: Sequence[Tensor], targets: Sequence[SeenTargets]) -> int | None:
+        whole = tensors_in(*self._call.args, *self._call.kwargs.values())
+        rows = sure_rows(self._module, [each for each in whole if each.dim()], targets)
+        if rows is None or not self._options.is_small:
+            return rows
+        return min(rows, inputs[0].shape[0])
+
+    def _dependence(
+        self,
+        call: RecordedCall,
+        operations: Operations,
+        probes: Sequence[Probe],
+        outputs: Sequence[Tensor],
+    ) -> dict[str, Any]:
+        zeros = [probe.zeros for probe in probes]
+        targets = [each.values for each in (*self._seen.targets, *operations.targets)]
+        depends, why = depends_on_input(self._module, call, outputs, zeros, targets)
+        return {"depends": depends, "independence": why}
+
+
+def _probed(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any], list[Probe]]:
+    """Copies of the arguments; to those that are real numbers, zeros are added."""
+    probes: list[Probe] = []
+
+    def probe(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            return tensor
+        zeros = torch.zeros_like(tensor, requires_grad=True)
+        probes.append(Probe(zeros, tensor.detach()))
+        return tensor.detach() + zeros
+
+    args, kwargs = tree_map_only(Tensor, probe, copied_arguments(call))
+    return args, kwargs, probes
+
+
+def _not_padding(call: RecordedCall, counts: Tensor) -> Tensor:
+    """Which positions are no padding: queries of padding may see anything, and nobody uses them."""
+    mask = call.kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != counts.shape[0]:
+        return torch.ones_like(counts)
+    if mask.shape[1] < counts.shape[1]:
+        return torch.ones_like(counts)
+    return (mask[:, : counts.shape[1]] > 0).to(counts.device)
+
+
+def _mixes_by_design(module: nn.Module) -> bool:
+    """Whether a layer compares rows on purpose: named for batches, or without kept statistics."""
+    for each in module.modules():
+        if isinstance(each, nn.modules.batchnorm._BatchNorm):
+            if not each.track_running_stats:
+                return True
+        elif "batch" in type(each).__name__.lower():
+            return True
+    return False
+
+
+@contextmanager
+def _statistics_fixed(root: nn.Module) -> Iterator[None]:
+    """BatchNorm uses what it has kept: rows see each other through it on purpose."""
+    norms = [each for each in root.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.training = False  # put back by whoever runs a pass beside training
+    yield
+
+
+@contextmanager
+def _nothing_zero(root: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Weights that start at zero are random in here: what they will let through is seen now."""
+    for parameter in root.parameters():
+        if parameter.is_floating_point() and parameter.numel() and not bool(parameter.any()):
+            noise = torch.randn(parameter.shape, generator=generator) * 0.02
+            # Other memory, which is taken away again behind the pass.
+            parameter.data = noise.to(parameter.data)
+    yield

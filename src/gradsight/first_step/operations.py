@@ -1,0 +1,160 @@
+"""Sees the torch functions of a pass: lookups of tokens, and losses with what they are given."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradsight.core.guard import Guard
+from gradsight.core.samples import LOSSES
+from gradsight.core.source import users_line
+from gradsight.first_step.loss_inputs import counted_labels, what_was_fed
+from gradsight.values.first_step import CountedLabels, FedLoss
+
+_MOST = 64
+"""Calls of one pass that are looked at."""
+_GATHERS = frozenset({torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim})
+_CLASSIFYING = frozenset({F.cross_entropy, F.nll_loss})
+_AS_FLOATS = frozenset({Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to})
+_CONVERSIONS = _AS_FLOATS | {Tensor.type, Tensor.type_as}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SeenTargets:
+    """What the scores of one call of a loss are compared with."""
+
+    values: Tensor
+    counts: Tensor
+    """Which of them count; of the same shape."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Probe:
+    """A tensor of zeros that was added to what came of an input: gradients are read there."""
+
+    zeros: Tensor
+    source: Tensor
+    """The integers that were looked up."""
+
+
+class Operations(TorchFunctionMode):
+    """Collects what a pass looks up and what its losses are given; may add probes to lookups."""
+
+    def __init__(self, guard: Guard, probing: bool = False) -> None:
+        super().__init__()
+        self.looked_up: list[Tensor] = []
+        self.targets: list[SeenTargets] = []
+        self.fed: list[FedLoss] = []
+        self.labels: list[CountedLabels] = []
+        self.scores: list[Tensor] = []
+        """What the losses were given; kept in a pass of ours only, for it holds the graph."""
+        self.probes: list[Probe] = []
+        self.is_over = False
+        """Whether nothing is looked at any more, though it may be on torch's stack still."""
+        self._probing = probing
+        self._guard = guard
+        self._one_hot: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation, and look at it."""
+        given = kwargs or {}
+        result = func(*args, **given)
+        if self.is_over or func not in _SEEN:
+            return result
+        seen = self._guard.run(self._see, func, args, given, result)
+        return result if seen is None else seen
+
+    def _see(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> Tensor | None:
+        """What the caller gets instead of the result; None: the result."""
+        if func in LOSSES:
+            self._see_loss(func, args, kwargs)
+            return None
+        if func in _GATHERS:
+            self._see_gather(args, kwargs)
+            return None
+        return self._see_lookup(func, args, kwargs, result)
+
+    def _see_loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if len(self.labels) >= _MOST or len(args) + len(kwargs) < 2:
+            return
+        scores = args[0] if args else kwargs["input"]
+        target = args[1] if len(args) > 1 else kwargs.get("target")
+        if not isinstance(scores, Tensor) or not isinstance(target, Tensor):
+            return
+        if not torch.is_grad_enabled() or not scores.requires_grad:
+            return
+        if self._probing:
+            self.scores.append(scores)
+        place = users_line()
+        fed = what_was_fed(func, scores, target, kwargs, place)
+        if fed is not None:
+            self.fed.append(fed)
+        is_classes = func in _CLASSIFYING and not target.is_floating_point()
+        ignored = kwargs.get("ignore_index", -100)
+        counts = torch.ones_like(target, dtype=torch.bool)
+        if is_classes:
+            counts = target.detach() != ignored
+            self.labels.append(counted_labels(func, target, counts, kwargs, place))
+        self.targets.append(SeenTargets(target.detach(), counts))
+
+    def _see_gather(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Log-probabilities that are picked by their labels, where no loss function is called."""
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if len(tensors) != 2 or len(self.targets) >= _MOST:
+            return
+        scores, index = tensors
+        is_picked = index.dim() == scores.dim() >= 2 and index.shape[-1] == 1
+        if not is_picked or not scores.requires_grad or index.is_floating_point():
+            return
+        values = index.detach().squeeze(-1)
+        self.targets.append(SeenTargets(values, torch.ones_like(values, dtype=torch.bool)))
+
+    def _see_lookup(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Tensor | None:
+        if not isinstance(result, Tensor):
+            return None
+        if func is F.one_hot:
+            source = args[0] if args else kwargs["tensor"]
+            self._one_hot[id(result)] = (result, source)
+            return None
+        source = self._source(func, args, kwargs)
+        if source is None or not result.is_floating_point() or len(self.looked_up) >= _MOST:
+            return None
+        self.looked_up.append(source.detach())
+        if not self._probing or result.shape[: source.dim()] != source.shape:
+            return None
+        with torch.enable_grad():
+            zeros = torch.zeros_like(result, requires_grad=True)
+            self.probes.append(Probe(zeros, source.detach()))
+            probed: Tensor = result + zeros
+            return probed
+
+    def _source(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The integers that an operation looks up in a table."""
+        if func is F.embedding:
+            source: Tensor = args[0] if args else kwargs["input"]
+            return source
+        if func in _CONVERSIONS:
+            kept = self._one_hot.get(id(args[0])) if args else None
+            return None if kept is None else kept[1]
+        # A table that is indexed by a tensor of integers.
+        table = args[0]
+        index = args[1]
+        if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype is torch.bool:
+            return None
+        is_table = table.is_floating_point() and table.requires_grad and table.dim() == 2
+        return index if is_table else None
+
+
+_SEEN = LOSSES | _GATHERS | _CONVERSIONS | {F.embedding, F.one_hot, Tensor.__getitem__}

@@ -1,0 +1,249 @@
+# mypy: allow-untyped-calls
+"""Notes what each pass of the first steps consists of: calls of models, lookups, losses.
+
+One recorder serves a whole process. It hooks the models that somebody asks for, sees the torch
+functions between a call of theirs and backward, and leaves when nobody asks any more.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from gradsight.core import moments
+from gradsight.core.autocast import current_autocast
+from gradsight.core.beside import is_compiled
+from gradsight.core.calls import RecordedCall, is_suspended
+from gradsight.core.devices import accelerators
+from gradsight.core.guard import Guard
+from gradsight.core.hooks import put_module_hook
+from gradsight.core.parameters import called_module
+from gradsight.core.passes import BackwardPass
+from gradsight.core.random_state import torch_states
+from gradsight.core.samples import tensors_in
+from gradsight.core.source import users_line
+from gradsight.first_step.operations import Operations, SeenTargets
+from gradsight.values.first_step import CountedLabels, FedLoss
+
+_CALLS = 16
+"""Calls before one backward pass that are kept."""
+_PASSES = 64
+"""Passes that are recorded for one holder; then nobody will come for more."""
+NOTE = "gradsight.preflight"
+"""Under this name a backward pass carries what was seen of it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SeenCall:
+    """One outermost call of a module."""
+
+    module: nn.Module
+    made: RecordedCall
+    versions: tuple[int, ...]
+    """Of the tensors it was given: whoever changes them in place spoils them for us."""
+    began: float
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], began: float
+    ) -> "SeenCall":
+        """The call that is about to be made."""
+        given = tensors_in(*args, *kwargs.values())
+        made = RecordedCall(
+            args=args,
+            kwargs=kwargs,
+            rng=torch_states(accelerators([*given, *module.parameters()])),
+            buffers={},
+            autocast=current_autocast(),
+            training=module.training,
+            caller=users_line(),
+        )
+        return cls(module, made, tuple(tensor._version for tensor in given), began)
+
+    def is_unchanged(self) -> bool:
+        """Whether its arguments are still what they were."""
+        given = tensors_in(*self.made.args, *self.made.kwargs.values())
+        return tuple(tensor._version for tensor in given) == self.versions
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SeenPass:
+    """What led to one backward pass."""
+
+    calls: tuple[SeenCall, ...] = ()
+    looked_up: tuple[Tensor, ...] = ()
+    targets: tuple[SeenTargets, ...] = ()
+    fed: tuple[FedLoss, ...] = ()
+    labels: tuple[CountedLabels, ...] = ()
+
+
+class PassRecorder:
+    """Hooks models, and tells every backward pass what was seen before it."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        self._hooked: set[int] = set()
+        self._guard: Guard | None = None
+        self._calls: list[SeenCall] = []
+        self._open: nn.Module | None = None
+        self._operations: Operations | None = None
+        self._ended: list[Operations] = []
+        self._thread = 0
+
+    def hold(self, holder: object, models: Sequence[nn.Module]) -> None:
+        """Record passes of these models for somebody, until it lets go."""
+        if self._guard is None:
+            self._guard = Guard(
+                None, "preflight", "Gradsight no longer sees what passes consist of"
+            )
+            moments.listen(self, self._guard)
+        self._holders[id(holder)] = _PASSES
+        self._thread = self._thread or get_ident()
+        for model in models:
+            for module in called_modules(called_module(model)):
+                self._hook(module, self._guard)
+
+    def let_go(self, holder: object) -> None:
+        """Somebody has seen enough; the last one takes every hook away."""
+        self._holders.pop(id(holder), None)
+        if self._holders or self._guard is None:
+            return
+        self._stop_looking()
+        moments.leave(self)
+        guard = self._guard
+        self._guard = None
+        guard.close()
+        self._hooked.clear()
+        self._calls.clear()
+        self._open = None
+        self._thread = 0
+
+    def _hook(self, module: nn.Module, guard: Guard) -> None:
+        if id(module) in self._hooked:
+            return
+        self._hooked.add(id(module))
+        put_module_hook(
+            guard, module.register_forward_pre_hook, partial(self._before, module), with_kwargs=True
+        )
+        put_module_hook(
+            guard, module.register_forward_hook, partial(self._after, module), always_call=True
+        )
+
+    # What torch tells.
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._holders:
+            self.let_go(self)
+            return
+        if self._open is not None or self._looks_away():
+            return
+        self._open = module
+        self._look(module)
+        self._calls.append(SeenCall.of(module, args, kwargs, perf_counter()))
+        del self._calls[:-_CALLS]
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        if self._open is module:
+            self._open = None
+
+    def before_backward(self, begun: BackwardPass) -> None:
+        """A pass begins: what was seen since the last one led to it."""
+        if get_ident() != self._thread:
+            return
+        seen = self._operations
+        self._stop_looking()
+        calls = tuple(self._calls)
+        self._calls.clear()
+        if seen is None:
+            begun.notes[NOTE] = SeenPass(calls)
+        else:
+            begun.notes[NOTE] = SeenPass(
+                calls,
+                tuple(seen.looked_up),
+                tuple(seen.targets),
+                tuple(seen.fed),
+                tuple(seen.labels),
+            )
+        self._holders = {key: left - 1 for key, left in self._holders.items() if left > 1}
+
+    def _looks_away(self) -> bool:
+        return (
+            get_ident() != self._thread
+            or not torch.is_grad_enabled()
+            or is_suspended()
+            or moments.inside_backward()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        )
+
+    # The mode that sees operations.
+
+    def _look(self, module: nn.Module) -> None:
+        """See operations from now on, if nobody else's mode could get in its way."""
+        self._take_away()
+        if self._operations is not None or self._guard is None or is_compiled(module):
+            return
+        # A mode that ends after ours began would take ours away instead of its own.
+        if _get_current_function_mode_stack() or _compiles():
+            return
+        self._operations = Operations(self._guard)
+        self._operations.__enter__()
+
+    def _stop_looking(self) -> None:
+        ours = self._operations
+        self._operations = None
+        if ours is not None:
+            ours.is_over = True
+            self._ended.append(ours)
+        self._take_away()
+
+    def _take_away(self) -> None:
+        """Take modes of ours off torch's stack, whatever was entered above them since.
+
+        `loss.backward()` is an operation too: in there ours is not on the stack, and comes back.
+        """
+        while self._ended and self._ended[-1] in _get_current_function_mode_stack():
+            above = []
+            top = torch._C._pop_torch_function_stack()
+            while top is not self._ended[-1]:
+                above.append(top)
+                top = torch._C._pop_torch_function_stack()
+            for mode in reversed(above):
+                torch._C._push_on_torch_function_stack(mode)
+            self._ended.pop()
+
+
+def called_modules(root: nn.Module) -> list[nn.Module]:
+    """The module and those below it that may be called in its place.
+
+    A box of several models, Lightning's modules and whoever writes `model.encode(x)` never call the
+    root itself.
+    """
+    if is_compiled(root):
+        return [root]
+    found = [root]
+    waiting = list(root.children())
+    while waiting:
+        module = waiting.pop()
+        if type(module) in (nn.ModuleList, nn.ModuleDict, nn.Module):
+            waiting += list(module.children())
+        else:
+            found.append(called_module(module))
+    return found
+
+
+def _compiles() -> bool:
+    """Whether this process compiles anything: our mode would be traced along."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
+
+
+RECORDER = PassRecorder()
+"""The one of this process."""

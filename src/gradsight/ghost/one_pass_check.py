@@ -1,0 +1,232 @@
+"""One pass proven on the user's own model: against single rows, and against plain training."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.core.autocast import current_autocast
+from gradsight.core.beside import beside_training, eager, replaying
+from gradsight.core.calls import RecordedCall
+from gradsight.core.per_sample import BatchOutputs, outputs_with_rows
+from gradsight.core.random_state import torch_states
+from gradsight.core.samples import SplitCall, nearly_equal, tensors_in
+from gradsight.core.sharing import reshard
+from gradsight.ghost.directions import Direction
+from gradsight.ghost.gradients import dot, gradients
+from gradsight.ghost.one_pass import OnePass, OnePassRefusal
+from gradsight.ghost.parameters import ScoredParameters
+from gradsight.ghost.row_parts import RowParts
+from gradsight.ghost.sample_axis import Key
+from gradsight.ghost.selfcheck import (
+    MOST_ATTEMPTS,
+    assume_otherwise,
+    cotangents_for,
+    rounding,
+    spread,
+)
+from gradsight.ghost.tracer import TraceOptions, Tracer, tracing
+
+Scores = dict[tuple[int, str], Tensor]
+"""By the number of a target and a parameter, the scores of some training rows."""
+
+
+@contextmanager
+def as_in_training(root: nn.Module, *, sharded: bool) -> Iterator[None]:
+    """A pass beside training in the very state of training; the same random numbers, once more."""
+    if sharded:
+        # fully_shard changes parameters' places in the modules: they cannot be put back for it.
+        with beside_training(root), eager():
+            yield
+        reshard(root)
+        return
+    now = RecordedCall((), {}, torch_states(), {}, current_autocast(), root.training, None)
+    with replaying(root, now):
+        yield
+
+
+def rehearse(root: nn.Module, call: SplitCall, parts: RowParts, *, sharded: bool) -> list[Tensor]:
+    """The model's outputs for the training rows alone, with the random numbers of this very call.
+
+    The validation rows have no part in them: what one pass gives the training rows must be equal.
+    """
+    args, kwargs = _training_rows(call, parts)
+    with as_in_training(root, sharded=sharded), torch.no_grad():
+        return [t.detach() for t in tensors_in(root(*args, **kwargs))]
+
+
+def _training_rows(call: SplitCall, parts: RowParts) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    flat = list(call.flat)
+    for position, dim in call.dims.items():
+        entries = flat[position].shape[dim] // call.batch
+        flat[position] = flat[position].narrow(dim, 0, parts.train * entries)
+    return SplitCall(flat, call.spec, {}, parts.train).whole()
+
+
+def compare_rehearsal(
+    alone: Sequence[Tensor], found: Sequence[Tensor], parts: RowParts, within: float
+) -> None:
+    """An error unless the training rows' outputs are those of the training rows alone."""
+    for mine, whole in zip(alone, found, strict=False):
+        if mine.dim() != whole.dim() or not mine.is_floating_point():
+            continue
+        dims = [d for d in range(mine.dim()) if mine.shape[d] != whole.shape[d]]
+        rows = whole.detach()
+        for dim in dims:
+            rows = rows.narrow(dim, 0, min(mine.shape[dim], rows.shape[dim]))
+        if len(dims) > 1 or rows.shape != mine.shape or not nearly_equal(rows, mine, within):
+            raise OnePassRefusal(
+                "the training rows come out of one pass otherwise than out of a pass of their own "
+                f"(an output of shape {tuple(mine.shape)}): the model drops out, or draws random "
+                "numbers, where the rows of samples cannot be told, or rows depend on each other."
+            )
+
+
+class OnePassCheck:
+    """A joined batch scored in one pass and by single rows, and compared."""
+
+    def __init__(
+        self, parameters: ScoredParameters, options: TraceOptions, one_pass: OnePass
+    ) -> None:
+        self._root = parameters.root
+        self._parameters = parameters
+        self._options = options
+        self._targets = one_pass.targets
+        self._parts = one_pass.parts
+
+    def run(self, call: SplitCall) -> None:
+        """Refuse where scores or gradient are not those of single rows."""
+        with beside_training(self._root, evaluating=True), eager():
+            outputs = outputs_with_rows(self._root, [call])
+            cotangents = cotangents_for(outputs)
+            detached = [y.detach() for y in outputs]
+            limit = rounding(self._parameters)
+            whole = BatchOutputs(detached, cotangents, call.batch, limit)
+            del outputs
+            directions = self._directions(call, whole)
+            rows = spread(self._parts.train)
+            right = self._by_rows(call, whole, directions, rows)
+            memory = self._options.memory
+            for _ in range(MOST_ATTEMPTS):
+                found, keys = self._by_one_pass(call, cotangents)
+                wrong = _differences(right, found, rows, limit)
+                if not wrong or not assume_otherwise(memory, set(wrong), keys):
+                    break
+        if wrong:
+            worst = ", ".join(f"{name} ({off:.1e})" for name, off in list(wrong.items())[:3])
+            raise OnePassRefusal(
+                f"the self-check refuses one pass: scores or gradient of {worst} differ from those "
+                "of single rows by more than rounding."
+            )
+
+    def _pull(self, call: SplitCall, whole: BatchOutputs, row: int) -> Direction:
+        alone = outputs_with_rows(self._root, [call], row)
+        pieces = whole.cotangents_of(row, alone)
+        return gradients(alone, pieces, self._parameters.trainable, sharded=False)[0]
+
+    def _directions(self, call: SplitCall, whole: BatchOutputs) -> list[Direction]:
+        """Each target's direction: the sum of its rows' gradients."""
+        start = self._parts.train
+        directions = []
+        for size in self._parts.targets:
+            direction: Direction = {}
+            for row in range(start, start + size):
+                _add(direction, self._pull(call, whole, row))
+            directions.append(direction)
+            start += size
+        return directions
+
+    def _by_rows(
+        self,
+        call: SplitCall,
+        whole: BatchOutputs,
+        directions: Sequence[Direction],
+        rows: Sequence[int],
+    ) -> "Findings":
+        table: dict[tuple[int, str], list[Tensor]] = {}
+        total: Direction = {}
+        zero = torch.zeros((), dtype=self._parameters.score_dtype, device=self._parameters.device)
+        for row in rows:
+            own = self._pull(call, whole, row)
+            _add(total, own)
+            for number, direction in enumerate(directions):
+                for name in self._parameters.trainable:
+                    value = zero
+                    if name in own and name in direction:
+                        value = dot(direction[name], own[name]).to(zero)
+                    table.setdefault((number, name), []).append(value)
+        scores = {key: torch.stack(values) for key, values in table.items()}
+        return Findings(scores, total)
+
+    def _by_one_pass(
+        self, call: SplitCall, cotangents: list[Tensor]
+    ) -> tuple["Findings", dict[Key, tuple[str, ...]]]:
+        names = tuple(self._parameters.trainable)
+        one_pass = OnePass(self._parts, self._targets, names)
+        probe = torch.zeros(
+            one_pass.directions.slots,
+            self._parts.train,
+            device=self._parameters.device,
+            dtype=self._parameters.score_dtype,
+            requires_grad=True,
+        )
+        options = TraceOptions(
+            one_pass.directions, self._options.memory, self._options.rules, one_pass
+        )
+        tracer = Tracer(options, self._parameters.name, probe)
+        tracer.mark_constant(self._root.buffers())
+        tracer.mark_call(call)
+        with tracing(tracer, self._root):
+            outputs = outputs_with_rows(self._root, [call])
+            gradient, scores = gradients(
+                outputs, cotangents, self._parameters.trainable, True, probe
+            )
+        one_pass.finish()
+        table = torch.zeros_like(probe) if scores is None else scores.detach()
+        if one_pass.table is not None:
+            table = table + one_pass.table.to(table)
+        tracer.release()
+        found = {}
+        for number in range(len(self._targets)):
+            for name in names:
+                found[number, name] = table[one_pass.directions.slot(number, name)]
+        return Findings(found, gradient), tracer.keys
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one way of looking at the joined batch has found."""
+
+    scores: Scores
+    gradient: Direction
+    """Of the training rows."""
+
+
+def _add(total: Direction, part: Direction) -> None:
+    for name, value in part.items():
+        total[name] = value if name not in total else total[name] + value
+
+
+def _differences(
+    right: Findings, found: Findings, rows: Sequence[int], limit: float
+) -> dict[str, float]:
+    """By parameter, how far scores or gradient are off where that is more than rounding."""
+    largest = max((float(values.abs().max()) for values in right.scores.values()), default=0.0)
+    wrong: dict[str, float] = {}
+    for key, values in right.scores.items():
+        off = float((found.scores[key][list(rows)] - values).abs().max()) / max(largest, 1e-30)
+        if not off <= limit:  # so that a NaN is wrong
+            wrong[key[1]] = off
+    if len(rows) < len(next(iter(found.scores.values()))):
+        return wrong
+    longest = max((float(value.norm()) for value in right.gradient.values()), default=0.0)
+    for name, value in right.gradient.items():
+        off = float("inf")
+        if name in found.gradient:
+            off = float((found.gradient[name] - value).norm()) / max(longest, 1e-30)
+        if not off <= limit:
+            wrong[name] = off
+    return wrong

@@ -1,0 +1,39 @@
+"""GS602: rows that see each other."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS602",
+    "rows see each other",
+    "warning",
+    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    advice=Advice(
+        recommendation=(
+            "What the model gives for one row depends on the input of another: look for "
+            "layers that want time first (batch_first), softmax or statistics over dimension "
+            "0, and view() where transpose() is meant. If rows are compared on purpose, "
+            "silence it with health={'GS602': False}."
+        ),
+        fix="""
+# rows come first in what these layers are given
+nn.MultiheadAttention(16, 4, batch_first=True)
+nn.LSTM(16, 16, batch_first=True)
+torch.softmax(inputs, dim=-1)    # over classes or features, not over dimension 0
+""",
+    ),
+)
+def rows_mixed(window: Window, *, share: float = 1e-4) -> Iterator[Fact]:
+    """What the model gives for a row depends on other rows of the batch.
+
+    Why: it learns from who happens to be in the batch, and gives something else when it is
+    used. BatchNorm does so on purpose and is looked past; so are similarities of all rows with
+    all, and graphs.
+    """
+    first = window.now.signals.first
+    leak = None if first is None else first.rows
+    if leak is not None and leak.share > share:
+        yield Fact(leak.example)

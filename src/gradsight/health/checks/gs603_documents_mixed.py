@@ -1,0 +1,39 @@
+"""GS603: packed documents that see each other."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS603",
+    "packed documents see each other",
+    "critical",
+    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    advice=Advice(
+        recommendation=(
+            "Several documents lie in one row, and the outputs of one depend on another: give "
+            "the attention a mask of blocks, or the lengths to a kernel that takes them; "
+            "positions that start again do not keep documents apart."
+        ),
+        fix="""
+# tokens see their own document only
+documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+same = documents[:, :, None] == documents[:, None, :]
+causal = torch.ones_like(same).tril()
+mask = (same & causal)[:, None]    # [rows, 1, time, time], for attn_mask
+""",
+    ),
+)
+def documents_mixed(window: Window, *, share: float = 1e-3) -> Iterator[Fact]:
+    """Documents that are packed into one row see each other.
+
+    Why: a document is continued from a stranger, and what is learned depends on how they were
+    packed. Judged only where the script says that rows are packed: positions that start again,
+    or ids of documents.
+    """
+    first = window.now.signals.first
+    leak = None if first is None else first.documents
+    if leak is not None and leak.share > share:
+        yield Fact(leak.example)

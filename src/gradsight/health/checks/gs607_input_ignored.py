@@ -1,0 +1,35 @@
+"""GS607: a loss that does not depend on the input."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS607",
+    "the loss does not depend on the input",
+    "critical",
+    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    advice=Advice(
+        recommendation=(
+            "What the model gives is the same whatever it is given: look for a variable that "
+            "is overwritten, a factor of zero, detach(), or inputs that are all the same "
+            "after preprocessing."
+        ),
+        fix="""
+probe = inputs.clone().requires_grad_(inputs.is_floating_point())
+given = model(probe)
+print(torch.autograd.grad(given.sum(), probe, allow_unused=True))    # None or zeros: cut off
+""",
+    ),
+)
+def input_ignored(window: Window) -> Iterator[Fact]:
+    """What the model gives does not depend on its input.
+
+    Why: it can learn nothing but how often each answer occurs. Asked of a pass aside, in which
+    weights that start at zero are random.
+    """
+    first = window.now.signals.first
+    if first is not None and first.depends is False:
+        yield Fact(first.independence or "no gradient comes back to the input")

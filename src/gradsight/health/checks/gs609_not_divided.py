@@ -1,0 +1,42 @@
+"""GS609: accumulation without its factor."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS609",
+    "accumulation without its factor",
+    "warning",
+    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    advice=Advice(
+        recommendation=(
+            "Each backward pass adds the gradient of a mean, so the step is as many times too "
+            "long as there are micro-batches: divide the loss by their number."
+        ),
+        fix="""
+micro_batches = 4
+for number in range(micro_batches):
+    loss = loss_fn(model(inputs), targets) / micro_batches
+    loss.backward()
+""",
+    ),
+)
+def not_divided(window: Window, *, tolerance: float = 0.02) -> Iterator[Fact]:
+    """Several micro-batches make one step, and their losses are added up undivided.
+
+    Why: with plain SGD the learning rate is that many times too high, and clipping and the
+    reported loss mean something else. Two terms with a backward each, and gradients that are
+    divided later, are left alone.
+    """
+    passes = window.now.signals.passes
+    repeated = None if passes is None else passes.repeated
+    if repeated is None or abs(repeated.factor - 1) > tolerance:
+        return
+    used = window.step.clip_coef
+    if used is not None and abs(used * repeated.times - 1) < tolerance:
+        return  # divided after the last pass
+    where = f" at {repeated.place}" if repeated.place else ""
+    yield Fact(f"backward{where} ran {repeated.times} times for one step, each for a mean as it is")

@@ -1,0 +1,39 @@
+"""GS611: gradients that are thrown away."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS611",
+    "gradients thrown away",
+    "warning",
+    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    advice=Advice(
+        recommendation=(
+            "Gradients are cleared before any optimizer has used them, so part of the data is "
+            "not learned from: clear where the optimizer steps, and nowhere else."
+        ),
+        fix="""
+for number, (inputs, targets) in enumerate(loader):
+    loss_fn(model(inputs), targets).backward()
+    if (number + 1) % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()    # here, not in every round
+""",
+    ),
+)
+def thrown_away(window: Window) -> Iterator[Fact]:
+    """Gradients are cleared before an optimizer has used them.
+
+    Why: the batches behind them are computed and never learned from. What another optimizer has
+    used (a discriminator's gradient of the generator's loss) is thrown away on purpose.
+    """
+    passes = window.now.signals.passes
+    if passes is None or passes.thrown_away is None:
+        return
+    times, place = passes.thrown_away
+    where = f" at {place}" if place else ""
+    yield Fact(f"backward{where}: {times} of its passes were cleared before any optimizer stepped")

@@ -1,0 +1,116 @@
+"""The look at a run's first step: what its pass shows, and passes aside when its graph is freed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsight.core import moments
+from gradsight.core.guard import Guard
+from gradsight.core.passes import BackwardPass
+from gradsight.first_step.aside import AsideOptions, left_out, look_aside
+from gradsight.first_step.recorder import NOTE, RECORDER, SeenCall, SeenPass
+from gradsight.session.pass_watch import PassWatch
+from gradsight.values.first_step import CountedLabels, FedLoss, FirstStep, StepPasses
+
+_LEAST_SECONDS = 0.25
+"""What a pass aside may take however short a step is."""
+_LATEST = 3
+"""Steps after which nobody waits for a call any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightOptions:
+    """How much of the pre-flight is done."""
+
+    is_whole: bool = False
+    """All of it, as long as it takes; else no longer than a step, on two rows."""
+
+
+class FirstLook:
+    """Sees the first passes of one model, and all of its passes' circumstances."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        optimizers: Sequence[Optimizer],
+        options: PreflightOptions,
+        guard: Guard,
+    ) -> None:
+        self.guard = guard
+        self._model = model
+        self._parameters = parameters
+        self._known = {id(tensor) for tensor in parameters}
+        self._options = options
+        self._passes = PassWatch(model, parameters, optimizers, guard)
+        self._seen: SeenPass | None = None
+        self._call: SeenCall | None = None
+        self._fed: list[FedLoss] = []
+        self._labels: list[CountedLabels] = []
+        self._steps = 0
+        self._is_over = False
+
+    def start(self) -> None:
+        """Begin to watch."""
+        RECORDER.hold(self, [self._model])
+        self.guard.at_end(RECORDER.let_go, self)
+        moments.listen(self, self.guard, self._parameters)
+        self._passes.start()
+
+    def stop(self) -> None:
+        """Leave everything as it was found."""
+        self._end()
+        self._passes.stop()
+        moments.leave(self)
+
+    def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
+        """A pass of this model has returned."""
+        seen: SeenPass | None = begun.notes.get(NOTE)
+        if self._is_over or seen is None:
+            return
+        self._fed += seen.fed
+        self._labels += seen.labels
+        if self._call is None:
+            self._call = self._largest(seen)
+            self._seen = seen
+
+    def take(self) -> tuple[FirstStep | None, StepPasses | None]:
+        """What is to be said at the end of a step."""
+        passes = self._passes.take()
+        if self._is_over:
+            return None, passes
+        self._steps += 1
+        if self._call is None and not self._fed and not self._labels and self._steps < _LATEST:
+            return None, passes
+        first = replace(self._aside(), fed=tuple(self._fed), labels=tuple(self._labels))
+        self._end()
+        return first, passes
+
+    def _aside(self) -> FirstStep:
+        call = self._call
+        if call is None or self._seen is None:
+            return left_out("no call of the model was seen before its first backward passes")
+        if not call.is_unchanged():
+            return left_out("the batch was changed in place after the model had seen it")
+        seconds: float | None = None
+        if not self._options.is_whole:
+            seconds = max(_LEAST_SECONDS, perf_counter() - call.began)
+        return look_aside(call.module, call.made, self._seen, AsideOptions(seconds))
+
+    def _largest(self, seen: SeenPass) -> SeenCall | None:
+        """The first call of the module that holds most of this model's parameters."""
+        sizes = [
+            sum(id(each) in self._known for each in call.module.parameters()) for call in seen.calls
+        ]
+        if not any(sizes):
+            return None
+        return seen.calls[sizes.index(max(sizes))]
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._seen = None
+        self._call = None
+        RECORDER.let_go(self)

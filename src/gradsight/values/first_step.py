@@ -1,0 +1,97 @@
+"""What the first steps of a run decide by themselves: leaks, losses, modes, passes. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FedLoss:
+    """A loss function that was given something else than it takes."""
+
+    function: str
+    given: str
+    """What it was given: "probabilities", "logits", "log-probabilities"."""
+    wanted: str
+    place: str | None = None
+    """File and line of the user's call."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountedLabels:
+    """How many labels of one call of a loss function count."""
+
+    function: str
+    labels: int
+    counted: int
+    is_mean: bool = True
+    """Whether the loss divides by the number that counts."""
+    place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """How much an output sees of what it must not see, beside what it may see."""
+
+    share: float
+    """Largest gradient where there must be none, over the largest elsewhere; 0: it sees nothing."""
+    looks: int
+    """How many places were looked at."""
+    example: str = ""
+    """The worst place in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTargets:
+    """Targets that are the inputs at the same place."""
+
+    share: float
+    """Of the labels that count."""
+    sees_itself: bool
+    """Whether the output at a position depends on the input there."""
+    is_causal: bool
+    """Whether it depends on earlier inputs, and on no later one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """What was seen of the first step; None where it could not be told."""
+
+    fed: tuple[FedLoss, ...] = ()
+    labels: tuple[CountedLabels, ...] = ()
+    positions: Leak | None = None
+    """Whether a position sees later ones, where targets are inputs moved ahead."""
+    rows: Leak | None = None
+    documents: Leak | None = None
+    """Whether packed documents see each other, where the script says that rows are packed."""
+    copied: CopiedTargets | None = None
+    depends: bool | None = None
+    """Whether what the model gives changes when its input does."""
+    independence: str = ""
+    """How it is known that it does not."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """Codes that could not be judged, each with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedPass:
+    """A line that ran backward several times for one step."""
+
+    times: int
+    factor: float
+    """What every loss was multiplied by after its mean was taken."""
+    place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPasses:
+    """What the backward passes of one step were like."""
+
+    evaluating: tuple[tuple[str, str], ...] = ()
+    """Parts in evaluation mode whose parameters learn: name, and what that switches off."""
+    repeated: RepeatedPass | None = None
+    summed: int | None = None
+    """How many entries the loss is a sum over with a factor of one, before an optimizer that takes
+    gradients as they are; None: it is no such sum."""
+    thrown_away: tuple[int, str | None] | None = None
+    """How many passes of a line were cleared before any optimizer stepped, and that line."""
+    cut_by_checkpoint: bool = False
+    """Whether reentrant checkpointing was given inputs that need no gradient."""

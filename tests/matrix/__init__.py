@@ -1,0 +1,1 @@
+"""Every instrument in every way of training, and the page that says so."""
