@@ -26,7 +26,7 @@ class Guard:
         self._at_end: list[tuple[Any, tuple[Any, ...]]] = []
 
     def run(self, action: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the action returns; None where it fails, and at once after any fault."""
+        """What the action returns; None where it fails, after any fault, and in a capture."""
         return None if self.faults or pauses[-1]() else self.attempt(action, *args, **kwargs)
 
     def attempt(self, action: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,6 @@ class Guard:
         except Exception as error:
             if isinstance(error, self._passing) or getattr(error, "passes_guard", False):
                 raise
-            self.faults += 1
             self._tell(error)
         finally:
             spent[get_ident()] = began + perf_counter()  # what is inside counts once
@@ -62,7 +61,7 @@ class Guard:
                 self.close()
 
     def _tell(self, error: Exception) -> None:
-        problems, key, text = self._told
+        self.faults, (problems, key, text) = self.faults + 1, self._told
         try:
             at = extract_tb(error.__traceback__)[-1]
             text += f": {type(error).__name__}: {error} ({at.name}, {at.filename}:{at.lineno})"
