@@ -46,6 +46,10 @@ def fsdp(plain: nn.Module) -> nn.Module:
     return fully_shard(plain, mesh=mesh)
 
 
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
 def gradients(
     wrap: Callable[[nn.Module], nn.Module], policy: str | None, order: str
 ) -> tuple[dict[str, Any], int]:
@@ -57,6 +61,8 @@ def gradients(
         apply_checkpointing(wrapped, policy)
     torch.manual_seed(1 + dist.get_rank())
     batch = torch.randn(128, 16)
+    if policy and order == "checked":
+        apply_checkpointing(wrapped, policy, check=batch, loss_fn=loss)
     use = measure_peak_memory(lambda: wrapped(batch).square().mean().backward())
     found = {name.removeprefix("module."): p.grad for name, p in wrapped.named_parameters()}
     local = {
@@ -89,7 +95,12 @@ def main() -> None:
     measured_as_allocated()
     for wrap in (ddp, fsdp):
         expected, plain_peak = gradients(wrap, None, "")
-        for policy, order in (("full", "before"), ("full", "after"), ("selective", "after")):
+        for policy, order in (
+            ("full", "before"),
+            ("full", "after"),
+            ("full", "checked"),
+            ("selective", "after"),
+        ):
             found, peak = gradients(wrap, policy, order)
             assert found.keys() == expected.keys(), (wrap, policy, order)
             wrong = [name for name in expected if not torch.equal(expected[name], found[name])]

@@ -21,9 +21,11 @@ def test_two_ranks() -> None:
     assert sorted(line for line in done.stdout.splitlines() if line.endswith("same")) == [
         "ddp full after same",
         "ddp full before same",
+        "ddp full checked same",
         "ddp selective after same",
         "fsdp full after same",
         "fsdp full before same",
+        "fsdp full checked same",
         "fsdp measured same",
         "fsdp selective after same",
     ]

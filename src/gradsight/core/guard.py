@@ -38,6 +38,7 @@ class Guard:
         except Exception as error:
             if isinstance(error, self._passing) or getattr(error, "passes_guard", False):
                 raise
+            self.faults += 1
             self._tell(error)
         finally:
             spent[get_ident()] = began + perf_counter()  # what is inside counts once
@@ -61,7 +62,7 @@ class Guard:
                 self.close()
 
     def _tell(self, error: Exception) -> None:
-        self.faults, (problems, key, text) = self.faults + 1, self._told
+        problems, key, text = self._told
         try:
             at = extract_tb(error.__traceback__)[-1]
             text += f": {type(error).__name__}: {error} ({at.name}, {at.filename}:{at.lineno})"

@@ -33,7 +33,7 @@ class GivenTensors:
         self._block = f"the block {block!r} ({type(module).__name__})"
         self._arguments = _counted(tensors_in(*arguments))
         self._parameters = _counted(module.parameters())
-        self._names = {id(tensor): name for name, tensor in module.named_parameters()}
+        self._module = module
 
     def refuse_writes_inside(self, run: Callable[..., Any], leaves: Sequence[Any]) -> None:
         """The block has returned: refuse it if it wrote to its arguments."""
@@ -66,7 +66,8 @@ class GivenTensors:
                 "Give the block a copy (clone()), or write mask = mask + 1 instead of mask += 1"
             )
         if changed := _written(self._parameters):
-            name = self._names.get(id(changed[0]), "")
+            names = {id(tensor): name for name, tensor in self._module.named_parameters()}
+            name = names.get(id(changed[0]), "")
             raise WrittenInPlace(
                 f"the parameter {name!r} of {self._block} was written to between its forward and "
                 "its backward, for example by optimizer.step(): the block would be recomputed with "

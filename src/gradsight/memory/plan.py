@@ -64,7 +64,7 @@ def plan_checkpointing(
     budget: "6GB", "512MiB" or a number of bytes.
     optimizer: its name, for the state that it keeps; None is forward and backward only.
     device: "cpu" or "cuda"; no GPU is needed.
-    blocks: names of the modules that count as blocks; None finds them.
+    blocks: the modules that count as blocks, by name or shell pattern; None finds them.
     """
     setting = StepSetting(NOTHING, optimizer, device, blocks)
     return plan_step(build, parse_size(budget), setting)

@@ -56,7 +56,7 @@ def predict_peak_memory(
     optimizer: its name, for the state that it keeps; None is forward and backward only.
     device: "cuda" predicts what CUDA's operators keep, and the notes say what cannot be known; no
       GPU is needed, also where build() puts the model on CUDA.
-    blocks: names of the modules that count as blocks; None finds them.
+    blocks: the modules that count as blocks, by name or shell pattern; None finds them.
     """
     return predict_step(build, StepSetting(policy, optimizer, device, blocks))
 

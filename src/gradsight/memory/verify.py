@@ -56,7 +56,7 @@ def verify_checkpointing(
       make the same model and batch each time it is called with the same seeds.
     policy: what is checkpointed, as in `apply_checkpointing`.
     optimizer: its name; None is forward and backward only.
-    blocks: names of the modules that count as blocks; None finds them.
+    blocks: the modules that count as blocks, by name or shell pattern; None finds them.
     """
     refuse_unknown_torch("memory")
     if isinstance(policy, CheckpointingPlan):
