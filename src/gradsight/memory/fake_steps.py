@@ -69,6 +69,7 @@ class FakeSteps:
     ) -> None:
         self.blocks: list[NamedModule] = find_blocks(workload.model, setting.blocks)
         shard(workload, setting, mesh)
+        self._sharded = mesh is not None
         self._workload = workload
         self._granule = granule_of(setting.device)
         self._gloo = setting.device == "cpu"
@@ -99,7 +100,11 @@ class FakeSteps:
         """
         collector = _CostCollector()
         with collector:
-            self._workload.loss()
+            loss = self._workload.loss()
+        if self._sharded:
+            # FSDP2 remembers the order of layers until their backward: none may be left out.
+            loss.backward()
+            self._workload.model.zero_grad(set_to_none=True)
         levels = sorted(collector.costs, reverse=True)
         if len(levels) <= MAX_LEVELS:
             return levels

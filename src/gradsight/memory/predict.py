@@ -20,6 +20,7 @@ from gradsight.memory.assumed_values import (
 )
 from gradsight.memory.blocks import blocks_meant
 from gradsight.memory.called_blocks import blocks_of
+from gradsight.memory.caching_allocator import reserved_range
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
 from gradsight.memory.fake import data_dependence_refused, fake_tensors
@@ -121,6 +122,9 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
     if is_cuda(device):
         notes = (*UNKNOWN, *notes)
     use = memory_use(counter, device=device, predicted=True, notes=notes)
+    if device == "cuda":
+        least, most = reserved_range(counter.log, use.peak_bytes)
+        use = replace(use, reserved=(least + buckets, most + buckets))
     return _Case(case, with_buckets(use, buckets), frozenset(values.read))
 
 

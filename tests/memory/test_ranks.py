@@ -1,0 +1,57 @@
+"""Several devices predicted in one process, against the real peaks of two and four gloo ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from gradsight.core.fake_group import fake_group
+from gradsight.errors import UsageError
+from gradsight.memory.plan import plan_step
+from gradsight.memory.predict import predict_step
+from gradsight.memory.setting import Ranks, StepSetting
+from launch import torchrun
+from memory.rank_peaks_worker import build
+
+WORKER = Path(__file__).with_name("rank_peaks_worker.py")
+WAYS = ("ddp,none,adamw", "ddp,full,sgd", "fsdp2,none,adamw", "fsdp2,full,sgd")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_predicted_is_real(ranks: int) -> None:
+    real = json.loads(torchrun(WORKER, *WAYS, ranks=ranks).splitlines()[-1])
+    for way in WAYS:
+        parallel, policy, optimizer = way.split(",")
+        checkpointed = None if policy == "none" else policy
+        setting = StepSetting(checkpointed, optimizer, ranks=Ranks(ranks, parallel))
+        assert predict_step(build, setting).peak_bytes == pytest.approx(real[way], rel=0.03), way
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_plan_on_several_devices(parallel: str) -> None:
+    """What the plan says it takes is what is predicted under it."""
+    ranks = Ranks(2, parallel)
+    setting = StepSetting("full", "adamw", ranks=ranks)
+    limit = int(1.1 * predict_step(build, setting).peak_bytes)
+    plan = plan_step(build, limit, setting)
+    assert plan.predicted_bytes <= limit
+    under_it = StepSetting(plan.policy, "adamw", ranks=ranks)
+    assert predict_step(build, under_it).peak_bytes == plan.predicted_bytes
+
+
+def test_the_group_is_gone_afterwards() -> None:
+    with fake_group(3) as mesh:
+        assert (mesh.size(), dist.get_rank()) == (3, 0)
+        with (
+            pytest.raises(UsageError, match="a process group is initialised already"),
+            fake_group(2),
+        ):
+            pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("count", "parallel"), [(1, "ddp"), (2, None), (0, None), (2, "hsdp")])
+def test_ranks_that_cannot_be_meant(count: int, parallel: str | None) -> None:
+    with pytest.raises(UsageError):
+        Ranks(count, parallel)
