@@ -174,6 +174,38 @@ def test_several_optimizers_make_one_step(tmp_path: Path) -> None:
     assert are_equal(weights(plain), weights(whole))
 
 
+def test_optimizers_of_different_rhythms(tmp_path: Path) -> None:
+    """The second one steps with every other batch; a loss is of the step that its batch makes."""
+
+    class Module(lightning.pytorch.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            self.body = nn.Linear(X.shape[1], 4)
+            self.head = nn.Linear(4, 2)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> None:
+            often, seldom = self.optimizers()
+            loss = self.head(torch.tanh(self.body(batch[0]))).square().mean()
+            self.losses.append(float(loss.detach()))
+            self.manual_backward(loss)
+            often.step()
+            often.zero_grad()
+            if index % 2:
+                seldom.step()
+                seldom.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.body, self.head)]
+
+    module = Module()
+    fit(lightning.pytorch, module, tmp_path, [GradsightCallback(tmp_path / "gradsight")])
+    found = [step.loss for step in recorded(tmp_path / "gradsight")]
+    assert found == pytest.approx(module.losses)
+
+
 def test_resume_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     package = pytorch_lightning
     saving = package.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,17 @@ def refuse_unknown_options(options: Mapping[str, Any]) -> None:
         if name not in known:
             names = ", ".join(sorted(known))
             raise UsageError(f"there is no option {name!r}; those of gradsight.watch are {names}")
+
+
+def caller_of(kind: type) -> Any:
+    """The nearest object of this class whose method is being called.
+
+    Some trainers hand their callbacks everything but themselves.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError(f"to be called by a {kind.__module__}.{kind.__qualname__}")

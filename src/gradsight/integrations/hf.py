@@ -12,8 +12,7 @@ from gradsight.core.problems import say
 from gradsight.errors import MissingPackage
 from gradsight.ghost.engine import GhostEngine
 from gradsight.integrations.broken_steps import BrokenSteps
-from gradsight.integrations.callers import caller_of
-from gradsight.integrations.door import Door
+from gradsight.integrations.door import Door, caller_of
 from gradsight.integrations.hf_samples import (
     is_packed,
     keep_ids,

@@ -44,6 +44,11 @@ class StepLoss:
         self._step = -1
         self._sum: Tensor | None = None
         """Of the backward passes of this step so far."""
+        self._done: set[int] = set()
+        """The optimizers that have made their part of this step."""
+        self._stepping: int | None = None
+        self._pending: Tensor | None = None
+        """Of the passes since one of them has: the optimizer that steps next tells whose it is."""
         self._loss: Tensor | None = None
         """Of the backward pass that is running."""
         self._left: list[GradientState | None] = []
@@ -88,22 +93,61 @@ class StepLoss:
         step = self._watch.step_under_way
         if self._scaler is not None and self._scaled_at == step:
             loss = loss / _factor(self._scaler, loss)
-        if step != self._step or self._sum is None:
-            self._step = step
-            self._sum = loss
-        else:
-            self._sum = self._sum + loss
-        told = self._sum
-        if self._group.size > 1 and reduces_gradients(self._model):
-            told = self._group.sum(told) / self._group.size
-        self._watch.log(loss=told)
+        if step != self._step:
+            self._begin(step)
+        if not self._is_of_this_step():
+            self._pending = _added(self._pending, loss)
+            return
+        self._sum = _added(self._sum, loss)
+        self._watch.log(loss=self._told())
 
-    def _step_begins(self, *_: Any) -> None:
+    def _is_of_this_step(self) -> bool:
+        """Whether a pass belongs to the step under way for sure.
+
+        Where an optimizer has stepped and another has not, that one may do so now; but where the
+        first steps again, the watch begins another step.
+        """
+        if not self._done or self._used_in_backward:
+            return True
+        return self._stepping is not None and self._stepping not in self._done
+
+    def _begin(self, step: int) -> None:
+        self._step = step
+        self._sum = None
+        self._pending = None
+        self._done.clear()
+
+    def _told(self) -> Tensor | None:
+        """The loss so far, over all ranks."""
+        if self._sum is None or self._group.size == 1 or not reduces_gradients(self._model):
+            return self._sum
+        return self._group.sum(self._sum) / self._group.size
+
+    def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         self._evaluations = 0
+        self._stepping = id(optimizer)
+        if self._stepping not in self._done:
+            self._settle()
 
-    def _step_ends(self, *_: Any) -> None:
+    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         self._evaluations = None
+        self._stepping = None
         self._used_in_backward |= moments.inside_backward()
+        # It has stepped a second time: by now the watch has begun another step.
+        self._settle()
+        self._done.add(id(optimizer))
+
+    def _settle(self) -> None:
+        """What was pending is of the step under way."""
+        pending = self._pending
+        if pending is None:
+            return
+        if self._watch.step_under_way != self._step:
+            self._begin(self._watch.step_under_way)
+        self._pending = None
+        self._sum = _added(self._sum, pending)
+        # Not `log`: the pass has run before the watch began the step.
+        self._watch.log_under_way(loss=self._told())
 
     def _is_of_the_model(self) -> bool:
         """Whether this pass has touched a gradient of the model; a GAN trains another beside it."""
@@ -130,6 +174,10 @@ def loss_group(model: nn.Module, watch: Watch) -> ProcessGroup:
         )
     except RanksMissing:
         return ProcessGroup(alone=True)
+
+
+def _added(total: Tensor | None, loss: Tensor) -> Tensor:
+    return loss if total is None else total + loss
 
 
 def _total(tensors: Any) -> Tensor | None:

@@ -17,8 +17,7 @@ from gradsight.core.group import LeavingProblems
 from gradsight.core.guard import Guard
 from gradsight.core.shards import local_part
 from gradsight.errors import MissingPackage
-from gradsight.integrations.callers import caller_of
-from gradsight.integrations.door import Door
+from gradsight.integrations.door import Door, caller_of
 from gradsight.integrations.step_loss import loss_group
 from gradsight.session.watch_session import Watch
 

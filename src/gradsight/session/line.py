@@ -424,6 +424,11 @@ class StepLine:
             for output, guard in self._outputs:
                 guard.attempt(output.log, step, known)
 
+    def log_under_way(self, values: Mapping[str, float | HostCopy]) -> None:
+        """Add to the step under way, though nothing of it may have been seen yet."""
+        with self.lock:
+            self.builder.log(values)
+
     def log_scalar(self, name: str, value: float, step: int) -> bool:
         """A number of the step under way or just made; False where it is neither's.
 

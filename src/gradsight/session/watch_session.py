@@ -455,6 +455,15 @@ class Watch:
         if values and not self._is_over():
             self._line.log(values)
 
+    def log_under_way(self, **scalars: object) -> None:
+        """As `log`, for whoever knows that the step under way has begun; for trainers' doors."""
+        self._calls.run(self._log_under_way, scalars)
+
+    def _log_under_way(self, scalars: Mapping[str, object]) -> None:
+        values = take_scalars(scalars)
+        if not self._is_over():
+            self._line.log_under_way(values)
+
     def log_scalar(self, name: str, value: float, step: int) -> None:
         """One number of a step, as trackers take it: a watch is one too.
 
