@@ -19,8 +19,8 @@ from gradsight.memory.assumed_values import (
     Case,
 )
 from gradsight.memory.blocks import blocks_meant
-from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.caching_allocator import reserved_range
+from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
 from gradsight.memory.fake import data_dependence_refused, fake_tensors

@@ -45,7 +45,7 @@ def token_scores(run_dir: Path, data: Path | None, sample_id: str) -> TokenScore
     if facts.data != samples.fingerprint:
         raise UsageError(f"--tokens: {run_dir} was trained on other data than this")
     block = torch.from_numpy(samples.tokens(int(sample_id)))
-    target = run.batches.validation(settings.val_batch_size)
+    target = run.batches.validation(settings.val_batch_size, shared_out=False)
     run.model.eval()
     # Fused attention cannot be differentiated twice.
     with sdpa_kernel(SDPBackend.MATH):
