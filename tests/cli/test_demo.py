@@ -9,7 +9,7 @@ from rich.cells import cell_len
 import gradsight
 from cli.small_demo import SMALL
 from gradsight.cli import main
-from gradsight.cli.demo import perform, show_result
+from gradsight.cli.demo import perform, show_demonstration
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def poisoned(run_dir: Path) -> int:
 def test_it_finds_the_sample_that_it_poisoned(
     done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show_result(done, SMALL, poisoned(done)) == 0
+    assert show_demonstration(done, SMALL, poisoned(done)) == 0
     out = capsys.readouterr().out
     sample = poisoned(done)
     assert f"planted        step 32: sample {sample} counts 1000 times, not once" in out
@@ -48,12 +48,12 @@ def test_it_fails_if_it_finds_another_step_or_sample(
     done: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, int]
 ) -> None:
     sample = poisoned(done) + (0 if wrong else 1)
-    assert show_result(done, replace(SMALL, **wrong), sample) == 2
+    assert show_demonstration(done, replace(SMALL, **wrong), sample) == 2
     assert "❌ not found: this is a fault of Gradsight's" in capsys.readouterr().out
 
 
 def test_its_screen_is_plain_and_fits(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show_result(done, SMALL, poisoned(done))
+    show_demonstration(done, SMALL, poisoned(done))
     lines = [line for line in capsys.readouterr().out.splitlines() if str(done) not in line]
     assert not any("\033" in line for line in lines)
     assert max(map(cell_len, lines)) <= 80

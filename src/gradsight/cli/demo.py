@@ -85,10 +85,10 @@ def perform(planned: "Demonstration", run_dir: Path) -> int:
     if performance.ended_by is not None:
         print(f"Stopped by {signal.Signals(performance.ended_by).name}")
         return 128 + performance.ended_by
-    return show_result(run_dir, planned, performance.poisoned)
+    return show_demonstration(run_dir, planned, performance.poisoned)
 
 
-def show_result(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
+def show_demonstration(run_dir: Path, planned: "Demonstration", poisoned: int) -> int:
     """Write the report, print its essence, give the exit code: 0 if the planted fault was found."""
     with stage("reading the record and writing the report"):
         texts = SampleTexts(run_dir)

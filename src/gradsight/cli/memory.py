@@ -180,7 +180,7 @@ def indented(console: Console, text: str) -> None:
 
 
 @app.command(name="predict")
-def predict_step(
+def predict_command(
     model: Model = None,
     /,
     *,
@@ -227,7 +227,7 @@ def predict_step(
 
 
 @app.command(name="plan")
-def plan_step(
+def plan_command(
     build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: StepOptions = DEFAULT
 ) -> int:
     """Choose what every block recomputes so that the step fits the budget at the least extra work.

@@ -23,7 +23,7 @@ from gradsight.ghost.fallback import (
     once_differentiable,
 )
 from gradsight.ghost.one_pass import OnePass
-from gradsight.ghost.row_parts import RowParts, joined, only_rows, pieces_of
+from gradsight.ghost.row_parts import RowParts, joined_pieces, only_rows, pieces_of
 from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.tangent_sources import TangentSource, origins_of
 
@@ -161,7 +161,7 @@ class JoinRows(torch.autograd.Function):
         versions = tensors[:number]
         if use.sliced:
             return torch.cat(versions, use.layout.dim)
-        return joined(versions, use.layout, use.one_pass.parts)
+        return joined_pieces(versions, use.layout, use.one_pass.parts)
 
     @staticmethod
     @once_differentiable

@@ -47,18 +47,18 @@ def pieces_of(tensor: Tensor, layout: SampleLayout, parts: RowParts) -> list[Ten
     return list(tensor.split([rows * entries for rows in parts.sizes], layout.dim))
 
 
-def joined(versions: Sequence[Tensor], layout: SampleLayout, parts: RowParts) -> Tensor:
+def joined_pieces(versions: Sequence[Tensor], layout: SampleLayout, parts: RowParts) -> Tensor:
     """A tensor whose training rows come from the first version, each target's from its own.
 
     >>> zeros, ones = torch.zeros(3), torch.ones(3)
-    >>> joined([zeros, ones], SampleLayout(), RowParts(2, (1,))).tolist()
+    >>> joined_pieces([zeros, ones], SampleLayout(), RowParts(2, (1,))).tolist()
     [0.0, 0.0, 1.0]
     """
     dim = layout.dim
     if layout.kind == "minor":
         # Samples inside: [positions, samples] side by side in one dimension.
         opened = [torch.unflatten(each, dim, (-1, parts.total)) for each in versions]
-        return joined(opened, SampleLayout(dim + 1), parts).flatten(dim, dim + 1)
+        return joined_pieces(opened, SampleLayout(dim + 1), parts).flatten(dim, dim + 1)
     rows = [pieces_of(each, layout, parts)[number] for number, each in enumerate(versions)]
     return torch.cat(rows, dim)
 

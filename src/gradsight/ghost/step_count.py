@@ -13,7 +13,7 @@ from gradsight.store.scores import scored_steps, step_after
 
 
 @dataclass(frozen=True, slots=True)
-class FirstStep:
+class StartingPoint:
     """Where a run's scores begin, or go on; the same on every process."""
 
     step: int
@@ -31,7 +31,7 @@ class StepCount:
         self, run_dir: Path | None, start_step: int | None, group: ModelGroup, by_optimizer: bool
     ) -> None:
         """start_step: the user's own; None is after the last step that the run directory holds."""
-        self.first: FirstStep | None = None
+        self.first: StartingPoint | None = None
         """Known from the first block on: a watch that counts may be opened after the engine."""
         self.last = -1
         """The last block's step."""
@@ -80,9 +80,9 @@ class StepCount:
         if self.first is None:
             self.unobserved += 1
 
-    def _agreed(self, given: int | None) -> FirstStep:
+    def _agreed(self, given: int | None) -> StartingPoint:
         """Rank 0's first step, or its error, on every process."""
-        found: FirstStep | GradsightError | None = None
+        found: StartingPoint | GradsightError | None = None
         if self._group.is_first:
             try:
                 found = self._find_first(given)
@@ -99,7 +99,7 @@ class StepCount:
             )
         return found
 
-    def _find_first(self, given: int | None) -> FirstStep:
+    def _find_first(self, given: int | None) -> StartingPoint:
         step = self._found_step(given)
         if self._start_step is not None and step < self._start_step:
             raise UsageError(
@@ -115,7 +115,7 @@ class StepCount:
             samples = int((scored < replaced_from).sum())
             if watched_steps(self._run_dir) is None:  # else the watch has said it
                 _say_continued(self._run_dir, int(scored.max(initial=-1)), replaced_from)
-        return FirstStep(step, replaced_from, samples)
+        return StartingPoint(step, replaced_from, samples)
 
     def _found_step(self, given: int | None) -> int:
         watched = watched_steps(self._run_dir)

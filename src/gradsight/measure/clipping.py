@@ -17,7 +17,7 @@ from torch import Tensor
 from gradsight.core.shards import local_part
 from gradsight.measure.flatten import dense_real, flat
 from gradsight.measure.host_copy import HostCopy
-from gradsight.measure.norms import PIECE, NormReading, measure, pieces_of, stacked_norms
+from gradsight.measure.norms import PIECE, NormReading, measure, norm_pieces, stacked_norms
 from gradsight.values.measured import Norms
 
 _ALIKE = 1e-4
@@ -98,7 +98,7 @@ class ClipProbe:
             return 1.0
         ratios: list[float] = []
         for places, arrival in self._after:
-            for place, after in zip(places, pieces_of(arrival), strict=True):
+            for place, after in zip(places, norm_pieces(arrival), strict=True):
                 before = look.pieces[place[0]][1][place[1]]
                 # What was zero and still is tells nothing.
                 if not (before[2] == before[1] == 0 and after[2] == after[1] == 0):

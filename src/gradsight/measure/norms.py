@@ -95,7 +95,7 @@ class NormReading:
 
     def read(self) -> Norms:
         """The numbers as far as one pass gives them."""
-        self.pieces = [(rows, pieces_of(arrival)) for arrival, rows in self._arrivals]
+        self.pieces = [(rows, norm_pieces(arrival)) for arrival, rows in self._arrivals]
         self.peaks = [np.maximum(-values[:, 1], values[:, 2]) for _, values in self.pieces]
         if len(self.pieces) == 1 and len(self.pieces[0][0]) == self._size:
             squares, peaks = self.pieces[0][1][:, 0], self.peaks[0]
@@ -132,7 +132,7 @@ def stacked_norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack([*norms, *peaks]).view(2, len(tensors))
 
 
-def pieces_of(arrival: HostCopy) -> Floats:
+def norm_pieces(arrival: HostCopy) -> Floats:
     """An array [n, 3] of squares, smallest and largest."""
     numbers = arrival.read()
     if not arrival.is_from_device:

@@ -61,7 +61,7 @@ class TiedTable:
 
 
 @joined_rule(F.embedding)
-def embedding(use: Use) -> Any:
+def joined_embedding(use: Use) -> Any:
     """y = W[index]: the direction is the validation rows' scatter, score_i its lookup dot B_i."""
     index, weight = use.argument(0, "input"), use.argument(1, "weight")
     if use.argument(3, "max_norm") is not None or use.argument(5, "scale_grad_by_freq", False):
@@ -148,7 +148,7 @@ class JoinedEmbedding(torch.autograd.Function):
         numbers = range(len(one_pass.targets))
         targets = [(parts.of_target(ids, n), parts.of_target(slopes, n)) for n in numbers]
         if owed is not None:
-            pairs = settled(lookup, owed, training, targets)
+            pairs = settled_lookups(lookup, owed, training, targets)
             table.owed = None
         elif one_pass.is_single(lookup.source):
             directions = [scattered(lookup, *each) for each in targets]
@@ -183,7 +183,7 @@ def _later(lookup: Lookup, ids: Tensor, slopes: Tensor) -> Pairs:
     return looked_up(lookup, ids, slopes, lookup.source.tangents())
 
 
-def settled(
+def settled_lookups(
     lookup: Lookup,
     owed: Owed,
     training: tuple[Tensor, Tensor],

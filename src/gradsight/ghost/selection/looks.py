@@ -32,7 +32,7 @@ def comparable(scores: Floats) -> Floats:
     return bounded
 
 
-class Looks:
+class InfluenceLooks:
     """A running mean per entry of its comparable scores, in which older looks count for less."""
 
     def __init__(self, entries: int, decay: float) -> None:

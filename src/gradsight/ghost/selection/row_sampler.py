@@ -17,7 +17,7 @@ from gradsight.core import group
 from gradsight.errors import UsageError
 from gradsight.ghost.scores import Scores
 from gradsight.ghost.selection.draws import Chances
-from gradsight.ghost.selection.looks import Looks
+from gradsight.ghost.selection.looks import InfluenceLooks
 from gradsight.ghost.selection.rows_and_scores import gathered, of_scores, rows_and_scores
 from gradsight.ghost.selection.sampler_state import SamplerState
 from gradsight.values.whole_numbers import single_number, whole_number
@@ -64,7 +64,7 @@ class RowSampler(Sampler[int], ABC):
                 "floor must be above 0 and at most 1, got 0: a row that is never drawn could never "
                 "show that it has come to help"
             )
-        self._looks = Looks(entries, _share(options.decay, "decay"))
+        self._looks = InfluenceLooks(entries, _share(options.decay, "decay"))
         self._chances = Chances(whole_number(options.seed, "seed"))
         self._given = _given_rank(options.rank, options.world_size)
         self._epoch = 0
@@ -236,7 +236,7 @@ class RowSampler(Sampler[int], ABC):
         kept.refuse_other(type(self).__name__, self.rows, self._names)
         kept.refuse_other_rank(self._turns())
         self.floor = kept.floor
-        self._looks = Looks(len(kept.sums), kept.decay)
+        self._looks = InfluenceLooks(len(kept.sums), kept.decay)
         self._looks.sums[:] = kept.sums.numpy()
         self._looks.counts[:] = kept.counts.numpy()
         self._chances = Chances(kept.seed)
