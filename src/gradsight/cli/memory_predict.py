@@ -13,7 +13,7 @@ from gradsight.memory.setting import ALONE, Ranks, StepSetting
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
 
 if TYPE_CHECKING:
-    from gradsight.memory.facts import ModelFacts
+    from gradsight.memory.predict import ModelFacts
 
 NO_POLICY = "none"
 COMPARED = "full"
@@ -134,8 +134,7 @@ def refuse_unknown_batches(questions: list[Question]) -> None:
 def answer(question: Question, policies: list[str], tell: Callable[[str], None]) -> Answer:
     """Predict a model under each policy, and what fits where that is asked."""
     # torch takes 1.6 s to import: neither --help nor a wrong option may wait for it.
-    from gradsight.memory.facts import model_facts
-    from gradsight.memory.predict import predict_step
+    from gradsight.memory.predict import model_facts, predict_step
     from gradsight.memory.progress import heard_by
 
     title = question.choice.title

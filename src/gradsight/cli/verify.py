@@ -20,7 +20,7 @@ from gradsight.store.verify import (
     verify_scores,
 )
 from gradsight.train.checkpoint import verify_checkpoints, without_checksums
-from gradsight.values.damage import Damage
+from gradsight.values.findings import Damage
 from gradsight.values.plain import counted, plain
 from gradsight.values.texts import on_one_line
 

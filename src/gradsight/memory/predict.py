@@ -1,5 +1,6 @@
 """The peak of a training step, predicted on fake tensors: nothing is computed, no GPU is needed."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from gradsight.memory.setting import ALONE, Ranks, StepSetting
 from gradsight.memory.workload import Build, backward, call_build, make_optimizer, warm_up
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
 
+_TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 LARGEST_SIZE = 1 << 20
 """Where the search for a batch size ends."""
 OTHER_SEED = 1
@@ -154,12 +156,28 @@ def granule_of(device: str) -> int:
     return GRANULE if is_cuda(device) else 1
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Parameters of a whole model, however many devices share them."""
+
+    parameters: int
+    trainable: int
+    dtype: str
+    """The type that most parameters have."""
+
+
 @without_leftovers
-def count_parameters(build: Build) -> int:
-    """The number of parameters of a model that is never filled."""
+def model_facts(build: Build) -> ModelFacts:
+    """Count the parameters of a model that is never filled."""
     with fake_device("cpu"):
-        model = call_build(build).model
-        return sum(parameter.numel() for parameter in model.parameters())
+        parameters = list(call_build(build).model.parameters())
+        counts: Counter[str] = Counter()
+        for parameter in parameters:
+            name = str(parameter.dtype).removeprefix("torch.")
+            counts[_TYPE_NAMES.get(name, name)] += parameter.numel()
+        trainable = [each.numel() for each in parameters if each.requires_grad]
+    dtype = counts.most_common(1)[0][0] if counts else "fp32"
+    return ModelFacts(sum(counts.values()), sum(trainable), dtype)
 
 
 def largest_batch(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradsight.memory.monitor import available_memory
-from gradsight.memory.predict import count_parameters, largest_batch, predict_peak_memory
+from gradsight.memory.predict import largest_batch, model_facts, predict_peak_memory
 from gradsight.memory.workload import Build
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
 from gradsight.values.sizes import format_size
@@ -83,7 +83,7 @@ def startup_report(
     """
     if memory is None:
         memory = available_memory(device)
-    parameters = count_parameters(build_for(1))
+    parameters = model_facts(build_for(1)).parameters
     expected = predict_peak_memory(
         build_for(batch_size), policy=policy, optimizer=optimizer, device=device
     )

@@ -16,7 +16,7 @@ from gradsight.store import incident_format, schema
 from gradsight.store.record_view import RecordView
 from gradsight.store.scores import is_sealed, read_score_file, score_files
 from gradsight.store.tail_file import TailReader
-from gradsight.values.damage import Damage
+from gradsight.values.findings import Damage
 
 _OLD = "has no checksum: it was written before version 0.2"
 _MEANING = {

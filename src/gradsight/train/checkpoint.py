@@ -23,7 +23,7 @@ from gradsight.core.files import whole_folder
 from gradsight.core.places import kind_below, names_in, open_file, refuse_links, remove_below
 from gradsight.errors import RunError
 from gradsight.train.training_log import find_log_damage
-from gradsight.values.damage import Damage
+from gradsight.values.findings import Damage
 from gradsight.values.whole_numbers import LARGEST
 
 if TYPE_CHECKING:

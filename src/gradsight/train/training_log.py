@@ -10,7 +10,7 @@ from gradsight.core.files import write_text
 from gradsight.core.places import read_file
 from gradsight.errors import RunError
 from gradsight.store.run_problems import RunProblems
-from gradsight.values.damage import Damage
+from gradsight.values.findings import Damage
 
 _UNWRITTEN_SHARE = 0.01
 """Of the entries: the file is rewritten whole, so each time it must have grown by some share, or a

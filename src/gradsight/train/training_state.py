@@ -29,7 +29,7 @@ from gradsight.train.checkpoint import (
 )
 from gradsight.train.processes import Processes
 from gradsight.train.selected_order import PREFIX, SelectedOrder
-from gradsight.values.damage import Damage
+from gradsight.values.findings import Damage
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every parameter, in the parameter's shape and type."""

@@ -1,4 +1,4 @@
-"""A judged fact of training, and a fault of our own that training survived. No torch."""
+"""A judged fact of training, a fault of our own that it survived, a damaged file. No torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -109,3 +109,13 @@ class Problem:
     message: str
     first_step: int
     count: int
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not as it was written."""
+
+    path: str
+    """Relative to the run directory."""
+    what: str
+    """What is wrong, and what that means."""
