@@ -9,12 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import is_compiled
 from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
-from gradsight.core.samples import tensors_in
+from gradsight.core.samples import SplitCall, tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
+from gradsight.ghost.compiled_pass import (
+    CompiledObservation,
+    CompiledTrial,
+    OnePassMode,
+    TraceableMode,
+    TwoPassMode,
+    tied_weights,
+)
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
 from gradsight.ghost.joined_calls import JoinedCalls
@@ -76,14 +85,21 @@ class BlockScorer:
         self._check = FirstBlockCheck(
             self._group, self._memory, options.rules, enabled=options.self_check
         )
-        self._open: Observation | None = None
-        self._unfinished: list[Observation] = []
+        self._open: Observation | CompiledObservation | None = None
+        self._unfinished: list[Observation | CompiledObservation] = []
         self._one_pass: OnePass | None = None
         self._step = 0
         self._losses_of = -1
         self._samples = 0
         self._noticed: set[str] = set()
         self._said_eager = False
+        self._eager_because: str | None = None
+        self._past: PastPass | None = None
+        self._compiled: set[bool] = set()
+        """The passes that compiled code was found to be right in: joined (True) or not."""
+        self._recomputed = False
+        self._ran_compiled = False
+        self._dropped_out = False
         self._closed = False
         # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
         # before there is a block.
@@ -108,7 +124,7 @@ class BlockScorer:
         """The processes that train the model together."""
         return self._group
 
-    def begin(self, size: int | None, step: int | None) -> Observation:
+    def begin(self, size: int | None, step: int | None) -> Observation | CompiledObservation:
         """Start a block of two passes: fresh directions if they are due, then the eyes open."""
         self._start(step)
         self._one_pass = None
@@ -117,11 +133,13 @@ class BlockScorer:
             self._log.history.add_losses(self._step, losses)
         guard = PassGuard(None, judges_loss=self._check.first)
         options = self._trace(self._directions(), guard, None)
+        if self._compiles(options, None, size):
+            return self._observe_compiled(None, None, size)
         return self._observe(options, Expected(size, self._options.batch_dim))
 
     def begin_joined(
         self, parts: RowParts, step: int | None, *, splits_loss: bool
-    ) -> tuple[Observation, OnePass]:
+    ) -> tuple[Observation | CompiledObservation, OnePass]:
         """Start a block of one pass over joined rows."""
         self._start(step)
         names = None
@@ -135,8 +153,95 @@ class BlockScorer:
             # The first block is compared with directions that were found in passes of their own.
             self._schedule.refresh_now(self.parameters)
         options = self._trace_joined(one_pass, splits_loss)
+        if self._compiles(options, parts, parts.total, splits_loss=splits_loss):
+            return self._observe_compiled(one_pass, parts, parts.total), one_pass
         observation = self._observe(options, Expected(parts.total, self._options.batch_dim))
         return observation, one_pass
+
+    def _compiles(
+        self,
+        options: TraceOptions,
+        parts: RowParts | None,
+        rows: int | None,
+        *,
+        splits_loss: bool = False,
+    ) -> bool:
+        """Whether this block's training pass can run in compiled code."""
+        if self._eager_because is not None or not is_compiled(self.model):
+            return False
+        past = self._past
+        if past is None or past.joined != (parts is not None):
+            return False  # an eager block comes first
+        if parts is not None and rows != past.call.batch:
+            return False
+        reason = self._against_compiling(splits_loss)
+        if reason is None and rows is None and self._uncompiled_outermost() is None:
+            reason = "the number of its samples is not known: pass sample_ids to observe()"
+        if reason is None and past.joined not in self._compiled:
+            mode = self._mode(parts, past.call.batch)
+            trial = CompiledTrial(self.model, self.parameters, options)
+            reason = trial.fault(past.call, mode, parts)
+        if reason is not None:
+            self._eager_because = reason
+            return False
+        self._compiled.add(past.joined)
+        return True
+
+    def _uncompiled_outermost(self) -> nn.Module | None:
+        """The module that a call of the model enters first, where its hooks are asked."""
+        if getattr(self.model, "_compiled_call_impl", None) is not None:
+            return None
+        return self.model
+
+    def _against_compiling(self, splits_loss: bool) -> str | None:
+        if self._group.size > 1:
+            return "several processes share it"
+        if len(self.targets.names) > 1:
+            return "there are several targets"
+        if self._options.per_parameter or self._schedule.kind != "plain":
+            return "scores by parameter or scaled by the optimizer are asked for"
+        if splits_loss:
+            return "the loss is split inside of its pass"
+        if self._dropped_out:
+            return "it drops out, and compiled code draws other random numbers"
+        if self._recomputed:
+            return "activation checkpointing does not ask a function mode in compiled code"
+        if current_autocast() is not None:
+            return "autocast is on"
+        return None
+
+    def _mode(self, parts: RowParts | None, rows: int) -> TraceableMode:
+        assert self._past is not None
+        if parts is not None:
+            return OnePassMode(self.parameters, parts, self._past.tied)
+        mode = TwoPassMode(self.parameters, rows)
+        direction = self.targets.directions[self.targets.names[0]]
+        for name, parameter in self.parameters.trainable.items():
+            along = direction.get(name)
+            mode.along[id(parameter)] = torch.zeros_like(parameter) if along is None else along
+        return mode
+
+    def _observe_compiled(
+        self, one_pass: OnePass | None, parts: RowParts | None, rows: int | None
+    ) -> CompiledObservation:
+        assert self._past is not None
+        known = self._past.call.batch if rows is None else rows
+        samples = known if parts is None else parts.train
+        probe = torch.zeros(
+            1,
+            samples,
+            device=self.parameters.device,
+            dtype=self.parameters.score_dtype,
+            requires_grad=True,
+        )
+        observation = CompiledObservation(self._mode(parts, known), probe, one_pass)
+        observation.start()
+        outermost = self._uncompiled_outermost()
+        if rows is None and outermost is not None:
+            observation.count_rows(outermost)
+        observation.on_refusal = self.abandon
+        self._open = observation
+        return observation
 
     def rehearsal(self, parts: RowParts, *, splits_loss: bool) -> tuple[Observation, OnePass]:
         """An observation of one pass that is no part of training; the twin is asked in it."""
@@ -224,6 +329,7 @@ class BlockScorer:
         if observation is None:
             raise UsageError("no observed block is open")
         observation.stop()
+        self._ran_compiled = isinstance(observation, CompiledObservation)
         try:
             self._finish(observation, ids, domains)
         finally:
@@ -269,18 +375,22 @@ class BlockScorer:
 
     def _finish(
         self,
-        observation: Observation,
+        observation: Observation | CompiledObservation,
         ids: list[int | str] | None,
         domains: list[str | None] | None,
     ) -> None:
         table = observation.scores().clone()
         table = table.view(len(self.targets.names), -1, table.shape[1])
-        observed = ObservedPass(
-            table.sum(1), observation.scale, observation.calls, observation.tracer.keys
-        )
-        self._judge(observed)
-        self._notice_slow(observation.tracer)
-        self._notice_eager()
+        if isinstance(observation, Observation):
+            observed = ObservedPass(
+                table.sum(1), observation.scale, observation.calls, observation.tracer.keys
+            )
+            self._judge(observed)
+            self._notice_slow(observation.tracer)
+            self._remember(observation)
+            self._notice_eager()
+        elif self._one_pass is not None:
+            self._take_losses(table.sum(1))
         batch = table.shape[2]
         if ids is None:
             ids = self._running_numbers(batch)
@@ -307,7 +417,12 @@ class BlockScorer:
             raise OnePassRefusal(str(error)) from None
         finally:
             self.targets.directions.clear()
-        refuse_no_direction(observed.scores, self.targets.names)
+        self._take_losses(observed.scores)
+
+    def _take_losses(self, scores: Tensor) -> None:
+        """Refuse one pass without a direction; keep its targets' losses."""
+        assert self._one_pass is not None
+        refuse_no_direction(scores, self.targets.names)
         if self._losses_of != self._step:
             self._losses_of = self._step
             losses = [self._one_pass.losses[name] for name in self.targets.names]
@@ -335,16 +450,30 @@ class BlockScorer:
         self._log.add(BlockScores(self._step, ids, domains, kept, kind), totals)
         by_target = dict(zip(targets, totals, strict=True))
         mode = "two_pass" if self._one_pass is None else "concat"
-        self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode)
+        compiled = self._ran_compiled
+        self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode, compiled)
+
+    def _remember(self, observation: Observation) -> None:
+        """Keep what a compiled pass has to be compared on."""
+        if self._eager_because is not None or not is_compiled(self.model):
+            return
+        self._recomputed |= observation.tracer.packed
+        self._dropped_out |= observation.dropped_out or drops_out(self.parameters.root)
+        if len(observation.calls) == 1:
+            call = observation.calls[0]
+            tied = tied_weights(observation.tracer.keys)
+            self._past = PastPass(call, self._one_pass is not None, tied)
+        else:
+            self._eager_because = f"it is called {len(observation.calls)} times in a pass"
 
     def _notice_eager(self) -> None:
-        """Say, once, that a compiled model is observed uncompiled."""
-        if self._said_eager or not is_compiled(self.model):
+        """Say, once, why a compiled model is observed uncompiled."""
+        if self._said_eager or self._eager_because is None:
             return
         self._said_eager = True
         warnings.warn(
-            "the compiled model runs eagerly while its samples are scored: the operations of its "
-            "training pass have to be seen one by one. The scores are exact; only speed is lost.",
+            "the compiled model runs eagerly while its samples are scored, because "
+            f"{self._eager_because}. The scores are exact; only speed is lost.",
             GradsightWarning,
             stacklevel=5,
         )
@@ -364,6 +493,28 @@ class BlockScorer:
             "take longer"
         )
         warnings.warn(text, GhostNotice, stacklevel=5)
+
+
+@dataclass(frozen=True, slots=True)
+class PastPass:
+    """An eager training pass of a compiled model."""
+
+    call: SplitCall
+    joined: bool
+    """Whether it had the validation rows in it."""
+    tied: set[str]
+    """Parameters that are both looked up and multiplied with."""
+
+
+def drops_out(root: nn.Module) -> bool:
+    """Whether a module of the model drops out."""
+    for module in root.modules():
+        # Attention and recurrent layers keep their rate under another name.
+        attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
+        rate = getattr(module, attribute, 0.0)
+        if module.training and isinstance(rate, float) and rate > 0:
+            return True
+    return False
 
 
 class LossScales:

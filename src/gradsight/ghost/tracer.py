@@ -113,6 +113,8 @@ class Tracer(TorchFunctionMode):
         """Called when an operation is refused."""
         self.expects_recompute = False
         """Whether such an operation was met."""
+        self.packed = False
+        """Whether activation checkpointing, or somebody else, took what autograd keeps."""
         self.preferred: int | None = None
         """The likely dimension of samples in here, where it is another than the model's own."""
         self._stand_ins: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
@@ -238,7 +240,8 @@ class Tracer(TorchFunctionMode):
         inner = descend(func)
         if inner is not None:
             return self._inside(inner, args, kwargs)
-        if self.on_recompute is not None and saves_are_packed():
+        if not self.packed and saves_are_packed():
+            self.packed = True
             self._expect_recompute()
         one_pass = self.options.one_pass
         if one_pass is not None and changes_in_place(func):
