@@ -13,10 +13,10 @@ ways to choose the samples of a step:
     domains    a DomainMixer, told the same
 
 Everything else is the same: weights, learning rate, batch size. Losses are compared after equal
-steps, and after equal time: the time that `samples` took for these steps, scores included, or 1.6
-times the steps. Time is the CPU time of the one thread that a run has, so that a busy machine does
-not decide; evaluation does not count. No setting was tuned here: floor, decay and sharpness are the
-defaults.
+steps, and after equal time: the time that `samples` took for these steps, scores included, but no
+more than 1.6 times the steps. Time is the CPU time of the one thread that a run has, so that a busy
+machine does not decide; evaluation does not count. No setting was tuned here: floor, decay and
+sharpness are the defaults.
 
     python benchmarks/selection.py [--steps 120] [--seeds 3] [--quick]
 """

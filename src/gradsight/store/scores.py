@@ -153,23 +153,6 @@ def load_scores(data: bytes, name: str, columns: list[str] | None = None) -> "py
         raise _unreadable(name, error) from error
 
 
-def file_before(data: bytes, name: str) -> str | None:
-    """The name of the file before, as the bytes of a score file tell it; None for the first."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        read_footer(data, footer_start(data))
-        schema = ParquetFile(pyarrow.BufferReader(data)).schema_arrow
-        metadata = schema.field("step").metadata or {}
-        before = metadata.get(BEFORE.encode(), b"").decode()
-    except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException) as error:
-        raise _unreadable(name, error) from error
-    # A stranger may have written it: only a name of ours is one.
-    is_ours = fnmatch.fnmatch(before, rundir.SCORE_FILES) and len(before) < 60
-    return before if is_ours else None
-
-
 def is_sealed(file: Path) -> bool:
     """Whether a file was written with one."""
     return prove(read_file(file.parent, file.name, limits.SCORE_FILE_BYTES), str(file))
