@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -268,6 +269,30 @@ def test_modes_of_the_users_stay_in_order() -> None:
         assert torch.overrides._get_current_function_mode_stack() == []
 
     assert first_codes(watched(loop, model)) == []
+
+
+class Gathering(nn.Module):
+    """Communicates by itself, as contrastive models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = body()
+
+    def forward(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x.clone())
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+def test_a_pass_aside_makes_no_collective() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        report = watched(plain, Gathering())
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    reasons = {each.code: each.reason for each in report.abstained}
+    assert "communicates with other ranks" in reasons["GS602"]
+    assert first_codes(report) == []
 
 
 def test_two_networks_against_each_other() -> None:

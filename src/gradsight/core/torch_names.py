@@ -42,6 +42,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "ranks": (
         "torch.distributed.distributed_c10d._get_default_store",
+        "torch.distributed.distributed_c10d._rank_not_in_group",
         "torch.distributed.distributed_c10d._set_pg_timeout",
         "torch.distributed.distributed_c10d._world.pg_map",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",

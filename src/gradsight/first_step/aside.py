@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
+from gradsight.core.collectives import without_collectives
 from gradsight.core.guard import Guard
 from gradsight.core.samples import find_samples, tensors_in, with_rows
 from gradsight.core.shards import is_sharded
@@ -109,6 +110,7 @@ class _Look:
         placement = self._placement(self._seen.looked_up, self._seen.targets)
         with ExitStack() as stack:
             stack.enter_context(replaying(self._module, call))
+            stack.enter_context(without_collectives())
             stack.enter_context(_statistics_fixed(self._module))
             if not self._options.is_small:
                 stack.enter_context(_nothing_zero(self._module, self._generator))
