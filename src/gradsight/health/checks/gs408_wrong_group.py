@@ -117,7 +117,9 @@ def _goes_by_depth(window: Window, rows: Sequence[int]) -> bool:
         by_block.setdefault(block, set()).add(_setting(window, row))
     if any(len(settings) > 1 for settings in by_block.values()):
         return False
-    rates = [next(iter(settings))[1] for settings in by_block.values()][1:-1]
+    rates = [next(iter(settings))[1] for settings in by_block.values()]
+    if len(set(rates[1:-1])) == 1:
+        return True
     rises = all(one <= other for one, other in pairwise(rates))
     return rises or all(one >= other for one, other in pairwise(rates))
 
