@@ -17,9 +17,15 @@ Its speed was never measured: it was checked in Triton's interpreter alone.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from gradsight.errors import GradsightError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 _ENOUGH_PROGRAMS = 256
 """So many keep a large device busy; where [p, d] has fewer tiles, samples are split into groups."""
@@ -50,6 +56,8 @@ def split_product(
     directions [K, p, d] lie in one piece; the last dimension of the others has no gaps. groups:
     into how many parts the samples are split; each costs one [p, d] of memory. None: by the device.
     """
+    if triton is None:
+        raise GradsightError("the package 'triton' is missing. Install it with: pip install triton")
     samples, length, outs = left.shape
     ins, number = right.shape[2], directions.shape[0]
     blocks = IN_INTERPRETER if is_interpreted() else ON_DEVICE
@@ -88,60 +96,64 @@ def split_product(
     return total[0] if groups == 1 else total.sum(0), scores.sum(0)
 
 
-@triton.jit
-def _split_product(
-    left_ptr,
-    right_ptr,
-    directions_ptr,
-    total_ptr,
-    scores_ptr,
-    samples,
-    length,
-    outs,
-    ins,
-    left_sample,
-    left_row,
-    right_sample,
-    right_row,
-    DIRECTIONS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """One tile of [p, d], for one group of samples."""
-    tile_p = tl.program_id(0)
-    tile_d = tl.program_id(1)
-    group = tl.program_id(2)
-    p = tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
-    d = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = (p < outs)[:, None] & (d < ins)[None, :]
-    # 64 bits: of a large layer, samples x positions x width is more than 31 bits hold. Sizes may
-    # be constants to the compiler, which have no type to change: they are added to a wide zero.
-    wide = tile_p.to(tl.int64) * 0
-    place = p[:, None].to(tl.int64) * ins + d[None, :]
-    volume = (wide + outs) * ins
-    tile = tile_p * tl.num_programs(1) + tile_d
-    total = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
-    for i in range(group * GROUP, min((group + 1) * GROUP, samples)):
-        own_left = left_ptr + (wide + i) * left_sample
-        own_right = right_ptr + (wide + i) * right_sample
-        one = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
-        for start in range(0, length, BLOCK_T):
-            t = start + tl.arange(0, BLOCK_T)
-            left_at = own_left + t[:, None] * left_row + p[None, :]
-            right_at = own_right + t[:, None] * right_row + d[None, :]
-            a = tl.load(left_at, mask=(t < length)[:, None] & (p < outs)[None, :], other=0.0)
-            b = tl.load(right_at, mask=(t < length)[:, None] & (d < ins)[None, :], other=0.0)
-            if WIDEN:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            one = tl.dot(tl.trans(a), b, one, input_precision=PRECISION)
-        for k in tl.static_range(DIRECTIONS):  # the tile of a direction stays near over the samples
-            along = tl.load(directions_ptr + k * volume + place, mask=inside, other=0.0)
-            score = tl.sum(one * along.to(tl.float32))
-            tl.store(scores_ptr + (tile * DIRECTIONS + k) * samples + i, score)
-        total += one
-    tl.store(total_ptr + group * volume + place, total, mask=inside)
+if triton is not None:
+
+    @triton.jit
+    def _split_product(
+        left_ptr,
+        right_ptr,
+        directions_ptr,
+        total_ptr,
+        scores_ptr,
+        samples,
+        length,
+        outs,
+        ins,
+        left_sample,
+        left_row,
+        right_sample,
+        right_row,
+        DIRECTIONS: tl.constexpr,
+        GROUP: tl.constexpr,
+        BLOCK_P: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        PRECISION: tl.constexpr,
+        WIDEN: tl.constexpr,
+    ):
+        """One tile of [p, d], for one group of samples."""
+        tile_p = tl.program_id(0)
+        tile_d = tl.program_id(1)
+        group = tl.program_id(2)
+        p = tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
+        d = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = (p < outs)[:, None] & (d < ins)[None, :]
+        # 64 bits: of a large layer, samples x positions x width is more than 31 bits hold. Sizes
+        # may be constants to the compiler, which have no type to change: a wide zero is added.
+        wide = tile_p.to(tl.int64) * 0
+        place = p[:, None].to(tl.int64) * ins + d[None, :]
+        volume = (wide + outs) * ins
+        tile = tile_p * tl.num_programs(1) + tile_d
+        total = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
+        for i in range(group * GROUP, min((group + 1) * GROUP, samples)):
+            own_left = left_ptr + (wide + i) * left_sample
+            own_right = right_ptr + (wide + i) * right_sample
+            one = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
+            for start in range(0, length, BLOCK_T):
+                t = start + tl.arange(0, BLOCK_T)
+                left_at = own_left + t[:, None] * left_row + p[None, :]
+                right_at = own_right + t[:, None] * right_row + d[None, :]
+                a = tl.load(left_at, mask=(t < length)[:, None] & (p < outs)[None, :], other=0.0)
+                b = tl.load(right_at, mask=(t < length)[:, None] & (d < ins)[None, :], other=0.0)
+                if WIDEN:
+                    a = a.to(tl.float32)
+                    b = b.to(tl.float32)
+                one = tl.dot(tl.trans(a), b, one, input_precision=PRECISION)
+            for k in tl.static_range(
+                DIRECTIONS
+            ):  # the tile of a direction stays near over the samples
+                along = tl.load(directions_ptr + k * volume + place, mask=inside, other=0.0)
+                score = tl.sum(one * along.to(tl.float32))
+                tl.store(scores_ptr + (tile * DIRECTIONS + k) * samples + i, score)
+            total += one
+        tl.store(total_ptr + group * volume + place, total, mask=inside)
