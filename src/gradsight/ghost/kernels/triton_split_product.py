@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradsight.core.devices import multiplies_in_tf32
+
 _ENOUGH_PROGRAMS = 256
 """So many keep a large device busy; where [p, d] has fewer tiles, samples are split into groups."""
 
@@ -80,7 +82,7 @@ def split_product(
         BLOCK_P=blocks.p,
         BLOCK_D=blocks.d,
         BLOCK_T=blocks.t,
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION="tf32" if multiplies_in_tf32() else "ieee",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers. Widened,
         # the products are those of matrix units: exact, and added up in float32.
         WIDEN=is_interpreted() and left.dtype is torch.bfloat16,
