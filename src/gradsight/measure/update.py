@@ -47,7 +47,8 @@ class LeftWeights:
             now = Sample([parameters[row] for row in rows], self._offset)
             with torch.no_grad():
                 pairs = ((left, left), (now, now), (left, now))
-                products = [one.entries.double() * other.entries for one, other in pairs]
+                wide = widest_float(left.entries.device)
+                products = [one.entries.to(wide) * other.entries for one, other in pairs]
                 sums = [part.sum() for each in products for part in torch.split(each, left.sizes)]
                 arrivals.append((rows, HostCopy.of(torch.stack(sums))))
         return arrivals
@@ -93,7 +94,8 @@ class UpdateReading:
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
-        return all(arrival.ready() for _, _, arrival in self._arrivals)
+        since = all(arrival.ready() for _, arrival in self._since)
+        return since and all(arrival.ready() for _, _, arrival in self._arrivals)
 
     def read(self) -> Floats:
         """An array [n, WIDTH]; rows add up over ranks."""
