@@ -66,29 +66,34 @@ def sent_to(numbers: Tensor, device: torch.device) -> Tensor:
 def record_event(device: torch.device) -> torch.Event:
     """An event behind all that was ordered on this device so far."""
     event = torch.Event(device)
+    stream = _stream_of(device)
     # Without a stream it would be recorded on the current device's, and pass at once.
-    event.record(_stream_of(device))
+    if stream is None:
+        event.record()
+    else:
+        event.record(stream)
     return event
 
 
 def _stream_of(device: torch.device) -> Any:
     try:
         return torch.accelerator.current_stream(device)
-    except (RuntimeError, ValueError):  # not the kind that torch takes for this machine's
-        return torch.get_device_module(device).current_stream(device)
-
-
-def is_capturing(devices: Iterable[torch.device]) -> bool:
-    """Whether a graph is being captured on one of these: then nothing may wait or be asked."""
-    return any(_is_captured(device) for device in devices)
+    except (RuntimeError, ValueError, NotImplementedError):
+        # Not the kind that torch takes for this machine's, or one that has a single stream.
+        current = getattr(torch.get_device_module(device), "current_stream", None)
+        return None if current is None else current(device)
 
 
 def is_anything_capturing() -> bool:
     """Whether a graph is being captured on the current device."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return True
-    kind = accelerator()
-    return kind is not None and _is_captured(torch.device(kind))
+    # Asked at the border, where nothing may be raised: a build may lack what it announces.
+    with suppress(Exception):
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return True
+    with suppress(Exception):
+        kind = accelerator()
+        return kind is not None and _is_captured(torch.device(kind))
+    return False
 
 
 def _is_captured(device: torch.device) -> bool:
@@ -107,10 +112,15 @@ def widest_float(device: torch.device) -> torch.dtype:
     if not is_accelerator(device):
         return torch.float64
     try:
-        torch.empty((), dtype=torch.float64, device=device)
+        torch.zeros((), device=device).to(torch.float64)
     except (RuntimeError, TypeError):
         return torch.float32
     return torch.float64
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether a GPU may round the factors of a matrix product to TF32."""
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def autocast_kinds() -> list[str]:

@@ -20,6 +20,8 @@ class HostCopy:
 
     _host: Tensor
     _event: torch.Event | None = None
+    is_from_device: bool = False
+    """Whether it has, or had, a way to go."""
 
     @classmethod
     def of(cls, vector: Tensor) -> "HostCopy":
@@ -31,12 +33,12 @@ class HostCopy:
         # Only a copy into pinned memory leaves the host free to go on.
         host = host_memory(vector.shape, vector.dtype, device)
         host.copy_(vector, non_blocking=True)
-        return cls(host, record_event(device))
-
-    @property
-    def is_from_device(self) -> bool:
-        """Whether it has a way to go."""
-        return self._event is not None
+        try:
+            event = record_event(device)
+        except (RuntimeError, NotImplementedError):  # a kind that has no events: wait at once
+            host.copy_(vector)
+            return cls(host, None, is_from_device=True)
+        return cls(host, event, is_from_device=True)
 
     def ready(self) -> bool:
         """Whether reading would not wait."""

@@ -94,7 +94,8 @@ class UpdateReading:
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
-        return all(arrival.ready() for _, _, arrival in self._arrivals)
+        since = all(arrival.ready() for _, arrival in self._since)
+        return since and all(arrival.ready() for _, _, arrival in self._arrivals)
 
     def read(self) -> Floats:
         """An array [n, WIDTH]; rows add up over ranks."""

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradsight.errors import UsageError
+from gradsight.memory.cuda import CUDA
 from gradsight.values.memory import CheckpointingPlan
 
 PARALLEL = ("ddp", "fsdp2")
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", CUDA)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core import moments
-from gradsight.core.devices import is_accelerator, is_capturing
+from gradsight.core.devices import is_accelerator
 from gradsight.core.guard import Guard
 from gradsight.core.passes import BackwardPass
 from gradsight.measure.host_copy import HostCopy
@@ -39,7 +39,7 @@ class LossFlags:
         roots = [root for root in roots if isinstance(root, Tensor) and root.numel()]
         devices = {root.device for root in roots}
         # Losses on several devices would have to be brought together first.
-        if len(devices) != 1 or not is_accelerator(roots[0].device) or is_capturing(devices):
+        if len(devices) != 1 or not is_accelerator(roots[0].device):
             return
         with torch.no_grad():
             finite = torch.stack([torch.isfinite(root.detach()).all() for root in roots]).all()

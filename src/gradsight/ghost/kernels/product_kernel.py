@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import is_accelerator, multiplies_in_tf32
 from gradsight.core.problems import say
 from gradsight.values.texts import on_one_line
 
@@ -70,7 +71,7 @@ class ProductKernel:
         total, pairs = _by_triton(left, right, tangents)
         # Widened: in 16 bits today's route rounds every sample's product, and the kernel does not.
         right_total, right_pairs = today(left.float(), right.float())
-        tf32 = torch.backends.cuda.matmul.allow_tf32 and left.device.type == "cuda"
+        tf32 = multiplies_in_tf32() and is_accelerator(left.device)
         tolerance = _TOLERANCE_TF32 if tf32 else _TOLERANCE
         apart = _apart(total, right_total)
         for (_, own), (_, other) in zip(pairs, right_pairs, strict=True):

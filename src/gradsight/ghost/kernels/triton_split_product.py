@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import multiplies_in_tf32
 from gradsight.errors import GradsightError
 
 try:
@@ -88,7 +89,7 @@ def split_product(
         BLOCK_P=blocks.p,
         BLOCK_D=blocks.d,
         BLOCK_T=blocks.t,
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION="tf32" if multiplies_in_tf32() else "ieee",
         # The interpreter multiplies the bits of bfloat16 as if they were whole numbers. Widened,
         # the products are those of matrix units: exact, and added up in float32.
         WIDEN=is_interpreted() and left.dtype is torch.bfloat16,
