@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 
 
@@ -21,6 +22,7 @@ def fake_group(world_size: int) -> Iterator[DeviceMesh]:
             "a process group is initialised already, and several devices are predicted in a fake "
             "one: predict in a process of its own, before init_process_group"
         )
+    refuse_unknown_torch("several devices")
     # Importing it registers the backend; torch tests its own collectives with it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
