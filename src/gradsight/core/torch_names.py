@@ -67,6 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_unflatten",
     ),
+    "several devices": ("torch.testing._internal.distributed.fake_pg.FakeStore",),
     "memory": (
         "torch._C._TorchDispatchModeKey.FAKE",
         "torch._C._current_graph_task_id",

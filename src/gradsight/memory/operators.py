@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from gradsight.memory.grouped_products import grouped_flops, is_grouped_product
+
 _known_workspaces: dict[str, int] = {}
 
 
@@ -25,6 +27,8 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if is_grouped_product(func):
+        return grouped_flops(args[0], args[1], args[2] if len(args) > 2 else None)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
