@@ -217,7 +217,7 @@ def test_findings_and_abstentions_are_in_the_record(
 def test_a_healthy_run_exits_with_0_and_a_warning_with_1(tmp_path: Path) -> None:
     train(run_dir=tmp_path / "healthy")
     assert main(["report", str(tmp_path / "healthy")]) == 0
-    train(run_dir=tmp_path / "tuned", health={"GS101": {"limit": 1e-6, "critical": 1e6}})
+    train(run_dir=tmp_path / "tuned", health={"GS402": {"ratio": 1e6}})
     assert main(["report", str(tmp_path / "tuned")]) == 1
 
 

@@ -102,9 +102,10 @@ class GhostEngine:
         targets: several validation batches by name; every sample gets a score for each.
         optimizer: the one that trains the model. Its steps number the blocks, its learning rate and
             the clipping before it are saved with the scores. Without it every block is a step.
-        mode: "two_pass" computes the targets' gradients first, in passes of their own in evaluation
-            mode. "concat" puts the validation rows into the training pass; it needs data as pairs
-            (X, Y), the batch-wise protocol, no active dropout and one process.
+        mode: "concat" puts the validation rows into the training pass, in `loss` and in the
+            batch-wise protocol: one forward and one backward over all rows. "two_pass" computes the
+            targets' gradients first, in passes of their own in evaluation mode. "auto" is one pass
+            where it can be had and is cheaper, else two, said once with the reason.
         refresh_every: how many steps a direction is used for before it is computed anew. What that
             costs in truth is told by `staleness`.
         precondition: "adam" scales the direction by the optimizer's 1 / (sqrt(v) + eps), through
