@@ -90,7 +90,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils.checkpoint._detach_helper",
         "torch.utils.checkpoint._is_compiling",
     ),
-    "several devices": ("torch.testing._internal.distributed.fake_pg.FakeStore",),
 }
 """By the instrument that needs them."""
 
