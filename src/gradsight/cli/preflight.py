@@ -91,7 +91,7 @@ def _judge_build(place: str, as_json: bool, run_dir: Path | None, overfit: int |
     report = look(work.model, work.batch, work.loss_fn)
     losses: tuple[float, float] | None = None
     if overfit is not None:
-        from gradsight.session.overfit import overfit_one_batch
+        from gradsight.session.preflight import overfit_one_batch
 
         losses = overfit_one_batch(work.model, work.batch, work.loss_fn, overfit)
     if run_dir is not None:

@@ -1,12 +1,14 @@
 """gradsight.preflight: what one batch decides of a model and its loss, before any training."""
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.parameters import check_module, named_parameters, type_name
+from gradsight.core.beside import beside_training
+from gradsight.core.parameters import check_module, named_parameters, type_name, unwrapped
 from gradsight.errors import UsageError
 from gradsight.first_step.one_batch import look_at_batch
 from gradsight.health.judge import Judge, checks_at_work
@@ -19,6 +21,8 @@ from gradsight.values.health_report import HealthReport
 from gradsight.values.measured import MeasuredStep, Norms, StepSignals
 from gradsight.values.steps import Step
 
+_RATES = (1e-3, 1e-2)
+"""Both are tried when a batch is to be learned: what one is too small for, the other may learn."""
 _ALWAYS = ("GS103", "GS104")
 """Beside its own: a gradient that is not finite."""
 
@@ -86,3 +90,27 @@ def _norms(gradients: list[Tensor]) -> Norms:
     is_finite = not nans.any() and not infinite.any()
     counts = None if is_finite else (nans, infinite)
     return Norms(l2, max_abs, counts, float(np.sqrt((l2**2).sum())))
+
+
+def overfit_one_batch(
+    model: nn.Module, batch: Any, loss_fn: Any, steps: int
+) -> tuple[float, float]:
+    """The loss of the batch before, and the least that Adam comes to on copies of the model."""
+    inner = unwrapped(model)
+    first = float("nan")
+    best = float("inf")
+    for rate in _RATES:
+        with beside_training(inner):
+            pupil = copy.deepcopy(inner)
+            learning = [each for each in pupil.parameters() if each.requires_grad]
+            optimizer = torch.optim.Adam(learning, lr=rate)
+            for number in range(steps):
+                loss = loss_fn(pupil, batch)
+                if number == 0:
+                    first = float(loss.detach())
+                best = min(best, float(loss.detach()))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            best = min(best, float(loss_fn(pupil, batch).detach()))
+    return first, best
