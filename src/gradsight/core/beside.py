@@ -9,15 +9,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradsight.core.autocast import autocast_as
 from gradsight.core.calls import RecordedCall, is_suspended, suspended
+from gradsight.core.guard import lock
 from gradsight.core.parameters import clean_name
 from gradsight.core.random_state import randomness_kept, set_torch_states
 from gradsight.core.shards import local_part
+from gradsight.errors import GradsightError
 
 # What a replay switches is the process's: torch's checkpoints, its compiler, its generators. Two
 # threads that put it back in another order than they took it would leave it switched.
@@ -106,6 +109,33 @@ def eager() -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+class CollectiveRefused(GradsightError):
+    """A model communicates by itself, so that it cannot be run by one rank alone."""
+
+
+@contextmanager
+def without_collectives() -> Iterator[None]:
+    """In here, a collective that a pass of ours comes to raises; those of other threads do not."""
+    if not dist.is_available() or not dist.is_initialized():
+        yield
+        return
+    # Every collective of torch's asks this first, and goes on to communicate.
+    original = dist.distributed_c10d._rank_not_in_group
+
+    def refused(group: Any) -> bool:
+        if is_suspended():
+            raise CollectiveRefused("the model communicates with other ranks by itself")
+        return bool(original(group))
+
+    with lock:
+        dist.distributed_c10d._rank_not_in_group = refused
+    try:
+        yield
+    finally:
+        with lock:
+            dist.distributed_c10d._rank_not_in_group = original
 
 
 def is_compiled(root: nn.Module) -> bool:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from gradsight.core.beside import copied_arguments, replaying
+from gradsight.core.beside import copied_arguments, replaying, without_collectives
 from gradsight.core.calls import RecordedCall
-from gradsight.core.collectives import without_collectives
 from gradsight.core.guard import Guard
 from gradsight.core.samples import find_samples, tensors_in, with_rows
 from gradsight.core.shards import is_sharded

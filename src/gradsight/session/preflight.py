@@ -24,7 +24,7 @@ from gradsight.values.steps import Step
 _ALWAYS = ("GS103", "GS104")
 """Beside its own: a gradient that is not finite."""
 _OVERFIT_RATES = (1e-3, 1e-2)
-"""Both are tried: what one is too small for, the other may learn."""
+"""Both are tried when a batch is to be learned: what one is too small for, the other may learn."""
 
 
 def preflight(model: nn.Module, batch: Any, loss_fn: Any = None) -> HealthReport:
