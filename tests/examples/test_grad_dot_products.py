@@ -162,7 +162,7 @@ def by_sample(run_dir: Path) -> dict[tuple[int, int], float]:
 @proves(
     2,
     "the validation batch alongside the training batch, in one pass",
-    'as written: one forward and one backward pass, also with dropout and in several processes',
+    "as written: one forward and one backward pass, also with dropout and in several processes",
 )
 @proves(2, "metrics saved at intervals, and let go afterwards")
 def test_the_loop_by_hand(example: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gradsight.ghost.use import DECLINED, Use, joined_rule
 
 
 @joined_rule(F.conv1d, F.conv2d, F.conv3d)
-def convolution(use: Use) -> Any:
+def joined_convolution(use: Use) -> Any:
     """y = x * W + b, the samples being the images of dimension 0."""
     if not use.args:
         return DECLINED

@@ -28,13 +28,13 @@ class JoinedBroadcast:
 
 
 @joined_rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
-def add(use: Use) -> Any:
+def joined_add(use: Use) -> Any:
     """y = x + p: every row's gradient of p is the sum of B over what p is broadcast along."""
     return _broadcast(use, sign=1.0, times=False)
 
 
 @joined_rule(torch.sub, Tensor.sub, Tensor.__sub__)
-def sub(use: Use) -> Any:
+def joined_sub(use: Use) -> Any:
     """y = x - p: the same with the other sign."""
     return _broadcast(use, sign=-1.0, times=False)
 
@@ -42,7 +42,7 @@ def sub(use: Use) -> Any:
 @joined_rule(
     torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply
 )
-def mul(use: Use) -> Any:
+def joined_mul(use: Use) -> Any:
     """y = x p: the same sum of B x."""
     return _broadcast(use, sign=1.0, times=True)
 

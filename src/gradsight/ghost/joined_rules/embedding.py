@@ -61,7 +61,7 @@ class TiedTable:
 
 
 @joined_rule(F.embedding)
-def embedding(use: Use) -> Any:
+def joined_embedding(use: Use) -> Any:
     """y = W[index]: the direction is the validation rows' scatter, score_i its lookup dot B_i."""
     index, weight = use.argument(0, "input"), use.argument(1, "weight")
     if use.argument(3, "max_norm") is not None or use.argument(5, "scale_grad_by_freq", False):

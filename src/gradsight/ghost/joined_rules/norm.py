@@ -51,7 +51,7 @@ class JoinedNorm:
 
 
 @joined_rule(F.layer_norm)
-def layer_norm(use: Use) -> Any:
+def joined_layer_norm(use: Use) -> Any:
     """y = n(x) w + b over the last dimension: every row's sums of B n(x) and of B."""
     x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
     weight, bias = use.argument(2, "weight"), use.argument(3, "bias")
@@ -71,7 +71,7 @@ def layer_norm(use: Use) -> Any:
 
 
 @joined_rule(F.rms_norm)
-def rms_norm(use: Use) -> Any:
+def joined_rms_norm(use: Use) -> Any:
     """y = n(x) w over the last dimensions."""
     x, shape = use.argument(0, "input"), tuple(use.argument(1, "normalized_shape"))
     weight = use.argument(2, "weight")
@@ -85,7 +85,7 @@ def rms_norm(use: Use) -> Any:
 
 
 @joined_rule(F.group_norm)
-def group_norm(use: Use) -> Any:
+def joined_group_norm(use: Use) -> Any:
     """y = n(x) w + b with one weight per channel, and statistics per sample and group."""
     x, groups = use.argument(0, "input"), use.argument(1, "num_groups")
     weight, bias = use.argument(2, "weight"), use.argument(3, "bias")

@@ -24,7 +24,7 @@ from gradsight.ghost.use import DECLINED, Use, joined_rule
 
 
 @joined_rule(F.linear)
-def linear(use: Use) -> Any:
+def joined_linear(use: Use) -> Any:
     """y = x W^T + b: the direction is B_v^T A_v, score_i = <B_i^T A_i, direction>."""
     x, weight, bias = use.argument(0, "input"), use.argument(1, "weight"), use.argument(2, "bias")
     if weight.dim() != 2 or x.dim() < 2:
@@ -33,7 +33,7 @@ def linear(use: Use) -> Any:
 
 
 @joined_rule(torch.addmm)
-def addmm(use: Use) -> Any:
+def joined_addmm(use: Use) -> Any:
     """y = b + x W with W as [inputs, outputs]."""
     bias, x, weight = use.argument(0, "input"), use.argument(1, "mat1"), use.argument(2, "mat2")
     if len(use.args) != 3 or use.kwargs or bias.dim() != 1:
@@ -42,7 +42,7 @@ def addmm(use: Use) -> Any:
 
 
 @joined_rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-def matmul(use: Use) -> Any:
+def joined_matmul(use: Use) -> Any:
     """y = x W with a matrix W on the right."""
     if len(use.args) != 2 or use.kwargs:
         return DECLINED
