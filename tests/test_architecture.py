@@ -254,7 +254,7 @@ def test_front_door_is_frozen() -> None:
 
 
 def test_the_front_door_stands_whatever_was_imported_before() -> None:
-    code = "import gradsight.session.watch_session, gradsight; from gradsight import watch; assert watch is gradsight.watch; watch.__code__"
+    code = "import gradsight.session.watching, gradsight; from gradsight import watch; assert watch is gradsight.watch; watch.__code__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

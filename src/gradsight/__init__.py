@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradsight.memory.predict import predict_peak_memory
     from gradsight.memory.verify import verify_checkpointing
     from gradsight.session.preflight import preflight
-    from gradsight.session.watch_session import watch
+    from gradsight.session.watching import watch
     from gradsight.store.reader import open_run
     from gradsight.store.scores import read_scores
     from gradsight.store.tracker import MetricsTracker
@@ -80,7 +80,7 @@ _HOMES = {
     "preflight": "session.preflight",
     "read_scores": "store.scores",
     "verify_checkpointing": "memory.verify",
-    "watch": "session.watch_session",
+    "watch": "session.watching",
 }
 """The module that each name is loaded from; the imports above say the same to type checkers."""
 _OTHER_NAMES = {"_log_gradient_distribution": "log_gradient_distribution"}

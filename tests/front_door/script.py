@@ -74,6 +74,7 @@ def script() -> None:
 
     # Health.
     reveal_type(gradsight.check_gradient_health(model, step=1).status)
+    reveal_type(gradsight.preflight(model, batch, loss_fn).findings)
 
     # Dumps.
     metadata = gradsight.get_checkpoint_metadata(Path("runs/first/gradient_dumper/step0"))

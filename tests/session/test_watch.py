@@ -17,7 +17,7 @@ from torch import nn
 from gradsight import Schedule, open_run
 from gradsight.errors import GradsightWarning, RunError, UsageError
 from gradsight.measure import norms
-from gradsight.session.watch_session import watch
+from gradsight.session.watching import watch
 
 
 def net() -> nn.Module:

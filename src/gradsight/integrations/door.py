@@ -16,7 +16,8 @@ from gradsight.core.switch import is_switched_off
 from gradsight.errors import CannotBeSeen, UsageError
 from gradsight.integrations.step_loss import StepLoss
 from gradsight.session.options import WatchOptions
-from gradsight.session.watch_session import Watch, open_watch, watch
+from gradsight.session.watch_session import Watch
+from gradsight.session.watching import open_watch, watch
 
 _OWN = {"model", "optimizer", "run_dir"}
 """Arguments of `watch` that a door fills in itself."""

@@ -1,18 +1,15 @@
 """A watched run: puts the parts of a session together, and takes them apart again."""
 
 import contextlib
-import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from gradsight.core.devices import accelerators
-from gradsight.core.group import LeavingProblems, ProcessGroup, world_size
+from gradsight.core.group import LeavingProblems, ProcessGroup
 from gradsight.core.guard import Guard
 from gradsight.core.held_parts import parts_left_out
 from gradsight.core.hooks import put_hook
@@ -20,30 +17,25 @@ from gradsight.core.open_watches import note_closed, note_open
 from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems, say
-from gradsight.core.shards import are_spread
-from gradsight.core.switch import is_switched_off
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
-from gradsight.dump.dumper import GradientDumper
-from gradsight.dump.under_watch import WatchedDumps
 from gradsight.errors import UsageError
-from gradsight.health.health import Health, HealthOptions
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CheckSettings
-from gradsight.incidents.recorder import SECONDS, FlightRecorder, RecorderOptions
-from gradsight.session.brake import Brake
+from gradsight.session.assembly import (
+    Workplace,
+    make_brake,
+    make_instruments,
+    make_skipper,
+    measuring_plan,
+)
 from gradsight.session.captures import Captures
 from gradsight.session.cost import CostOutput
 from gradsight.session.first_critical import FirstCritical
-from gradsight.session.first_look import FirstLook, PreflightOptions
-from gradsight.session.left_behind import close_left_behind, remember
-from gradsight.session.line import Output, StepLine, WatchedInstruments
-from gradsight.session.loss_flags import LossFlags
+from gradsight.session.line import Output, StepLine
 from gradsight.session.manual_steps import ManualSteps
 from gradsight.session.missing_steps import MissingSteps
-from gradsight.session.on_finding import SKIP
 from gradsight.session.opening import (
-    OpenedRun,
     open_run_outputs,
     ranks_missing,
     write_run_config,
@@ -52,16 +44,13 @@ from gradsight.session.optimizer_steps import OptimizerSteps
 from gradsight.session.options import WatchOptions
 from gradsight.session.readings import take_scalars
 from gradsight.session.shutdown import ShutdownHooks
-from gradsight.session.signals import TrainingSignals
-from gradsight.session.skipping import UpdateSkipper
-from gradsight.session.step_builder import MeasuringPlan, StepBuilder
+from gradsight.session.step_builder import StepBuilder
 from gradsight.session.subjects import watched_optimizers, watched_parameters
 from gradsight.session.termination import TERMINATION
 from gradsight.session.unseeable import refuse_unseeable
 from gradsight.store.incidents import with_ranks
 from gradsight.values.findings import Finding
-from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
-from gradsight.values.steps import CloserLooks, Schedule
+from gradsight.values.health_report import HealthReport
 from gradsight.values.whole_numbers import single_number, whole_number
 
 _PATIENCE = 5.0
@@ -75,93 +64,6 @@ _FORKED = (
 )
 
 _CLOSED = "this watch is closed: what it is told from now on is not recorded"
-
-
-def watch(
-    model: nn.Module,
-    optimizer: object = None,
-    *,
-    run_dir: str | os.PathLike[str] | None = None,
-    sinks: Iterable[object] = (),
-    stats: Schedule = Schedule(),
-    histograms: Schedule = Schedule(step_interval=50),
-    health: bool | Mapping[str, object] | str | os.PathLike[str] = True,
-    dump: GradientDumper | None = None,
-    recorder: bool | Literal["batch"] = True,
-    start_step: int | None = None,
-    sink_detail: Literal["parameters", "blocks"] | None = None,
-    diagnose_seconds: float = SECONDS,
-    quiet: bool = False,
-    on_finding: object = None,
-    max_bytes: int | str | None = None,
-    preflight: bool = True,
-) -> "Watch":
-    """Record what the gradients of a model do while it trains, at next to no cost.
-
-    model: the module that is trained, inside any wrapper.
-    optimizer: one or several. Each of their steps is then observed by itself, before clipping;
-      several that step in turn make one step together. Without one, call `Watch.step()` after
-      backward and before clipping.
-    run_dir: where the record goes; None writes nothing to disk. A directory that holds a run is
-      continued.
-    sinks: "console", "wandb", "tensorboard", "trackio", or objects with a method
-      log_scalar(name, value, step).
-    stats: when norms are recorded.
-    histograms: when histograms and update-to-weight ratios are recorded.
-    health: True judges every step; {code: settings}, or a TOML file of such, tunes a check,
-      {code: False} silences it; False judges nothing. Findings are in the record and in
-      `Watch.report()`.
-    dump: a GradientDumper; its due steps are dumped before clipping, and with dump_on those that
-      are judged so.
-    recorder: True diagnoses a NaN or a spike on the spot (which operation, which samples) and
-      writes what led to it to `incidents/`, without any of your data; "batch" writes the batch, RNG
-      and parameters too, for `gradsight replay`; False does neither.
-    start_step: the number of the first step. Recorded steps from there on are replaced. None: after
-      the last recorded one.
-    sink_detail: whether sinks get every parameter or blocks of them; None decides by the number of
-      parameters (500).
-    diagnose_seconds: how long a diagnosis may hold training up; 0 diagnoses nothing.
-    quiet: whether to say nothing on standard error. Otherwise one line says that an old run is
-      continued, and one line the first critical finding: step, code, cause, and where to read on.
-    on_finding: what to do about a finding: "stop" raises StopTraining out of `optimizer.step()`,
-      "skip" leaves out steps whose gradient is not finite, "alert" tells W&B and Trackio, an
-      http(s) address gets a POST, a callable gets the Finding; or a list of these, or such by code
-      and severity: {"GS103": "skip", "critical": ["alert", "stop"]}.
-    max_bytes: what the record may take, such as "2GB"; None has no limit. Old steps are then put
-      together by their minimum and maximum, apart from those near findings.
-    preflight: whether the first step is looked at for what no gradient norm shows: leaks, targets,
-      losses that are fed the wrong thing, modes, lost gradients (GS601 to GS611). What the pass
-      itself does not show takes passes aside, on two rows, no longer than a step.
-
-    With GRADSIGHT=0 in the environment nothing is watched and nothing is written.
-    """
-    options = WatchOptions(
-        run_dir=run_dir,
-        sinks=sinks,  # type: ignore[arg-type]  # it takes them as they are given
-        stats=stats,
-        histograms=histograms,
-        health=health,
-        dump=dump,
-        recorder=recorder,
-        start_step=start_step,
-        sink_detail=sink_detail,
-        diagnose_seconds=diagnose_seconds,
-        quiet=quiet,
-        on_finding=on_finding,
-        preflight=preflight,
-        max_bytes=max_bytes,  # type: ignore[arg-type]  # a text such as "2GB" becomes a number
-    )
-    return open_watch(model, optimizer, options)
-
-
-def open_watch(model: nn.Module, optimizer: object, options: WatchOptions) -> "Watch":
-    """A watch with these options, or one that does nothing where Gradsight is switched off."""
-    if is_switched_off():
-        return SwitchedOff()
-    close_left_behind(model, options.run_dir)
-    watched = Watch(model, optimizer, options)
-    remember(watched, model, options.run_dir)
-    return watched
 
 
 class Watch:
@@ -221,11 +123,14 @@ class Watch:
         tensors = [named.tensor for named in parameters]
         if self._opened.store is not None:
             outputs.append(CostOutput(self._opened.store, self, tensors))
-        self._brake = self._make_brake(options)
+        place = Workplace(
+            model, parameters, self._optimizers, self._run_dir, self._opened, self._group
+        )
+        self._brake = make_brake(place, options)
         if self._brake is not None:
             outputs.append(self._brake)
-        self._instruments = self._make_instruments(model, parameters, options, checks)
-        plan = _measuring_plan(options, self._opened, self._instruments)
+        self._instruments = make_instruments(place, options, checks)
+        plan = measuring_plan(options, self._opened, self._instruments)
         self._line = StepLine(
             StepBuilder(parameters, plan, self._group, left_out),
             self._instruments,
@@ -242,7 +147,7 @@ class Watch:
                 self._optimizers,
                 self._line,
                 self._guard,
-                self._make_skipper(options, tensors),
+                make_skipper(place, options),
             )
         else:
             self._steps = ManualSteps(model, tensors, self._line, self._guard)
@@ -287,29 +192,6 @@ class Watch:
             self._group.close()
             raise
 
-    def _make_brake(self, options: WatchOptions) -> Brake | None:
-        actions = options.actions()
-        if actions is None:
-            return None
-        return Brake(
-            actions,
-            self._run_dir,
-            self._opened.sinks,
-            self._group,
-            self._problems,
-            options.stop_raises,
-        )
-
-    def _make_skipper(
-        self, options: WatchOptions, tensors: Sequence[torch.Tensor]
-    ) -> UpdateSkipper | None:
-        actions = options.actions()
-        if actions is None or not actions.includes(SKIP):
-            return None
-        # Where nothing is sharded all ranks hold the same gradients, and so decide alike.
-        together = self._group if are_spread(tensors) else None
-        return UpdateSkipper(together, self._problems)
-
     def _leave_for_the_end(self) -> None:
         """What `close` does, the last first; each under the guard by itself."""
         end = self._closing.at_end
@@ -341,66 +223,6 @@ class Watch:
         if self._instruments.incidents is not None:
             guards.append(self._instruments.incidents.guard)
         return guards
-
-    def _make_instruments(
-        self,
-        model: nn.Module,
-        parameters: Sequence[Named],
-        options: WatchOptions,
-        checks: Sequence[CheckSettings] | None,
-    ) -> WatchedInstruments:
-        health: Health | None = None
-        signals: TrainingSignals | None = None
-        incidents: FlightRecorder | None = None
-        dumps: WatchedDumps | None = None
-        if checks is not None:
-            closer_looks = CloserLooks(self._opened.first_step)
-            early = _dumps_bad_steps(options.dump) and not _are_judged_late(parameters)
-            judged = HealthOptions(checks, closer_looks, early=early)
-            health = Health(
-                model, parameters, self._optimizers, judged, self._group, self._problems
-            )
-            inner = [innermost_optimizer(optimizer) for optimizer in self._optimizers]
-            noticing = Guard(
-                self._problems, "signals", "Gradsight no longer sees losses and batches"
-            )
-            tensors = [named.tensor for named in parameters]
-            first_look = self._make_first_look(model, tensors, options)
-            signals = TrainingSignals(model, tensors, inner, noticing, first_look)
-        if options.recorder is not False:
-            recorded = RecorderOptions(
-                with_batch=options.recorder == "batch",
-                seconds=options.diagnose_seconds,
-                rules={} if health is None else health.incident_rules(),
-                names=[named.name for named in parameters],
-                first=self._group.is_first,
-                quiet=options.quiet or not self._group.is_first,
-            )
-            incidents = FlightRecorder(model, self._run_dir, recorded, self._problems)
-        if options.dump is not None:
-            if self._group.incomplete is not None:
-                options.dump.dump_alone(self._group)
-            dumps = WatchedDumps(options.dump, model, len(self._optimizers), self._problems)
-            if _dumps_bad_steps(options.dump) and _are_judged_late(parameters):
-                dumps.keep_gradients([named.tensor for named in parameters], options.quiet)
-            if health is None and options.dump.dump_on is not None:
-                self._problems.report(
-                    "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
-                )
-        losses: LossFlags | None = None
-        if incidents is not None:
-            losses = LossFlags([named.tensor for named in parameters], incidents.guard)
-        return WatchedInstruments(health, signals, incidents, dumps, losses)
-
-    def _make_first_look(
-        self, model: nn.Module, tensors: Sequence[torch.Tensor], options: WatchOptions
-    ) -> FirstLook | None:
-        if options.preflight is False:
-            return None
-        looking = Guard(self._problems, "preflight", "the first step was not looked at")
-        how = PreflightOptions(is_whole=options.preflight == "whole")
-        inner = [innermost_optimizer(optimizer) for optimizer in self._optimizers]
-        return FirstLook(model, tensors, inner, how, looking)
 
     # For the user.
 
@@ -630,43 +452,6 @@ def open_watches() -> list[Watch]:
     return [watch for watch in _open if not watch._closed]
 
 
-class SwitchedOff(Watch):
-    """What `watch` gives where GRADSIGHT=0 is set: it takes everything and does nothing."""
-
-    def __init__(self) -> None:
-        """Nothing is opened."""
-
-    def step(self, step: int | None = None, **scalars: object) -> None:
-        """Nothing is recorded."""
-
-    def ids(self, sample_ids: Sequence[int | str] | torch.Tensor) -> None:
-        """Nobody asks for them."""
-
-    def log(self, **scalars: object) -> None:
-        """Nothing is recorded."""
-
-    def log_scalar(self, name: str, value: float, step: int) -> None:
-        """Nothing is recorded."""
-
-    def report(self) -> HealthReport:
-        """The report of a run without a step."""
-        return make_report(0, math.nan, ParameterCounts(0, 0, 0, 0), (), steps=0)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
-
-    def also_optimized_by(self, optimizer: object) -> None:
-        """Nothing is judged."""
-
-    @property
-    def asked_to_stop(self) -> Finding | None:
-        """Nothing is found."""
-        return None
-
-
 class _Process:
     """What becomes of the process, as a watch is told of it."""
 
@@ -738,35 +523,6 @@ class _Process:
             watch._closing.attempt(watch._instruments.dumps.close)
         if watch._opened.sinks is not None:
             watch._closing.attempt(watch._opened.sinks.close)
-
-
-def _are_judged_late(parameters: Sequence[Named]) -> bool:
-    """Whether a step is judged when its gradient is gone: several ranks wait for it instead."""
-    tensors = [named.tensor for named in parameters]
-    return world_size() == 1 and bool(accelerators(tensors))
-
-
-def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:
-    return dumper is not None and dumper.enabled and dumper.dump_on is not None
-
-
-def _measuring_plan(
-    options: WatchOptions, opened: OpenedRun, instruments: WatchedInstruments
-) -> MeasuringPlan:
-    health = instruments.health
-    known_early = health is not None and health.early is not None
-    actions = options.actions()
-    skips = actions is not None and actions.includes(SKIP)
-    return MeasuringPlan(
-        first_step=opened.first_step,
-        norms=options.stats,
-        histograms=options.histograms,
-        closer_looks=None if health is None else CloserLooks(opened.first_step),
-        unit_rows=() if health is None else health.unit_rows,
-        on_every_rank=instruments.incidents is not None or known_early or skips,
-        every_step=skips,
-        at_once=known_early,
-    )
 
 
 def _say_at_next_step(optimizer: Any, message: str) -> None:

@@ -19,7 +19,8 @@ from gradsight.dump.dumper import GradientDumper
 from gradsight.errors import RunError
 from gradsight.measure.distribution import log_gradient_distribution
 from gradsight.memory.monitor import MemoryMonitor
-from gradsight.session.watch_session import Watch, watch
+from gradsight.session.watch_session import Watch
+from gradsight.session.watching import watch
 from gradsight.store.run_files import read_run_config, write_config
 from gradsight.store.run_problems import RunProblems
 from gradsight.store.tracker import MetricsTracker
