@@ -1,7 +1,7 @@
 # mypy: allow-untyped-calls
-"""Linear layers in one pass: y = x W^T + b, y = b + x W as in Hugging Face's Conv1D; convolutions.
+"""Linear layers in one pass, y = x W^T + b and Hugging Face's y = b + x W; and convolutions.
 
-A convolution has calls of its own for the rows of training and of each target: each row is convolved
+A convolution has calls of its own for the rows of training and of each target: each row is made
 once, as in plain training, and the training rows once more with the direction.
 """
 
