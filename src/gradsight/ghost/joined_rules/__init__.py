@@ -6,12 +6,11 @@ along it: on the spot where this is the parameter's only use. DECLINED leaves th
 universal way (joined_operations.py).
 """
 
-from gradsight.ghost.joined_rules import convolution, elementwise, embedding, norm, product
+from gradsight.ghost.joined_rules import elementwise, embedding, norm, product
 from gradsight.ghost.use import JOINED_RULES, joined_rule
 
 __all__ = [
     "JOINED_RULES",
-    "convolution",
     "elementwise",
     "embedding",
     "joined_rule",

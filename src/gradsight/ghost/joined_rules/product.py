@@ -1,5 +1,9 @@
 # mypy: allow-untyped-calls
-"""Linear layers in one pass: y = x W^T + b, and y = b + x W as in Hugging Face's Conv1D."""
+"""Linear layers in one pass, y = x W^T + b and Hugging Face's y = b + x W; and convolutions.
+
+A convolution has calls of its own for the rows of training and of each target: each row is made
+once, as in plain training, and the training rows once more with the direction.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +17,12 @@ from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.directions import Tangents
 from gradsight.ghost.dots import in_wide, same_type, score_table
 from gradsight.ghost.fallback import once_differentiable
+from gradsight.ghost.joined_operations import run_sliced
 from gradsight.ghost.joined_rules.embedding import Owed, owed_by_head
 from gradsight.ghost.one_pass import OnePass, Pairs
 from gradsight.ghost.routes import balance_of, choose
 from gradsight.ghost.rules.linear import bias_sums, plain_product, sum_and_dots_of_products
-from gradsight.ghost.sample_axis import SampleLayout
+from gradsight.ghost.sample_axis import LEADING, SampleLayout
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent_sources import TangentSource
 from gradsight.ghost.use import DECLINED, Use, joined_rule
@@ -241,3 +246,17 @@ def projections(left: Tensor, right: Tensor, tangents: Tangents) -> Pairs:
 def projected(left: Tensor, right: Tensor, source: TangentSource) -> Pairs:
     """The scores of one use along the whole direction, once that is known."""
     return projections(left, right, source.tangents())
+
+
+@joined_rule(F.conv1d, F.conv2d, F.conv3d)
+def joined_convolution(use: Use) -> Any:
+    """y = x * W + b, the samples being the images of dimension 0."""
+    if not use.args:
+        return DECLINED
+    x, weight = use.args[0], use.argument(1, "weight")
+    if use.source(x) is not None or x.dim() != weight.dim():
+        return DECLINED
+    layout = use.layout(x.shape[:1])
+    if layout is None or layout.kind not in LEADING:
+        return DECLINED
+    return run_sliced(use.one_pass, use.joined_call(), {0: layout})
