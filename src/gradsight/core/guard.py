@@ -1,6 +1,4 @@
-"""The border: whatever torch, a thread, the interpreter or the user calls of ours goes through it.
-
-A fault is told, and who made it is out. Nothing of ours is trusted, and torch is not imported."""
+"""The border: whatever torch, a thread, the interpreter or the user calls of ours goes through it."""
 
 import os
 import sys
@@ -17,7 +15,7 @@ getattr(os, "register_at_fork", dict)(after_in_child=lock._at_fork_reinit)  # no
 
 
 class Guard:
-    """Keeps an instrument's faults from training. KeyboardInterrupt and SystemExit pass."""
+    """Keeps an instrument's faults from training: told, and it is out. Ctrl-C and exits pass."""
 
     def __init__(self, problems: Any, key: str, what: str, passing: Any = ()) -> None:
         self.faults = 0
@@ -62,7 +60,8 @@ class Guard:
                 self.close()
 
     def _tell(self, error: Exception) -> None:
-        self.faults, (problems, key, text) = self.faults + 1, self._told
+        self.faults += 1
+        problems, key, text = self._told
         try:
             at = extract_tb(error.__traceback__)[-1]
             text += f": {type(error).__name__}: {error} ({at.name}, {at.filename}:{at.lineno})"
