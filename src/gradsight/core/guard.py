@@ -1,4 +1,4 @@
-"""The border: whatever torch, a thread, the interpreter or the user calls of ours goes through it."""
+"""The border: whatever torch, threads, the interpreter or users call of ours goes through it."""
 
 import os
 import sys
