@@ -28,7 +28,13 @@ from gradsight.memory.workload import Workload, as_workload, backward, make_opti
 
 Build = Callable[[], tuple[Any, Any]]
 TOKENS = (4, 128)
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 1000}
+SHAPE = {
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**SHAPE, "intermediate_size": 256}),
     "gpt2": ("GPT2", {"vocab_size": 1000, "n_embd": 128, "n_layer": 6, "n_head": 4}),

@@ -185,7 +185,7 @@ def test_bad_input(make_gpt: Callable[..., Any]) -> None:
 
     def values() -> tuple[Any, ...]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
-        return model, torch.randn(3, 4), lambda m, b: m(b[b.sum(1) > 0]).sum()
+        return model, torch.randn(3, 4), lambda m, b: m(b[m(b).sum(1) > 0]).sum()
 
     with pytest.raises(GradsightError, match="needs real data"):
         plan_checkpointing(values, "1GB")
