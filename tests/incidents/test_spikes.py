@@ -105,7 +105,7 @@ def test_what_only_the_judge_sees_is_kept_and_says_that_it_was_late(tmp_path: Pa
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
     with gradsight.watch(model, optimizer, run_dir=tmp_path) as watch:
         for step in range(STEPS):
-            x = torch.tensor([[1.5 if step == BAD else 0.01, 1.0]]) * (1 + step % 3 / 100)
+            x = torch.tensor([[5.0 if step == BAD else 0.01, 1.0]]) * (1 + step % 3 / 100)
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
