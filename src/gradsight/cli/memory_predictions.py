@@ -10,8 +10,6 @@ from gradsight.cli.memory_predict import NO_POLICY, Answer, Question
 from gradsight.values.memory import MemoryUse
 from gradsight.values.sizes import format_size
 
-SCHEMA = 1
-
 
 def as_object(answer: Answer) -> dict[str, Any]:
     """The prediction for --json: the peak of the fullest device under the policy."""
@@ -19,7 +17,6 @@ def as_object(answer: Answer) -> dict[str, Any]:
     use = answer.asked
     shape = question.choice
     values = {
-        "schema": SCHEMA,
         "model": shape.title,
         "parameters": answer.model.parameters,
         "trainable_parameters": answer.model.trainable,

@@ -17,7 +17,11 @@ from gradsight.cli.config_model import (
     usual_length,
 )
 from gradsight.errors import UsageError
-from gradsight.train.models import architecture, training_step
+from gradsight.train.models import (
+    architecture,
+    refuse_without_transformers,
+    training_step,
+)
 
 Device = Annotated[
     Literal["cpu", "cuda"],
@@ -101,6 +105,7 @@ class StepOptions:
         if place is None:
             assert name is not None
             samples, tokens = self.batch_shape(name)
+            refuse_without_transformers(name)
             return ModelChoice(name, samples, tokens, partial(self.sized, name))
         if names_build_function(place):
             return self._from_file(place)

@@ -19,7 +19,6 @@ from gradsight.show.text import json_text, wants_colour
 from gradsight.values.health_report import HealthReport
 from gradsight.values.texts import for_terminal
 
-SCHEMA = 1
 _BUILD = re.compile(r".+\.py:[A-Za-z_]\w*$")
 _LEARNED = 0.2
 """A batch is learned when its loss is below this share of what it was."""
@@ -98,7 +97,7 @@ def _judge_build(place: str, as_json: bool, run_dir: Path | None, overfit: int |
         write_text(run_dir / rundir.REPORT, report.to_markdown())
     has_learned = losses is None or losses[1] < _LEARNED * losses[0]
     if as_json:
-        answer: dict[str, Any] = {"schema": SCHEMA, "build": place, **report.to_dict()}
+        answer: dict[str, Any] = {"build": place, **report.to_dict()}
         if losses is not None:
             answer["overfit"] = {"steps": overfit, "losses": losses, "learned": has_learned}
         print(json_text(answer))

@@ -25,7 +25,7 @@ _FOLDER = os.O_RDONLY | A_FOLDER | ONLY_HERE
 NO_WAIT: int = getattr(os, "O_NONBLOCK", 0) | ONLY_HERE
 
 _CAN_OPEN_BELOW = os.open in os.supports_dir_fd
-_TRIES = 20
+_TRIES = 200
 """How often a folder is made again that others tidy away while it is empty."""
 
 

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 CUDA = "cuda"
+SIMULATED = ("cpu", CUDA)
+"""Devices that a step is predicted for."""
 GRANULE = 512
 """CUDA's allocator rounds every block up to this many bytes."""
 

@@ -112,7 +112,7 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
             values.paused = True
             warm_up(made_optimizer)
             values.paused = False
-            counter = StorageCounter(granule_of(device), gloo=device == "cpu")
+            counter = StorageCounter(granule_of(device), gloo=not is_cuda(device))
             with counter:
                 backward(workload)
                 values.paused = True
@@ -124,7 +124,7 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
     if is_cuda(device):
         notes = (*UNKNOWN, *notes)
     use = memory_use(counter, device=device, predicted=True, notes=notes)
-    if device == "cuda":
+    if is_cuda(device):
         least, most = reserved_range(counter.log, use.peak_bytes)
         use = replace(use, reserved=(least + buckets, most + buckets))
     return _Case(case, with_buckets(use, buckets), frozenset(values.read))
