@@ -83,6 +83,7 @@ assert norms.keys() == {"weight", "bias"}
 
 COMMANDS = {
     "check": (["check", "--steps", "4", "script.py"], 0),
+    "preflight": (["preflight", "script.py:build"], 0),
     "report": (["report", "run"], 2),
     "explain": (["explain", "GS103"], 0),
     "findings": (["findings", "run"], 2),

@@ -78,7 +78,7 @@ class Holder:
 def test_what_is_held_is_counted_once_and_the_users_not_at_all() -> None:
     tensor = torch.zeros(100)
     model = nn.Linear(10, 10)
-    theirs = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    theirs = {weight.untyped_storage()._cdata for weight in model.parameters()}
     holder = Holder(
         tensor=tensor,
         view=tensor[:10],
