@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from examples.seed_lines import proves
 from gradsight import MemoryMonitor, open_run
 from gradsight.cli import main
-from gradsight.memory import apply
+from gradsight.memory import checkpointed as stand_in
 from gradsight.train.config import ModelShape, Settings, options_of, to_dict
 from gradsight.train.models import model_from_settings
 from gradsight.train.processes import Processes
@@ -203,13 +203,13 @@ def test_gradient_checkpointing_flag_exists_in_train_config() -> None:
 def checkpointed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, bool], list[dict[str, Any]]]:
     """How torch's checkpoint is called in one pass of a model of three blocks."""
     calls: list[dict[str, Any]] = []
-    assert apply.checkpoint is torch.utils.checkpoint.checkpoint
+    assert stand_in.checkpoint is torch.utils.checkpoint.checkpoint
 
     def counted(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         calls.append(options)
         return torch.utils.checkpoint.checkpoint(run, *args, **options)
 
-    monkeypatch.setattr(apply, "checkpoint", counted)
+    monkeypatch.setattr(stand_in, "checkpoint", counted)
 
     def passed(flag: bool, training: bool) -> list[dict[str, Any]]:
         calls.clear()
