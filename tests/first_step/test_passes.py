@@ -247,10 +247,11 @@ def test_a_watched_run_is_bit_for_bit_the_same() -> None:
 
 def test_nothing_is_left_behind() -> None:
     model = Causal()
+    before = list(moments._listeners)
     watched(language(model), model)
     assert torch.overrides._get_current_function_mode_stack() == []
     assert not RECORDER._hooked
-    assert not moments._listeners
+    assert moments._listeners == before
     hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
     assert not any(hooks)
     assert torch.utils.checkpoint.check_backward_validity.__module__ == "torch.utils.checkpoint"

@@ -386,6 +386,11 @@ def state(subject: Subject) -> dict[str, Any]:
     }
 
 
+def leave_out_threads_of_others() -> None:
+    """Those that run now are no business of the test that begins: nobody waits for their end."""
+    _left[:] = threading.enumerate()
+
+
 def threads() -> list[threading.Thread]:
     """Those of ours that do not end; one that was told to may take a moment."""
     alive = [each for each in threading.enumerate() if "gradsight" in each.name]
@@ -509,7 +514,7 @@ def _planted(
 
 def _clean_up() -> None:
     """A failure must not make those that follow fail."""
-    _left[:] = threading.enumerate()
+    leave_out_threads_of_others()
     stores._open.clear()
     torch.set_grad_enabled(True)
     torch.set_anomaly_enabled(False)

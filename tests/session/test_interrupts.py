@@ -15,6 +15,7 @@ from session.planted_faults import (
     Subject,
     differences,
     functions,
+    leave_out_threads_of_others,
     name_of,
     state,
 )
@@ -55,6 +56,7 @@ def interrupted(loop: str, planter: Planter, run_dir: Path) -> tuple[bool, Subje
 def test_an_interrupt_arrives_and_leaves_nothing_switched(
     loop: str, folders: Iterator[Path]
 ) -> None:
+    leave_out_threads_of_others()
     watched = LOOPS[loop]
     found = functions(watched)
     choose = random.Random(8)

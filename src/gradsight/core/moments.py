@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 from gradsight.core.calls import SUSPENDED
 from gradsight.core.carried import current_task, is_carried
+from gradsight.core.function_modes import take_off_ended
 from gradsight.core.guard import Guard, lock, put_back
 from gradsight.core.passes import PASS, Course, FollowedParameters, Passes
 
@@ -187,6 +188,7 @@ def _watched_backward(original: _Original) -> _Original:
 
 
 def _begin_pass(passes: Passes, tensors: Any) -> Course:
+    take_off_ended()
     course = Course(tensors)
     # Not a copy: a watch that is opened by one of these is to hear of this pass too.
     for ear in _told["before_backward"]:

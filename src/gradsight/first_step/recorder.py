@@ -22,6 +22,7 @@ from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import is_compiled
 from gradsight.core.calls import RecordedCall, is_suspended
 from gradsight.core.devices import accelerators
+from gradsight.core.function_modes import end_mode, take_off_ended
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_module_hook
 from gradsight.core.parameters import called_module
@@ -94,7 +95,6 @@ class PassRecorder:
         self._calls: list[SeenCall] = []
         self._open: nn.Module | None = None
         self._operations: Operations | None = None
-        self._ended: list[Operations] = []
         self._thread = 0
 
     def hold(self, holder: object, models: Sequence[nn.Module]) -> None:
@@ -191,7 +191,7 @@ class PassRecorder:
 
     def _look(self, module: nn.Module) -> None:
         """See operations from now on, if nobody else's mode could get in its way."""
-        self._take_away()
+        take_off_ended()
         if self._operations is not None or self._guard is None or is_compiled(module):
             return
         # A mode that ends after ours began would take ours away instead of its own.
@@ -205,23 +205,10 @@ class PassRecorder:
         self._operations = None
         if ours is not None:
             ours.is_over = True
-            self._ended.append(ours)
-        self._take_away()
-
-    def _take_away(self) -> None:
-        """Take modes of ours off torch's stack, whatever was entered above them since.
-
-        `loss.backward()` is an operation too: in there ours is not on the stack, and comes back.
-        """
-        while self._ended and self._ended[-1] in _get_current_function_mode_stack():
-            above = []
-            top = torch._C._pop_torch_function_stack()
-            while top is not self._ended[-1]:
-                above.append(top)
-                top = torch._C._pop_torch_function_stack()
-            for mode in reversed(above):
-                torch._C._push_on_torch_function_stack(mode)
-            self._ended.pop()
+            # `loss.backward()` is an operation too: in there ours is not on the stack, and comes
+            # back to it.
+            end_mode(ours)
+        take_off_ended()
 
 
 def called_modules(root: nn.Module) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import is_compiled
+from gradsight.core.function_modes import take_off_ended
 from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
 from gradsight.core.samples import SplitCall, tensors_in
@@ -86,7 +87,6 @@ class BlockScorer:
             self._group, self._memory, options.rules, enabled=options.self_check
         )
         self._open: Observation | CompiledObservation | None = None
-        self._unfinished: list[Observation | CompiledObservation] = []
         self._one_pass: OnePass | None = None
         self._step = 0
         self._losses_of = -1
@@ -274,7 +274,7 @@ class BlockScorer:
             )
 
     def _start(self, step: int | None) -> None:
-        self.finish_stopping()
+        take_off_ended()
         if self._closed:
             raise UsageError("this GhostEngine is closed")
         if self._open is not None:
@@ -312,15 +312,8 @@ class BlockScorer:
             self._open = None
             observation.stop()
             observation.release()
-            if not observation.stopped:
-                self._unfinished.append(observation)
-        self.finish_stopping()
-
-    def finish_stopping(self) -> None:
-        """Take away what could not be taken away inside of the refused operation."""
-        for observation in self._unfinished:
-            observation.stop()
-        self._unfinished = [each for each in self._unfinished if not each.stopped]
+        # What could not be taken away inside of the operation that was refused.
+        take_off_ended()
 
     def end(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
         """Finish a block: its scores, as shares of the gradient of the global batch."""

@@ -158,7 +158,6 @@ class CompiledObservation:
         self.scale: Tensor | None = None
         self.on_finished: Callable[[], None] | None = None
         self.on_refusal: Callable[[], None] | None = None
-        self.stopped = False
         self.passes_back = 0
         self._mode = mode
         self._mode.probe = probe
@@ -201,7 +200,6 @@ class CompiledObservation:
         """Leave everything as it was found."""
         self._eyes.close()
         self._stack.close()
-        self.stopped = True
 
     def release(self) -> None:
         """Let go of every tensor of the pass."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradsight.core.beside import eager
 from gradsight.core.calls import suspended
+from gradsight.core.function_modes import end_mode, take_off_ended
 from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
@@ -56,7 +57,6 @@ class Observation:
         """Called when a backward pass through the model has returned."""
         self.on_refusal: Callable[[], None] | None = None
         """Called when something of the pass is refused, before the user hears of it."""
-        self.stopped = False
         self.began_backward = False
         """Whether there was one, of whatever model."""
         self._parameters = parameters
@@ -91,7 +91,8 @@ class Observation:
             self._stack.enter_context(recompute_seen(self.tracer, self._root))
             # A compiled model ignores hooks that are put on later, and says nothing.
             self._eyes.enter_context(eager())
-            self._eyes.enter_context(self.tracer)
+            take_off_ended()
+            self.tracer.__enter__()
             self._looking = True
             self.tracer.on_refusal = self._refused
         except BaseException:
@@ -100,24 +101,22 @@ class Observation:
 
     def look_away(self) -> None:
         """The forward pass is over: operations that come now are not this block's."""
-        self._eyes.close()
-        self._looking = False
+        self._close_eyes()
         if self.tracer.expects_recompute:
             self._stack.enter_context(eager())
 
     def stop(self) -> None:
-        """Leave everything as it was found.
-
-        Inside of an operation that is being refused the eyes can only look away: torch puts a mode
-        back after its operation. `stopped` tells, and a second call finishes.
-        """
+        """Leave everything as it was found."""
         self._stack.close()
-        if self.tracer.active or not self._looking:
-            self._eyes.close()
+        # Inside of an operation that is refused, torch puts the mode back once more.
+        self.tracer.is_over = True
+        self._close_eyes()
+
+    def _close_eyes(self) -> None:
+        self._eyes.close()
+        if self._looking:
             self._looking = False
-            self.stopped = True
-        else:
-            self.tracer.paused = True
+            end_mode(self.tracer)
 
     def judge(self, loss: Tensor) -> None:
         """The forward pass is over: refuse a loss that mixes samples."""
@@ -236,7 +235,7 @@ class Observation:
     def _before_root(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._busy or self.tracer.paused or not self.tracer.active:
+        if self._busy or self.tracer.looks_away or not self.tracer.active:
             return
         self._busy = True  # the check calls the model too
         try:
@@ -295,9 +294,8 @@ class Observation:
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         guard = self.tracer.options.guard
-        if guard is None or self._busy or self.tracer.paused or not self.tracer.active:
-            if self._looking and self.tracer.paused and not self._busy:
-                self.stop()  # a refusal inside of the model: here torch lets go of the mode
+        if guard is None or self._busy or self.tracer.looks_away or not self.tracer.active:
+            take_off_ended()  # a refusal inside of the model: here torch has let go of the mode
             return
         if self._rehearsed is not None and self._one_pass is not None and output is not None:
             alone = self._rehearsed

@@ -5,6 +5,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
+from gradsight.core.function_modes import take_off_ended
 from gradsight.errors import UsageError
 from gradsight.ghost.arguments import checked_ids
 from gradsight.ghost.blocks import BlockScorer
@@ -44,7 +45,7 @@ class BatchProtocol:
         """Announce a batch; batch_idx is the number of the batch, or the sample ids."""
         if self._stage == "forward" and not self._blocks.is_open:
             self._stage = "idle"  # the last step was refused on its way
-        self._blocks.finish_stopping()
+        take_off_ended()
         another_micro_batch = self._stage == "scored" and iteration == self._iteration
         if not another_micro_batch:
             self._expect("idle", "attach_train_batch")

@@ -101,6 +101,8 @@ class Tracer(TorchFunctionMode):
         self.slow: dict[str, set[str]] = {}
         """Operations that went the universal way, with their parameters."""
         self.paused = False
+        self.is_over = False
+        """Whether its block has ended: it may be on torch's stack for a moment still."""
         self._probe = probe
         self._name = name
         # Weak references: a tensor's id is reused as soon as it is gone.
@@ -149,6 +151,11 @@ class Tracer(TorchFunctionMode):
     def likely_dim(self) -> int:
         """The dimension that samples are likely in."""
         return self.options.memory.preferred if self.preferred is None else self.preferred
+
+    @property
+    def looks_away(self) -> bool:
+        """Whether operations pass it by: for a while, or because its block is over."""
+        return self.paused or self.is_over
 
     @property
     def active(self) -> bool:
@@ -204,7 +211,7 @@ class Tracer(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operation, scored or carried on if a parameter takes part in it."""
-        if self.paused:
+        if self.looks_away:
             return func(*args, **(kwargs or {}))
         try:
             return self._see(func, types, args, kwargs or {})

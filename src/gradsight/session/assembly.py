@@ -1,6 +1,6 @@
 """Makes the parts of a watch from its options: what acts, judges, records and dumps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,25 +97,37 @@ def make_instruments(
     signals: TrainingSignals | None = None
     incidents: FlightRecorder | None = None
     losses: LossFlags | None = None
+    dumps: WatchedDumps | None = None
     if checks is not None:
-        health = _make_health(place, options, checks)
+        judged = _health_options(place, options, checks)
+        health = Health(
+            place.model, place.parameters, place.optimizers, judged, place.group, place.problems
+        )
         signals = _make_signals(place, options)
     if options.recorder is not False:
-        incidents = _make_recorder(place, options, health)
+        rules = {} if health is None else health.incident_rules()
+        recorded = _recorder_options(place, options, rules)
+        incidents = FlightRecorder(place.model, place.run_dir, recorded, place.problems)
         losses = LossFlags(place.tensors, incidents.guard)
-    dumps = _make_dumps(place, options, health)
+    if options.dump is not None:
+        if place.group.incomplete is not None:
+            options.dump.dump_alone(place.group)
+        dumps = WatchedDumps(options.dump, place.model, len(place.optimizers), place.problems)
+        if _dumps_bad_steps(options.dump) and place.is_judged_late:
+            dumps.keep_gradients(place.tensors, options.quiet)
+        if health is None and options.dump.dump_on is not None:
+            place.problems.report(
+                "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
+            )
     return WatchedInstruments(health, signals, incidents, dumps, losses)
 
 
-def _make_health(
+def _health_options(
     place: Workplace, options: WatchOptions, checks: Sequence[CheckSettings]
-) -> Health:
+) -> HealthOptions:
     closer_looks = CloserLooks(place.opened.first_step)
     early = _dumps_bad_steps(options.dump) and not place.is_judged_late
-    judged = HealthOptions(checks, closer_looks, early=early)
-    return Health(
-        place.model, place.parameters, place.optimizers, judged, place.group, place.problems
-    )
+    return HealthOptions(checks, closer_looks, early=early)
 
 
 def _make_signals(place: Workplace, options: WatchOptions) -> TrainingSignals:
@@ -132,35 +144,17 @@ def _make_first_look(place: Workplace, options: WatchOptions) -> FirstLook | Non
     return FirstLook(place.model, place.tensors, place.inner_optimizers, how, looking)
 
 
-def _make_recorder(
-    place: Workplace, options: WatchOptions, health: Health | None
-) -> FlightRecorder:
-    recorded = RecorderOptions(
+def _recorder_options(
+    place: Workplace, options: WatchOptions, rules: Mapping[str, Any]
+) -> RecorderOptions:
+    return RecorderOptions(
         with_batch=options.recorder == "batch",
         seconds=options.diagnose_seconds,
-        rules={} if health is None else health.incident_rules(),
+        rules=rules,
         names=[named.name for named in place.parameters],
         first=place.group.is_first,
         quiet=options.quiet or not place.group.is_first,
     )
-    return FlightRecorder(place.model, place.run_dir, recorded, place.problems)
-
-
-def _make_dumps(
-    place: Workplace, options: WatchOptions, health: Health | None
-) -> WatchedDumps | None:
-    if options.dump is None:
-        return None
-    if place.group.incomplete is not None:
-        options.dump.dump_alone(place.group)
-    dumps = WatchedDumps(options.dump, place.model, len(place.optimizers), place.problems)
-    if _dumps_bad_steps(options.dump) and place.is_judged_late:
-        dumps.keep_gradients(place.tensors, options.quiet)
-    if health is None and options.dump.dump_on is not None:
-        place.problems.report(
-            "dump-on", "dump_on dumps what is judged bad, but health=False judges nothing"
-        )
-    return dumps
 
 
 def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:

@@ -109,12 +109,13 @@ def test_calls_without_a_gradient_are_no_trouble() -> None:
 
 
 def test_parameters_spread_over_ranks_are_refused(one_rank: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Linear(6, 6)
     with captured(model) as passes:
         squared(model, rows()).backward()
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
     assert found.notes == (
         "the parameters are spread over ranks: "
