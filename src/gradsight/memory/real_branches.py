@@ -46,6 +46,10 @@ def _known_alone(values: KnownValues, find: Callable[[Any], Any]) -> Callable[[A
     def found(position_ids: Any) -> Any:
         if not values.knows(position_ids):
             return None
-        return find(position_ids)
+        packed = find(position_ids)
+        # Positions of a large batch may be a view of few, and what is made of them is too large.
+        if packed is not None and not values.knows(packed):
+            return None
+        return packed
 
     return found
