@@ -28,7 +28,9 @@ types: $(VENV)/.ready
 unit: package $(EMPTY)/.ready browser
 	@$(STAGE) "installing the wheel into the environment without extras" \
 		$(PIP) --python $(EMPTY)/bin/python install --no-deps --force-reinstall $(DIST)/*.whl
-	$(BIN)/pytest -n 2 --dist worksteal -q --durations=60 --pyargs tests gradsight
+	$(BIN)/pytest -n 2 --dist worksteal -q --durations=15 --pyargs tests gradsight --ignore=tests/device
+	@# By themselves: torch cannot forget a device that a process has once had.
+	$(BIN)/pytest -n 2 --dist worksteal -q tests/device
 
 # Which instrument works where, as the tests see it: writes docs/matrix.md. `make test` compares.
 matrix: package

@@ -232,7 +232,8 @@ def is_first(frame: FrameType) -> bool:
     """
     outer = frame.f_back
     while outer is not None and outer.f_code.co_name not in USERS:
-        if is_ours(outer.f_code):
+        # A function mode stands between the user and every function of torch's.
+        if is_ours(outer.f_code) and outer.f_code.co_name != "__torch_function__":
             return False
         outer = outer.f_back
     return True

@@ -23,6 +23,7 @@ FEWEST = 600
 @pytest.fixture(scope="module")
 def chosen() -> dict[str, list[tuple[CodeType, int]]]:
     """By loop: functions and a call of each. Each function is planted in one of its loops."""
+    faults.leave_out_threads_of_others()
     found = {name: functions(watched) for name, watched in LOOPS.items()}
     codes = {name_of(code): code for by_code in found.values() for code in by_code}
     assert len(codes) > FEWEST

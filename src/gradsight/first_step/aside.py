@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gradsight.core.calls import RecordedCall
 from gradsight.core.guard import Guard
 from gradsight.core.samples import find_samples, tensors_in, with_rows
 from gradsight.core.shards import is_sharded
+from gradsight.core.source import owner_of
 from gradsight.first_step.dependence import depends_on_input
 from gradsight.first_step.documents import documents_of, is_positions, named_arguments
 from gradsight.first_step.layout import by_position, by_row, sure_rows
@@ -69,7 +71,10 @@ def look_aside(
         return _Look(module, call, seen, options).look()
     except _TooLong:
         return left_out("it would take longer than a step")
-    except Exception as error:  # the user's model, called in another way than it is used to
+    except Exception as error:
+        if not any(owner_of(each.filename) == "torch" for each in extract_tb(error.__traceback__)):
+            raise  # a fault of ours, which the guard tells
+        # The user's model, called in another way than it is used to.
         return left_out(f"the model cannot be run again: {type(error).__name__}: {error}")
 
 

@@ -103,6 +103,8 @@ class PassRecorder:
             self._guard = Guard(
                 None, "preflight", "Gradsight no longer sees what passes consist of"
             )
+            # Whatever fails, the guard does the rest when it is closed.
+            self._guard.at_end(self._stop_looking)
             moments.listen(self, self._guard)
         self._holders[id(holder)] = _PASSES
         self._thread = self._thread or get_ident()
@@ -115,15 +117,13 @@ class PassRecorder:
         self._holders.pop(id(holder), None)
         if self._holders or self._guard is None:
             return
-        self._stop_looking()
-        moments.leave(self)
         guard = self._guard
         self._guard = None
-        guard.close()
         self._hooked.clear()
         self._calls.clear()
         self._open = None
         self._thread = 0
+        guard.close()
 
     def _hook(self, module: nn.Module, guard: Guard) -> None:
         if id(module) in self._hooked:
