@@ -9,6 +9,7 @@ import pytest
 
 from gradsight.cli import main
 from gradsight.cli.train import app, read_config
+from gradsight.cli.train import app as train_app
 from gradsight.errors import UsageError
 from gradsight.train.config import Settings, from_dict, options_of, to_dict
 
@@ -85,6 +86,8 @@ def test_every_option_is_in_the_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    # The parser keeps its console, with the width that it had when it was first used.
+    monkeypatch.setattr(train_app, "_fallback_console", None)
     assert main(["train", "--help"]) == 0
     text = "".join(capsys.readouterr().out.replace("│", " ").split())
     wanted = [*OPTIONS, "max_iters", "config", "resume", "overwrite", "eval_only", "num_processes"]
