@@ -224,6 +224,17 @@ def test_no_label_is_said_where_a_trainer_divides_by_their_number() -> None:
     assert "GS106" not in [finding.code for finding in report.findings]
 
 
+def test_a_process_that_compiles_hides_its_operations_and_that_is_said() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    compiled(torch.ones(1, 2))
+    report = watched(plain)
+    said = {each.code: str(each) for each in report.abstained}
+    assert "compiles with torch" in said["GS605"]
+    assert "compiles with torch" in said["GS606"]
+    torch._dynamo.reset()
+    assert not {"GS605", "GS606"} & {each.code for each in watched(plain).abstained}
+
+
 def test_it_can_be_left_out_and_silenced() -> None:
     leaky = Causal(masked=False)
     assert first_codes(watched(language(leaky), leaky, preflight=False)) == []

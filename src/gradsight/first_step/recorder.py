@@ -83,6 +83,8 @@ class SeenPass:
     targets: tuple[SeenTargets, ...] = ()
     fed: tuple[FedLoss, ...] = ()
     labels: tuple[CountedLabels, ...] = ()
+    hidden: str | None = None
+    """Why the operations of this pass were not seen; None: they were."""
 
 
 class PassRecorder:
@@ -95,6 +97,7 @@ class PassRecorder:
         self._calls: list[SeenCall] = []
         self._open: nn.Module | None = None
         self._operations: Operations | None = None
+        self._hidden: str | None = None
         self._thread = 0
 
     def hold(self, holder: object, models: Sequence[nn.Module]) -> None:
@@ -167,7 +170,7 @@ class PassRecorder:
         calls = tuple(self._calls)
         self._calls.clear()
         if seen is None:
-            begun.notes[NOTE] = SeenPass(calls)
+            begun.notes[NOTE] = SeenPass(calls, hidden=self._hidden)
         else:
             begun.notes[NOTE] = SeenPass(
                 calls,
@@ -192,10 +195,10 @@ class PassRecorder:
     def _look(self, module: nn.Module) -> None:
         """See operations from now on, if nobody else's mode could get in its way."""
         take_off_ended()
-        if self._operations is not None or self._guard is None or is_compiled(module):
+        if self._operations is not None or self._guard is None:
             return
-        # A mode that ends after ours began would take ours away instead of its own.
-        if _get_current_function_mode_stack() or _compiles():
+        self._hidden = _what_hides(module)
+        if self._hidden is not None:
             return
         self._operations = Operations(self._guard)
         self._operations.__enter__()
@@ -228,6 +231,18 @@ def called_modules(root: nn.Module) -> list[nn.Module]:
         else:
             found.append(called_module(module))
     return found
+
+
+def _what_hides(module: nn.Module) -> str | None:
+    """Why a mode of ours must not see the operations of this module's pass."""
+    if is_compiled(module):
+        return "the model is compiled: its operations cannot be seen"
+    if _get_current_function_mode_stack():
+        # A mode that ends after ours began would take ours away instead of its own.
+        return "a torch function mode of the script is on: operations cannot be seen beside it"
+    if _compiles():
+        return "this process compiles with torch: operations are not looked at, they'd be traced"
+    return None
 
 
 def _compiles() -> bool:

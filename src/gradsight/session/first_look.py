@@ -19,6 +19,8 @@ _LEAST_SECONDS = 0.25
 """What a pass aside may take however short a step is."""
 _LATEST = 3
 """Steps after which nobody waits for a call any more."""
+_BY_OPERATIONS = ("GS605", "GS606")
+"""What is read from the operations of the training pass itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,9 @@ class FirstLook:
         if self._call is None and not self._fed and not self._labels and self._steps < _LATEST:
             return None, passes
         first = replace(self._aside(), fed=tuple(self._fed), labels=tuple(self._labels))
+        if self._seen is not None and self._seen.hidden is not None:
+            unseen = left_out(self._seen.hidden, _BY_OPERATIONS).left_out
+            first = replace(first, left_out=(*first.left_out, *unseen))
         self._end()
         return first, passes
 
