@@ -261,7 +261,7 @@ def test_options_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
         (["prose.py"], "prose.py is not Python, line 1"),
         ([""], "the script's name is empty"),
         (["book.ipynb"], "book.ipynb is a notebook; make a script of it: jupyter nbconvert"),
-        (["--run_dir", "good.py", "good.py"], "good.py cannot be made: File exists"),
+        (["--run_dir", "good.py", "good.py"], "good.py is a file; give a directory"),
         (["--run_dir", "good.py/run", "good.py"], "good.py/run cannot be made: Not a directory"),
         (["--patch", ".", "good.py"], "--patch . is a directory; give a file"),
         (["--patch", "no/x", "good.py"], "--patch no/x: there is no directory no"),

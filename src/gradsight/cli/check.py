@@ -90,7 +90,7 @@ def check(
     to_mend = None if patch is None else _to_mend(script, args, patch)
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
-        make_run_dir(folder)
+        make_new_run(folder)
         told = {
             "run_dir": str(folder),
             "steps": steps,
@@ -202,14 +202,11 @@ def _check_health(health: Path | None) -> None:
         chosen(health)
 
 
-def make_run_dir(folder: Path) -> None:
+def make_new_run(folder: Path) -> None:
     """Make it before the script runs: a long run must not be lost to a mistyped path."""
     if rundir.is_run(folder):
         raise UsageError(f"{folder} holds a run already; give a directory of its own")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--run_dir {folder} cannot be made: {error.strerror}") from error
+    rundir.make_run_dir(folder)
 
 
 def _to_mend(script: str, args: Sequence[str], patch: Path) -> tuple[Path, bytes]:

@@ -25,10 +25,10 @@ from gradsight.cli.memory_predict import (
 )
 from gradsight.cli.memory_predictions import as_object, show_predictions
 from gradsight.cli.memory_step import Device, StepOptions
+from gradsight.core.rundir import make_run_dir
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.policy import refuse_nonsense
 from gradsight.show.text import json_text
-from gradsight.store.store import make_run_dir
 from gradsight.store.tracker import MetricsTracker
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport
 from gradsight.values.sizes import gigabytes, parse_size

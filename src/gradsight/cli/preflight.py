@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gradsight.cli.build_function import load_build
-from gradsight.cli.check import make_run_dir, run_watched, script_command, show_result
+from gradsight.cli.check import make_new_run, run_watched, script_command, show_result
 from gradsight.cli.check_result import read_result
 from gradsight.core import rundir
 from gradsight.core.files import write_text
@@ -65,7 +65,7 @@ def preflight(
     command = script_command(script, args)
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
-        make_run_dir(folder)
+        make_new_run(folder)
         told = {"run_dir": str(folder), "steps": 1, "first_step_only": True}
         code = run_watched(command, told, json)
         result = read_result(folder, command, code)
@@ -81,7 +81,7 @@ def _judge_build(place: str, as_json: bool, run_dir: Path | None, overfit: int |
     if overfit is not None and overfit < 1:
         raise UsageError(f"--overfit must be 1 or more, got {overfit}")
     if run_dir is not None:
-        make_run_dir(run_dir)
+        make_new_run(run_dir)
     build = load_build(place)
     from gradsight.memory.workload import call_build
     from gradsight.session.preflight import preflight as look

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from gradsight.core.places import kind_below
-from gradsight.errors import UsageError
+from gradsight.errors import UsageError, WrongPlace
 
 RECORD = "run.sqlite"
 TAIL = "run.sqlite-tail"
@@ -64,3 +64,17 @@ def checkpoint_folder(step: int) -> str:
 def is_run(path: Path) -> bool:
     """Whether a folder holds a recorded run; one behind a link inside it does not count."""
     return kind_below(path, RECORD) == "file"
+
+
+def make_run_dir(path: Path) -> None:
+    """Make a run directory where there is none; an error where it could not be written."""
+    if path.exists() and not path.is_dir():
+        raise WrongPlace(
+            f"run_dir {path} is a file; give a directory, or a name that does not exist yet"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WrongPlace(f"run_dir {path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise WrongPlace(f"run_dir {path} is not writable")

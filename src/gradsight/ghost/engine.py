@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.core.parameters import unwrapped
-from gradsight.core.rundir import directory_path
+from gradsight.core.rundir import directory_path, make_run_dir
 from gradsight.core.sharing import ModelGroup
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError, UsageError
@@ -43,7 +43,6 @@ from gradsight.ghost.tracer import RuleOptions
 from gradsight.ghost.training_passes import Announced, TrainingPasses
 from gradsight.ghost.verify import compare_with_twin
 from gradsight.store.scores import ScoreFile
-from gradsight.store.store import make_run_dir
 from gradsight.values.whole_numbers import whole_number
 
 __all__ = ["GhostEngine", "GhostNotice"]

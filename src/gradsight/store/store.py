@@ -328,7 +328,7 @@ class Store:
             )
 
     def _open_files(self) -> None:
-        make_run_dir(self.path)
+        rundir.make_run_dir(self.path)
         tail = TailWriter(self.path)
         try:
             self._published = self._prepare(tail)
@@ -498,17 +498,3 @@ def _is_full(error: Exception) -> bool:
         if getattr(each, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             return True
     return False
-
-
-def make_run_dir(path: Path) -> None:
-    """Make a run directory where there is none; an error where it could not be written."""
-    if path.exists() and not path.is_dir():
-        raise WrongPlace(
-            f"run_dir {path} is a file; give a directory, or a name that does not exist yet"
-        )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WrongPlace(f"run_dir {path} cannot be made: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise WrongPlace(f"run_dir {path} is not writable")
