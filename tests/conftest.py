@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,12 @@ pytest_plugins = ["browser"]
 def _one_thread() -> None:
     """Two workers on two cores: more threads only get in each other's way."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_is_left() -> Iterator[None]:
+    """A process that compiles is looked at differently: no test may decide that for the next."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and dynamo.cached_backends:
+        torch._dynamo.reset()
