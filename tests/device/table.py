@@ -36,6 +36,7 @@ SETTINGS = {
     'recorder="batch"': Settings(log=True, watch={"recorder": "batch"}),
     "health=False": Settings(log=True, watch={"health": False}),
     "accumulation, clipping": Settings(log=True, accumulation=2, clip=True),
+    "clipping every micro-batch": Settings(accumulation=2, clips_every_pass=True),
     "GradScaler, unscaled before": Settings(log=True, scaler="unscaled", clip=True),
     "GradScaler, inside fused": Settings(log=True, scaler="inside", optimizer=_adamw(fused=True)),
     "foreach": Settings(log=True, optimizer=_adamw(foreach=True)),
@@ -46,6 +47,9 @@ SETTINGS = {
     "capturable": Settings(log=True, optimizer=_capturable),
     "learning rate as a tensor": Settings(log=True, optimizer=_with_tensor_rate),
     "histograms every step": Settings(log=True, watch={"histograms": _EVERY_STEP}),
-    "GhostEngine.observe": Settings(log=True, ghost=True),
+    "GhostEngine.observe": Settings(log=True, ghost={}),
+    "GhostEngine.loss, one pass": Settings(log=True, ghost={"mode": "concat"}, one_pass=True),
+    "refresh_every=3": Settings(log=True, ghost={"refresh_every": 3}),
+    'precondition="adam"': Settings(log=True, ghost={"precondition": "adam"}),
     "a dump every step": Settings(log=True, clip=True, dump=True),
 }

@@ -50,10 +50,15 @@ class Settings:
     log: bool = False
     accumulation: int = 1
     clip: bool = False
+    clips_every_pass: bool = False
+    """Also between micro-batches; gradients are cleared in place then."""
     scaler: str | None = None
     """"unscaled" before the step, or "inside" a fused one."""
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.AdamW(ps, 1e-3)
-    ghost: bool = False
+    ghost: dict[str, Any] | None = None
+    """Options of an engine, where there is one."""
+    one_pass: bool = False
+    """Whether losses are the engine's."""
     dump: bool = False
     dropout: float = 0.0
     watch: dict[str, Any] = field(default_factory=dict)
@@ -116,18 +121,23 @@ def train(
     with contextlib.ExitStack() as stack:
         watch = _watch(settings, model, optimizer, run_dir, stack) if watched else None
         engine = None
-        if settings.ghost and watched:
-            engine = gradsight.GhostEngine(
-                model, cross_entropy, batches[-1], optimizer=optimizer, run_dir=run_dir
-            )
+        if settings.ghost is not None and watched:
+            options = {"optimizer": optimizer, "run_dir": run_dir, **settings.ghost}
+            engine = gradsight.GhostEngine(model, cross_entropy, batches[-1], **options)
             stack.callback(engine.close)
         for number in range(steps):
             THE_DEVICE.clock.take()
             for micro in range(settings.accumulation):
                 batch = batches[number * settings.accumulation + micro]
-                with engine.observe() if engine else contextlib.nullcontext():
-                    loss = cross_entropy(model, batch) / settings.accumulation
+                observes = engine is not None and not settings.one_pass
+                with engine.observe() if observes else contextlib.nullcontext():
+                    if engine is None or observes:
+                        loss = cross_entropy(model, batch) / settings.accumulation
+                    else:
+                        loss = engine.loss(batch) / settings.accumulation
                     (loss if scaler is None else scaler.scale(loss)).backward()
+                if settings.clips_every_pass:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             _update(settings, model, optimizer, scaler)
             if watch is not None and settings.log:
                 watch.log(loss=loss)
@@ -165,7 +175,7 @@ def _update(
     else:
         scaler.step(optimizer)
         scaler.update()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not settings.clips_every_pass)
 
 
 def on_device(tensors: Iterator[Tensor]) -> bool:

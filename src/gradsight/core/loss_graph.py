@@ -1,13 +1,16 @@
 """What a loss is by the operations that made it: a mean or a sum, of how much, times what.
 
-Read from the graph, without touching any data but single factors.
+Read from the graph, without touching any data but single factors, and those only where that waits
+for no device.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
+
+from gradsight.core.devices import is_accelerator
 
 _FAR = 12
 _MEAN, _SUM = 1, 2
@@ -23,6 +26,29 @@ class LossForm:
     reduction: Literal["mean", "sum"] | None = None
     """None where it is neither."""
     entries: int = 0
+    there: Tensor | None = field(default=None, repr=False, compare=False)
+    """What it was multiplied by beside that, on a device: a GradScaler's scale, a count."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """What a node's value is multiplied by on its way to the loss."""
+
+    number: float = 1.0
+    there: Tensor | None = None
+
+    def times(self, other: Tensor, is_product: bool) -> "_Factor | None":
+        """With one more factor, or divisor; None where that leaves nothing to tell."""
+        if is_accelerator(other.device):
+            # It stays there: reading it would wait for the device.
+            one = other.detach().reshape(())
+            one = one if is_product else one.reciprocal()
+            return _Factor(self.number, one if self.there is None else self.there * one)
+        number = float(other)
+        if not number or not math.isfinite(number):
+            return None
+        scaled = self.number * number if is_product else self.number / number
+        return _Factor(scaled, self.there)
 
 
 def form_of(loss: Tensor) -> LossForm:
@@ -33,51 +59,59 @@ def form_of(loss: Tensor) -> LossForm:
     >>> form_of(values.mean() / 4)
     LossForm(factor=0.25, reduction='mean', entries=8)
     """
-    return _form(loss.grad_fn, 1.0, _FAR)
+    return _form(loss.grad_fn, _Factor(), _FAR)
 
 
-def _form(node: Any, factor: float, far: int) -> LossForm:
+def _form(node: Any, factor: _Factor, far: int) -> LossForm:
     if node is None or far == 0:
-        return LossForm(factor)
+        return _unknown(factor)
     name = node.name()
     if name in ("MulBackward0", "DivBackward0"):
         inner, other = _scaled(node)
-        if inner is None or other is None:
-            return LossForm(factor)
-        scaled = factor * other if name == "MulBackward0" else factor / other
-        return _form(inner, scaled, far - 1)
+        scaled = None if other is None else factor.times(other, name == "MulBackward0")
+        return _unknown(factor) if scaled is None else _form(inner, scaled, far - 1)
     if name == "AddBackward0":
-        forms = [_form(each, factor, far - 1) for each, _ in node.next_functions]
-        known = [form for form in forms if form.reduction is not None]
-        return max(known, key=lambda form: abs(form.factor), default=LossForm(factor))
+        return _largest([_form(each, factor, far - 1) for each, _ in node.next_functions], factor)
     if name.startswith(_PASSING) and node.next_functions:
         return _form(node.next_functions[0][0], factor, far - 1)
     return _reduced(node, name, factor)
 
 
-def _scaled(node: Any) -> tuple[Any, float | None]:
+def _unknown(factor: _Factor) -> LossForm:
+    return LossForm(factor.number, there=factor.there)
+
+
+def _largest(terms: list[LossForm], factor: _Factor) -> LossForm:
+    """The term of a sum that counts most."""
+    known = [form for form in terms if form.reduction is not None]
+    if any(form.there is not factor.there for form in known):
+        return _unknown(factor)  # which one that is, only the device knows
+    return max(known, key=lambda form: abs(form.factor), default=_unknown(factor))
+
+
+def _scaled(node: Any) -> tuple[Any, Tensor | None]:
     """What is multiplied or divided, and by which number."""
     sources = [source for source, _ in node.next_functions]
     for saved, inner in (("_saved_other", sources[0]), ("_saved_self", sources[-1])):
         value = getattr(node, saved, None)
         is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
-        if is_number and inner is not None and value is not None:
-            number = float(value)
-            return (inner, number) if number and math.isfinite(number) else (None, None)
+        if is_number and inner is not None:
+            return inner, value
     return None, None
 
 
-def _reduced(node: Any, name: str, factor: float) -> LossForm:
+def _reduced(node: Any, name: str, factor: _Factor) -> LossForm:
     if name.startswith("MeanBackward"):
         sizes = getattr(node, "_saved_self_sym_sizes", ())
-        return LossForm(factor, "mean", math.prod(sizes))
+        return LossForm(factor.number, "mean", math.prod(sizes), factor.there)
     if name == "SumBackward0":
-        return LossForm(factor, "sum", math.prod(node._saved_self_sym_sizes))
+        sizes = node._saved_self_sym_sizes
+        return LossForm(factor.number, "sum", math.prod(sizes), factor.there)
     reduction = getattr(node, "_saved_reduction", None)
     entries = getattr(node, "_saved_target", None)
     count = entries.numel() if isinstance(entries, Tensor) else 0
     if reduction == _MEAN:
-        return LossForm(factor, "mean", count)
+        return LossForm(factor.number, "mean", count, factor.there)
     if reduction == _SUM:
-        return LossForm(factor, "sum", count)
-    return LossForm(factor)
+        return LossForm(factor.number, "sum", count, factor.there)
+    return _unknown(factor)

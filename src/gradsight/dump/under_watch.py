@@ -64,9 +64,9 @@ class WatchedDumps:
         self._staged: tuple[Job, Facts] | None = None
 
     @property
-    def is_staged(self) -> bool:
+    def holds_gradients(self) -> bool:
         """Whether gradients of the step under way were copied."""
-        return self._staged is not None
+        return self._staged is not None or self.keeps_gradients
 
     @property
     def is_wanted(self) -> bool:

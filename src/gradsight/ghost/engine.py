@@ -172,8 +172,7 @@ class GhostEngine:
         choice = PassChoice(mode, against)
         self._targets = Targets(model, loss_fn, batches, self._group)
         schedule = RefreshSchedule(self._targets, refresh_every, optimizer, precondition)
-        self.staleness: list[Staleness] = schedule.staleness
-        """How far each direction had turned when it was refreshed, with refresh_every above 1."""
+        self._schedule = schedule
         names = None
         if per_parameter:
             names = tuple(parameters.all)
@@ -267,6 +266,11 @@ class GhostEngine:
         if scores is None:
             raise UsageError("there are no scores yet: run a training pass inside observe() first")
         return scores
+
+    @property
+    def staleness(self) -> list[Staleness]:
+        """How far each direction had turned when it was refreshed, with refresh_every above 1."""
+        return self._schedule.staleness
 
     def honesty(self) -> dict[str, PredictionCheck]:
         """By target, the predicted change of its loss against the measured one, over all steps."""

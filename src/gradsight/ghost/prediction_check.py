@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsight.core.devices import is_accelerator
 from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.gradients import dot
 from gradsight.ghost.targets import Targets
@@ -141,8 +142,12 @@ class CarriedMoment:
             parts = [dot(direction[name], known[name]) for name in known if name in direction]
             dots.append(torch.stack(parts).sum() if parts else torch.zeros(()))
         together = torch.stack(dots)
-        steps = torch.as_tensor(self._state(next(iter(known)))["step"])
-        steps = steps.to(together, non_blocking=True).reshape(1)
+        steps = self._state(next(iter(known)))["step"]
+        if isinstance(steps, Tensor) and is_accelerator(steps.device):
+            steps = steps.to(together).reshape(1)
+        else:
+            # Filled, not copied there: a copy from the host would wait.
+            steps = together.new_full((1,), float(steps))
         return HostCopy.of(torch.cat([together, steps]))
 
     def _state(self, name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """When the targets' directions are computed anew, and in whose scale."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsight.core.devices import is_accelerator
 from gradsight.ghost.arguments import without_second_moments
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.targets import Targets
+from gradsight.measure.host_copy import HostCopy
 
 PLAIN = "plain"
 
@@ -37,7 +40,9 @@ class RefreshSchedule:
     ) -> None:
         self.kind = PLAIN
         """The kind of the present directions: "plain" or "adam"."""
-        self.staleness: list[Staleness] = []
+        self._staleness: list[Staleness] = []
+        self._turned: deque[tuple[int, str, HostCopy]] = deque()
+        """The cosines that are on their way from the device, with their steps and targets."""
         self._targets = targets
         self._every = every
         self._optimizer = optimizer
@@ -55,10 +60,23 @@ class RefreshSchedule:
         turned = self._targets.refresh(parameters, scales, compare=self._every > 1)
         if kind == self.kind:  # directions of two kinds have no angle worth telling
             for target, value in turned.items():
-                self.staleness.append(Staleness(step, target, float(value)))
+                self._turned.append((step, target, HostCopy.of(value.detach().reshape(1))))
+        self._settle(wait=False)
         self.kind = kind
         self._refreshed_at = step
         return True
+
+    @property
+    def staleness(self) -> list[Staleness]:
+        """How far each direction had turned at its refresh. Waits for the device."""
+        self._settle(wait=True)
+        return self._staleness
+
+    def _settle(self, wait: bool) -> None:
+        """Take in the cosines that have come, in their order."""
+        while self._turned and (wait or self._turned[0][2].ready()):
+            step, target, cosine = self._turned.popleft()
+            self._staleness.append(Staleness(step, target, cosine.number()))
 
     def refresh_now(self, parameters: ScoredParameters) -> None:
         """Compute the directions anew, due or not, without counting it as a refresh."""
@@ -127,9 +145,9 @@ def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:
     beta2 = group["betas"][1]
     step = state["step"]
     if isinstance(step, Tensor):
-        # On an accelerator the step stays there: reading it would wait for the device.
-        on_cpu = second.device.type == "cpu"
-        step = float(step) if on_cpu else step.to(second.device, second.dtype)
+        # One that counts on an accelerator stays there: reading it would wait for the device.
+        there = is_accelerator(step.device)
+        step = step.to(second.device, second.dtype) if there else float(step)
     root = (second / (1 - beta2**step)).sqrt()
     scale: Tensor = (root + group["eps"]).reciprocal()
     return scale

@@ -13,7 +13,8 @@ from gradsight.core.passes import BackwardPass
 from gradsight.first_step.aside import AsideOptions, left_out, look_aside
 from gradsight.first_step.recorder import NOTE, RECORDER, SeenCall, SeenPass
 from gradsight.session.pass_watch import PassWatch
-from gradsight.values.first_step import CountedLabels, FedLoss, FirstStep, StepPasses
+from gradsight.session.step_passes import PassesOnTheWay
+from gradsight.values.first_step import CountedLabels, FedLoss, FirstStep
 
 _LEAST_SECONDS = 0.25
 """What a pass aside may take however short a step is."""
@@ -79,7 +80,7 @@ class FirstLook:
             self._call = self._largest(seen)
             self._seen = seen
 
-    def take(self) -> tuple[FirstStep | None, StepPasses | None]:
+    def take(self) -> tuple[FirstStep | None, PassesOnTheWay | None]:
         """What is to be said at the end of a step."""
         passes = self._passes.take()
         if self._is_over:

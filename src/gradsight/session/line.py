@@ -27,7 +27,7 @@ from gradsight.measure.clipping import ClipReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.brake import Brake
 from gradsight.session.loss_flags import LossFlags
-from gradsight.session.readings import GradientReading, StepInProgress, arrived
+from gradsight.session.readings import GradientReading, StepInProgress, after_doubts, arrived
 from gradsight.session.signals import SeenLoss, TrainingSignals
 from gradsight.session.step_builder import StepBuilder
 from gradsight.values.findings import Finding
@@ -273,12 +273,15 @@ class StepLine:
         with self.lock:
             self.builder.after_update(rows, optimizer, scaled, skipped)
 
-    def end_step(self, gradient: str) -> None:
-        """The step is made, and `gradient` says what its gradients were."""
-        with self.lock:
-            self._end_step(gradient)
+    def end_step(self, gradient: str, doubts: Sequence[HostCopy] = ()) -> None:
+        """The step is made, and `gradient` says what its gradients were.
 
-    def _end_step(self, gradient: str) -> None:
+        `doubts`: flags on their way; where one is set, they were changed between passes.
+        """
+        with self.lock:
+            self._end_step(gradient, doubts)
+
+    def _end_step(self, gradient: str, doubts: Sequence[HostCopy]) -> None:
         self.has_stepped = True
         step = self.builder.step
         signals = StepSignals()
@@ -296,9 +299,13 @@ class StepLine:
             self._incidents.guard.attempt(self._incidents.end_step, step)
         if self._losses is not None:
             self._losses.end_step()
+        if doubts and self._dumps is not None and self._dumps.holds_gradients:
+            # A dump says what it is of when it is handed over.
+            gradient = after_doubts(gradient, doubts)
+            doubts = ()
         made = MadeStep(step, gradient)
         made = self._dumping.run(self._with_clipping, made) or made
-        self.builder.end_step(gradient, signals, seen, comparisons)
+        self.builder.end_step(gradient, signals, seen, comparisons, doubts)
         self._late = self.builder.newest if is_late else None
         finished = self.builder.finished()
         self._write_logged(wait=False)
@@ -309,7 +316,7 @@ class StepLine:
             self._brake.end_step(judged_late=self.builder.is_merged)
 
     def _with_clipping(self, made: MadeStep) -> MadeStep:
-        if self._dumps is None or not (self._dumps.is_staged or self._dumps.keeps_gradients):
+        if self._dumps is None or not self._dumps.holds_gradients:
             return made
         return replace(made, clips=tuple(self.builder.clips()))
 
@@ -321,7 +328,7 @@ class StepLine:
         dumps = self._dumps
         if dumps is None:
             return
-        if dumps.is_wanted and not (dumps.is_staged or dumps.keeps_gradients):
+        if dumps.is_wanted and not dumps.holds_gradients:
             for measured in finished:
                 if measured.step.step == made.step:
                     remaining = self.builder.remaining_share(measured)

@@ -26,6 +26,7 @@ from gradsight.core.hooks import put_hook
 from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.passes import BackwardPass, FollowedParameters, tell_of_this_pass
 from gradsight.core.sharing import reduces_gradients
+from gradsight.measure.host_copy import HostCopy
 from gradsight.session.line import StepLine
 from gradsight.session.seen_gradients import ScaledHere, SeenGradients
 from gradsight.session.skipping import UpdateSkipper
@@ -172,6 +173,8 @@ class OptimizerSteps:
         self._any_late = False
         self._any_local = False
         self._any_changed = False
+        self._doubts: list[HostCopy] = []
+        """Flags on their way: whether a gradient was edited between passes."""
 
     def _after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
         if self._stepped_in_backward:
@@ -268,7 +271,11 @@ class OptimizerSteps:
         self._line.after_update(seen, optimizer, scaled, False if skipped is None else skipped)
         self._any_seen |= bool(seen)
         self._any_local |= self._local
-        self._any_changed |= self._seen.is_any_changed(seen)
+        changed = self._seen.is_any_changed(seen)
+        if isinstance(changed, HostCopy):
+            self._doubts.append(changed)
+        else:
+            self._any_changed |= changed
         self._seen.forget(rows)
         self._by_scaler.discard(key)
         self._unscaled.discard(key)
@@ -303,8 +310,11 @@ class OptimizerSteps:
             gradient = CHANGED_GRADIENT
         elif self._any_local:
             gradient = LOCAL_GRADIENT
+        doubts: Sequence[HostCopy] = ()
+        if gradient in (TRUE_GRADIENT, LOCAL_GRADIENT):
+            doubts = self._doubts
         self._begin_round()
-        self._line.end_step(gradient)
+        self._line.end_step(gradient, doubts)
 
     def _rows_of(self, optimizer: Optimizer) -> list[int]:
         """The rows this optimizer updates.

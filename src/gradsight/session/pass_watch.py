@@ -1,12 +1,12 @@
 """What the backward passes of a step were like: from which line, of which loss, in which mode.
 
 Looked at in the first steps, and again now and then: a model is most often left in evaluation mode
-by its first validation.
+by its first validation. What the device alone knows is noted, and read with the step's numbers.
 """
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,33 +20,24 @@ from torch.optim.optimizer import (
 from gradsight.core import moments
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
-from gradsight.core.loss_graph import LossForm, form_of
+from gradsight.core.loss_graph import form_of
 from gradsight.core.passes import BackwardPass
+from gradsight.core.shards import is_sharded
 from gradsight.core.source import users_frames
 from gradsight.first_step.checkpoints import CutCheckpoints
 from gradsight.first_step.modes import evaluating_parts
 from gradsight.first_step.recorder import NOTE, SeenPass
-from gradsight.values.first_step import RepeatedPass, StepPasses
+from gradsight.measure.host_copy import HostCopy, loss_scale
+from gradsight.session.step_passes import NotedGap, NotedPass, PassesOnTheWay, PassHistory
 
 _FIRST = 4
 _AGAIN = 25
 """Steps that are looked at: the first, and two in every so many."""
 _FRAMES = 4
-_KEPT = "gradsight.kept"
-"""Under this name a pass carries whether it found the gradient of the one before."""
-_PASSES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One backward pass of the step under way."""
-
-    lines: tuple[str, ...]
-    """The user's lines that it was called from, the innermost first."""
-    form: LossForm
-    rows: tuple[int, ...] = ()
-    has_calls: bool = False
-    """Whether the model was seen to be called for it: at the first step it is."""
+_GONE = "gradsight.gone"
+"""Under this name a pass carries whether the gradient of the one before was gone when it began."""
+_MOST = 512
+"""Passes of a step, and gaps between them, that are noted."""
 
 
 class PassWatch:
@@ -60,19 +51,17 @@ class PassWatch:
         guard: Guard,
     ) -> None:
         # Others rescale: their steps are as long for a sum as for a mean.
-        self._takes_as_is = any("SGD" in type(each).__name__ for each in optimizers)
+        self._history = PassHistory(any("SGD" in type(each).__name__ for each in optimizers))
         self._model = model
         self._parameters = parameters
         self._guard = guard
         self._steps = 0
-        self._passes: list[_Pass] = []
+        self._noted: list[NotedPass | NotedGap] = []
         self._modes: dict[str, str] | None = None
-        self._scale = 1.0
+        self._scale: HostCopy | None = None
         self._left: _Left | None = None
         self._is_used = False
         self._inside_step = False
-        self._thrown: dict[tuple[str, ...], int] = {}
-        self._used: set[tuple[str, ...]] = set()
         self._threads: set[int] = set()
         self._checkpoints = CutCheckpoints(guard)
 
@@ -88,94 +77,66 @@ class PassWatch:
         moments.leave(self)
         self._left = None
 
-    def take(self) -> StepPasses | None:
+    def take(self) -> PassesOnTheWay | None:
         """What the step that has just ended was made of; None where nobody looked."""
         if not self._looks():
             self._steps += 1
             return None
-        for each in self._passes:
-            self._used.add(each.lines)
-        thrown = [(count, lines) for lines, count in self._thrown.items() if lines in self._used]
-        count, lines = max(thrown, default=(0, ()))
-        passes = StepPasses(
-            evaluating=tuple((self._modes or {}).items()),
-            repeated=self._repeated(),
-            summed=self._summed(),
-            thrown_away=(count, _first(lines)) if count else None,
-            cut_by_checkpoint=self._checkpoints.seen,
-        )
         self._steps += 1
+        is_last = not self._looks()
+        passes = PassesOnTheWay(
+            tuple(self._noted),
+            tuple((self._modes or {}).items()),
+            self._scale,
+            self._checkpoints.seen,
+            is_last,
+            self._history,
+        )
         if self._steps == _FIRST:
             self._checkpoints.stop()
-        self._passes = []
+        self._noted = []
         self._modes = None
-        self._scale = 1.0
-        if not self._looks():
+        self._scale = None
+        if is_last:
             self._left = None
-            self._thrown.clear()
         return passes
 
     def _looks(self) -> bool:
         return self._steps < _FIRST or self._steps % _AGAIN < 2
 
-    def _repeated(self) -> RepeatedPass | None:
-        """The line that ran backward most often, each time with a mean of a batch of its own."""
-        groups: dict[tuple[str, ...], list[_Pass]] = {}
-        for each in self._passes:
-            groups.setdefault(each.lines, []).append(each)
-        lines, passes = max(groups.items(), key=lambda pair: len(pair[1]), default=((), []))
-        if len(passes) < 2 or not lines:
-            return None
-        first = passes[0]
-        for each in passes:
-            is_mean = each.form.reduction == "mean" and each.form.entries > 1
-            is_same = each.form.factor == first.form.factor and each.rows == first.rows
-            # Several terms of one output are no micro-batches.
-            if not is_mean or not is_same or not each.has_calls:
-                return None
-        return RepeatedPass(len(passes), first.form.factor / self._scale, _first(lines))
-
-    def _summed(self) -> int | None:
-        forms = [each.form for each in self._passes]
-        if not self._takes_as_is or not forms:
-            return None
-        if any(form.reduction != "sum" for form in forms):
-            return None
-        if any(abs(form.factor / self._scale - 1) > 1e-6 for form in forms):
-            return None
-        return min(form.entries for form in forms)
-
     # What torch tells.
 
     def before_backward(self, begun: BackwardPass) -> None:
         """A pass begins, of this model or of another."""
-        if not self._looks() or len(self._passes) >= _PASSES:
+        if not self._looks() or len(self._noted) >= _MOST:
             return
         tensors = begun.tensors
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         if len(roots) != 1 or not isinstance(roots[0], Tensor):
             return
-        begun.notes[self] = _Pass(_lines(), form_of(roots[0]))
+        form = form_of(roots[0])
+        there = None if form.there is None else HostCopy.of(form.there.reshape(1))
+        begun.notes[self] = NotedPass(_lines(), form, there)
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """There are gradients, which can be read before it writes; nobody tells where none are."""
         if self._left is not None and self._looks():
-            begun.notes[_KEPT] = not self._left.is_gone()
+            begun.notes[_GONE] = self._left.is_gone()
 
     def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
         """It has returned, and was of this model."""
-        begin: _Pass | None = begun.notes.pop(self, None)
+        begin: NotedPass | None = begun.notes.pop(self, None)
         if begin is None or not self._looks():
             return
         self._threads.add(begun.thread)
         if len(self._threads) > 1:  # whose gradients these are is known to nobody
-            self._passes.clear()
+            self._noted.clear()
             self._left = None
             return
-        self._notice_clearing(bool(begun.notes.pop(_KEPT, False)))
+        self._note_gap(begun.notes.pop(_GONE, True))
         seen: SeenPass | None = begun.notes.get(NOTE)
         has_calls = seen is not None and bool(seen.calls)
-        self._passes.append(_Pass(begin.lines, begin.form, tuple(rows), has_calls))
+        self._noted.append(replace(begin, rows=tuple(rows), has_calls=has_calls))
         learning = {id(self._parameters[row]) for row in rows}
         parts = evaluating_parts(self._model, learning)
         known = self._modes
@@ -183,20 +144,19 @@ class PassWatch:
         self._is_used = self._inside_step
         self._left = _Left.of([self._parameters[row] for row in rows], begin.lines)
 
-    def _notice_clearing(self, were_kept: bool) -> None:
+    def _note_gap(self, is_gone: bool | HostCopy) -> None:
         left = self._left
         self._left = None
-        if left is None or were_kept or left.was_zero:
+        if left is None or is_gone is False:
             return
-        # What was cleared is no part of the step under way.
-        self._passes.clear()
-        if not self._is_used and not self._inside_step and not left.has_moved():
-            self._thrown[left.lines] = self._thrown.get(left.lines, 0) + 1
+        is_used = self._is_used or self._inside_step
+        has_moved = True if is_used else left.has_moved()
+        self._noted.append(NotedGap(left.lines, left.was_zero, is_gone, is_used, has_moved))
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """The next losses carry the scaler's factor."""
         if self._looks():
-            self._scale = float(scaler.get_scale())
+            self._scale = loss_scale(scaler)
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """The gradients were used, even where the step is left out."""
@@ -219,7 +179,7 @@ class _Left:
         self.lines = lines
         self._parameter = weakref.ref(parameter)
         self._weight = parameter.detach().clone()
-        self.was_zero = not bool(parameter.grad.any())
+        self.was_zero = _is_zero(parameter.grad)
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], lines: tuple[str, ...]) -> "_Left | None":
@@ -229,23 +189,30 @@ class _Left:
             for each in parameters
             if each.grad is not None
             and each.numel()
-            and type(each.grad) is Tensor
+            and not is_sharded(each.grad)
             and each.grad.layout is torch.strided
         ]
         smallest = min(dense, key=lambda each: each.numel(), default=None)
         return None if smallest is None else cls(smallest, lines)
 
-    def is_gone(self) -> bool:
-        """Whether somebody has cleared it."""
+    def is_gone(self) -> bool | HostCopy:
+        """Whether it is not there any more, or all zero."""
         parameter = self._parameter()
-        if parameter is None or self.was_zero:
+        if parameter is None:
             return False
-        return parameter.grad is None or not bool(parameter.grad.any())
+        return True if parameter.grad is None else _is_zero(parameter.grad)
 
-    def has_moved(self) -> bool:
+    def has_moved(self) -> bool | HostCopy:
         """Whether its weight was changed, by an optimizer or by hand."""
         parameter = self._parameter()
-        return parameter is None or not torch.equal(parameter.detach(), self._weight)
+        if parameter is None:
+            return True
+        # NaN moves too: it is never what it was.
+        return HostCopy.of((parameter.detach() != self._weight).any().reshape(1))
+
+
+def _is_zero(gradient: Tensor) -> HostCopy:
+    return HostCopy.of((gradient.detach() == 0).all().reshape(1))
 
 
 def _lines() -> tuple[str, ...]:
@@ -255,7 +222,3 @@ def _lines() -> tuple[str, ...]:
         if len(lines) == _FRAMES:
             break
     return tuple(lines)
-
-
-def _first(lines: Sequence[str]) -> str | None:
-    return lines[0] if lines else None

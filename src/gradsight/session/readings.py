@@ -16,7 +16,9 @@ from gradsight.measure.norms import NormReading
 from gradsight.measure.rank_table import norms_in, rank_table
 from gradsight.measure.units import UnitReading
 from gradsight.measure.update import UpdateReading
+from gradsight.session.step_passes import PassesOnTheWay
 from gradsight.values.measured import Floats, Norms, RankComparison, StepSignals
+from gradsight.values.steps import CHANGED_GRADIENT
 
 
 @dataclass(slots=True)
@@ -81,6 +83,8 @@ class StepInProgress:
     number: int
     time: float = 0.0
     gradient: str = ""
+    doubts: Sequence[HostCopy] = ()
+    """Whether it was changed between passes, where only the device knows."""
     scalars: dict[str, float | HostCopy] = field(default_factory=dict)
     used: list[UsedGradients] = field(default_factory=list)
     clip: ClipReading | None = None
@@ -100,6 +104,8 @@ class StepInProgress:
     """What the loss would be if the model knew nothing."""
     unigram: float | HostCopy | None = None
     """What it would be if the model knew how frequent each class is, and nothing else."""
+    passes: PassesOnTheWay | None = None
+    """What its backward passes were like, where they were looked at."""
     units: UnitReading | None = None
     rank_comparisons: tuple[RankComparison, ...] = ()
 
@@ -108,7 +114,7 @@ class StepInProgress:
         seen = (self.guess, self.unigram)
         numbers = (*self.scalars.values(), *self.lrs.values(), *self.skipped, *seen)
         on_their_way = [each for each in numbers if isinstance(each, HostCopy)]
-        parts = (*self.used, *on_their_way, self.loss, self.units)
+        parts = (*self.used, *on_their_way, *self.doubts, self.loss, self.units, self.passes)
         return all(part is None or part.ready() for part in parts)
 
     @property
@@ -186,6 +192,11 @@ def take_scalars(values: Mapping[str, object]) -> dict[str, float | HostCopy]:
         else:
             raise UsageError(f"{name} must be a single number, got {type(value).__name__}")
     return taken
+
+
+def after_doubts(gradient: str, doubts: Sequence[HostCopy]) -> str:
+    """What a gradient was, once it is known whether it was changed between passes."""
+    return CHANGED_GRADIENT if any(doubt.number() for doubt in doubts) else gradient
 
 
 def arrived(value: float | HostCopy) -> float:

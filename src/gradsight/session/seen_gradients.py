@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import is_accelerator
 from gradsight.core.passes import (
     BackwardPass,
     GradientState,
@@ -14,6 +15,7 @@ from gradsight.core.passes import (
     was_only_added_to,
 )
 from gradsight.core.shards import local_part
+from gradsight.measure.host_copy import HostCopy
 
 
 class ScaledHere(threading.local):
@@ -29,7 +31,10 @@ class SeenGradients:
         self._parameters = parameters
         self.rows: dict[int, GradientState | None] = {}
         """Each with its gradient when it was last looked at."""
-        self._changed: set[int] = set()
+        self._changed: dict[int, bool | Tensor] = {}
+        """Rows that a pass has added to after somebody had edited them, as far as the host knows;
+        else a flag that is on the device still.
+        """
 
     def pass_begins(self, begun: BackwardPass) -> None:
         """Note what was edited since it was looked at, before anything is added to it.
@@ -72,18 +77,19 @@ class SeenGradients:
         parameter = self._parameters[row]
         times = begun.writes.get(id(parameter))
         if times is None:  # there was no gradient before
-            self._changed.discard(row)
+            self._changed.pop(row, None)
         elif seen is None or not was_only_added_to(parameter.grad, seen, times):
-            self._changed.add(row)
+            self._changed[row] = True
 
     def _judge(self, row: int, edited: dict[int, Tensor | None]) -> None:
         """Whether what was written to a row was added to something that had been edited."""
         if row in edited:
             left = edited[row]
-            if left is not None and bool(left):
-                self._changed.add(row)
+            if left is None:
+                self._changed.pop(row, None)  # it was cleared, and begins anew
             else:
-                self._changed.discard(row)  # it was cleared, and begins anew
+                # So it was if it was all zero. Asked on an accelerator that would wait for it.
+                self._changed[row] = left if is_accelerator(left.device) else bool(left)
 
     def _is_as_seen(self, row: int) -> bool:
         return is_same(self._parameters[row].grad, self.rows[row])
@@ -101,9 +107,16 @@ class SeenGradients:
         """Whether there are no others: each of the others was edited since it was seen."""
         return len(rows) == len(self.rows)
 
-    def is_any_changed(self, rows: Iterable[int]) -> bool:
-        """Whether a pass has added to what somebody had edited."""
-        return bool(self._changed) and not self._changed.isdisjoint(rows)
+    def is_any_changed(self, rows: Iterable[int]) -> bool | HostCopy:
+        """Whether a pass has added to what somebody had edited; it may be on its way."""
+        if not self._changed:
+            return False
+        changed = [self._changed.get(row, False) for row in rows]
+        flags = [flag for flag in changed if isinstance(flag, Tensor)]
+        if not flags or any(flag is True for flag in changed):
+            return any(flag is True for flag in changed)
+        there = flags[0].device
+        return HostCopy.of(torch.stack([flag.to(there) for flag in flags]).any().reshape(1))
 
     def forget(self, rows: Sequence[int]) -> None:
         """Their optimizer has stepped."""
@@ -112,7 +125,7 @@ class SeenGradients:
             return
         for row in rows:
             self.rows.pop(row, None)
-        self._changed.difference_update(rows)
+            self._changed.pop(row, None)
 
     def clear(self) -> None:
         """Nothing that was seen counts any more."""

@@ -24,6 +24,7 @@ from gradsight.core.samples import tensors_in
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.first_look import FirstLook
 from gradsight.session.guess import TargetCounts, TargetFrequencies, loss_of_a_guess, target_counts
+from gradsight.session.step_passes import PassesOnTheWay
 from gradsight.values.measured import StepSignals
 
 _GUESSES = 12
@@ -38,12 +39,14 @@ _Noted = tuple[Tensor, float | HostCopy | None, TargetCounts | None]
 
 @dataclass(frozen=True, slots=True)
 class SeenLoss:
-    """The loss of a step, and what it would be if the model knew nothing; on the device still."""
+    """The loss of a step, and what else is on the device still: what it would be by a guess."""
 
     loss: Tensor | None = None
     guess: float | HostCopy | None = None
     unigram: float | HostCopy | None = None
     """What it would be if the model knew the frequencies alone; of one step of a run."""
+    passes: PassesOnTheWay | None = None
+    """What the step's backward passes were like."""
 
 
 def _on_its_way(number: float | Tensor | None) -> float | HostCopy | None:
@@ -142,9 +145,8 @@ class TrainingSignals:
             half=self._half,
             one_batch=self._batches.fixed,
             first=first,
-            passes=passes,
         )
-        return signals, SeenLoss(loss, guess, unigram)
+        return signals, SeenLoss(loss, guess, unigram, passes)
 
     def _uncleared(self) -> bool | None:
         """Whether some optimizer last stepped on gradients that nobody had cleared."""

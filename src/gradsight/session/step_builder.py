@@ -30,6 +30,7 @@ from gradsight.session.readings import (
     GradientReading,
     StepInProgress,
     UsedGradients,
+    after_doubts,
     arrived,
     detail_sums,
     learning_rates,
@@ -221,6 +222,7 @@ class StepBuilder:
         signals: StepSignals,
         seen: SeenLoss,
         rank_comparisons: Sequence[RankComparison],
+        doubts: Sequence[HostCopy] = (),
     ) -> None:
         """The step is made, and on its way."""
         made = self._current
@@ -228,12 +230,14 @@ class StepBuilder:
         made.gradient = gradient
         if self._sees_part and gradient == TRUE_GRADIENT:
             made.gradient = PART_GRADIENT
+        made.doubts = doubts
         made.signals = signals
         made.rank_comparisons = tuple(rank_comparisons)
         if seen.loss is not None:
             made.loss = HostCopy.of(seen.loss.reshape(1).clone())
         made.guess = seen.guess
         made.unigram = seen.unigram
+        made.passes = seen.passes
         if any(used.reading.histograms is not None for used in made.used):
             made.units = self._units.reading()
         self._current = StepInProgress(made.number + 1)
@@ -377,6 +381,7 @@ class StepBuilder:
         loss = step.loss if made.loss is None else made.loss.number()
         guess = None if made.guess is None else arrived(made.guess)
         unigram = None if made.unigram is None else arrived(made.unigram)
+        passes = None if made.passes is None else made.passes.read()
         broken = None
         if norms.counts is not None and not step.skipped:
             broken = self._broken_weights(made)
@@ -386,7 +391,12 @@ class StepBuilder:
             norms=norms if has_norms else None,
             details=details,
             signals=replace(
-                made.signals, loss=loss, guess=guess, unigram=unigram, broken_weights=broken
+                made.signals,
+                loss=loss,
+                guess=guess,
+                unigram=unigram,
+                passes=passes,
+                broken_weights=broken,
             ),
             rank_comparisons=made.rank_comparisons,
         )
@@ -417,7 +427,7 @@ def _step_record(made: StepInProgress, total_norm: float | None) -> Step:
         clip_coef=joint_coefficient([used.clip for used in made.used]),
         scale=_scale(made.used),
         skipped=made.was_skipped,
-        gradient=made.gradient,
+        gradient=after_doubts(made.gradient, made.doubts),
         scalars=scalars | lrs,
     )
 

@@ -1,0 +1,167 @@
+"""What the passes of a step were like, told when all that is known of them has arrived.
+
+`PassWatch` notes passes and what lay between them; whether a gradient was cleared, or what a loss
+was multiplied by, may be known to the device alone by then.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gradsight.core.loss_graph import LossForm
+from gradsight.measure.host_copy import HostCopy
+from gradsight.values.first_step import RepeatedPass, StepPasses
+
+Lines = tuple[str, ...]
+"""The user's lines that a pass was called from, the innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotedPass:
+    """One backward pass of the step under way."""
+
+    lines: Lines
+    form: LossForm
+    there: HostCopy | None = None
+    """The part of its loss's factor that is on a device."""
+    rows: tuple[int, ...] = ()
+    has_calls: bool = False
+    """Whether the model was seen to be called for it: at the first step it is."""
+
+    @property
+    def factor(self) -> float | None:
+        """What its loss was multiplied by; None where that is no number to count on."""
+        factor = self.form.factor * (1.0 if self.there is None else self.there.number())
+        return factor if factor and math.isfinite(factor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class NotedGap:
+    """What became of a pass's gradient before the next pass began."""
+
+    lines: Lines
+    """Of the pass that had left it."""
+    was_zero: HostCopy
+    """Whether it was zero from the beginning."""
+    is_gone: bool | HostCopy
+    is_used: bool
+    """Whether an optimizer had stepped by then."""
+    has_moved: bool | HostCopy
+    """Whether its weight was changed, by an optimizer or by hand; asked where nobody stepped."""
+
+    def is_clearing(self) -> bool:
+        """Whether somebody has cleared it."""
+        return _known(self.is_gone) and not _known(self.was_zero)
+
+    def is_throwing_away(self) -> bool:
+        """Whether that was before it was used."""
+        return not self.is_used and not _known(self.has_moved)
+
+
+@dataclass(frozen=True, slots=True)
+class PassesOnTheWay:
+    """All that was noted of a step; read in the order of the steps."""
+
+    noted: tuple[NotedPass | NotedGap, ...]
+    evaluating: tuple[tuple[str, str], ...]
+    scale: HostCopy | None
+    """A scaler's factor that is in its losses."""
+    cut_by_checkpoint: bool
+    is_last: bool
+    """Whether the next step is not looked at."""
+    history: "PassHistory"
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(copy.ready() for copy in self._copies())
+
+    def read(self) -> StepPasses:
+        """What the step was made of."""
+        return self.history.add(self)
+
+    def _copies(self) -> Iterator[HostCopy]:
+        if self.scale is not None:
+            yield self.scale
+        for each in self.noted:
+            parts: Sequence[object] = ()
+            if isinstance(each, NotedPass):
+                parts = (each.there,)
+            else:
+                parts = (each.was_zero, each.is_gone, each.has_moved)
+            yield from (part for part in parts if isinstance(part, HostCopy))
+
+
+class PassHistory:
+    """What is known of the passes of all steps so far."""
+
+    def __init__(self, takes_as_is: bool) -> None:
+        """`takes_as_is`: the optimizer's steps are as long as the gradient says."""
+        self._takes_as_is = takes_as_is
+        self._thrown: dict[Lines, int] = {}
+        self._used: set[Lines] = set()
+
+    def add(self, step: PassesOnTheWay) -> StepPasses:
+        """What one more step was made of."""
+        passes: list[NotedPass] = []
+        for each in step.noted:
+            if isinstance(each, NotedPass):
+                passes.append(each)
+            elif each.is_clearing():
+                # What was cleared is no part of the step under way.
+                passes.clear()
+                if each.is_throwing_away():
+                    self._thrown[each.lines] = self._thrown.get(each.lines, 0) + 1
+        self._used.update(each.lines for each in passes)
+        scale = 1.0 if step.scale is None else step.scale.number()
+        made = StepPasses(
+            evaluating=step.evaluating,
+            repeated=_repeated(passes, scale),
+            summed=_summed(passes, scale) if self._takes_as_is else None,
+            thrown_away=self._thrown_away(),
+            cut_by_checkpoint=step.cut_by_checkpoint,
+        )
+        if step.is_last:
+            self._thrown.clear()
+        return made
+
+    def _thrown_away(self) -> tuple[int, str | None] | None:
+        thrown = [(count, lines) for lines, count in self._thrown.items() if lines in self._used]
+        count, lines = max(thrown, default=(0, ()))
+        return (count, _first(lines)) if count else None
+
+
+def _repeated(passes: Sequence[NotedPass], scale: float) -> RepeatedPass | None:
+    """The line that ran backward most often, each time with a mean of a batch of its own."""
+    groups: dict[Lines, list[NotedPass]] = {}
+    for each in passes:
+        groups.setdefault(each.lines, []).append(each)
+    lines, alike = max(groups.items(), key=lambda pair: len(pair[1]), default=((), []))
+    if len(alike) < 2 or not lines:
+        return None
+    first = alike[0]
+    factor = first.factor
+    for each in alike:
+        is_mean = each.form.reduction == "mean" and each.form.entries > 1
+        is_same = each.factor == factor and each.rows == first.rows
+        # Several terms of one output are no micro-batches.
+        if not is_mean or not is_same or not each.has_calls:
+            return None
+    return None if factor is None else RepeatedPass(len(alike), factor / scale, _first(lines))
+
+
+def _summed(passes: Sequence[NotedPass], scale: float) -> int | None:
+    """The fewest entries that a loss of the step is a plain sum over; None where one is not."""
+    if not passes or any(each.form.reduction != "sum" for each in passes):
+        return None
+    factors = [each.factor for each in passes]
+    if any(factor is None or abs(factor / scale - 1) > 1e-6 for factor in factors):
+        return None
+    return min(each.form.entries for each in passes)
+
+
+def _known(flag: bool | HostCopy) -> bool:
+    return bool(flag.number()) if isinstance(flag, HostCopy) else flag
+
+
+def _first(lines: Sequence[str]) -> str | None:
+    return lines[0] if lines else None
