@@ -98,6 +98,15 @@ def two_terms(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+def two_on_a_line(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As a discriminator is trained: of what is real, and of what is not."""
+    term = F.cross_entropy
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        (term(model(x), y).backward(), term(model(x + 1), y).backward())
+        optimizer.step()
+
+
 def terms_in_turn(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for x, y in batches(6):
         optimizer.zero_grad()
@@ -120,6 +129,30 @@ def thrown_away(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         F.cross_entropy(model(x), y).backward()
         if number % 2:
             optimizer.step()
+
+
+def cleared_too_early(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in batches(6):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def from_elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients are kept under another name until the optimizer steps."""
+    for x, y in batches(6):
+        F.cross_entropy(model(x), y).backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        optimizer.zero_grad()
+
+        def give(*_: Any, kept: list[Tensor | None] = kept) -> None:
+            for parameter, gradient in zip(model.parameters(), kept, strict=True):
+                parameter.grad = gradient
+
+        handle = optimizer.register_step_pre_hook(give)
+        optimizer.step()
+        handle.remove()
+        optimizer.zero_grad()
 
 
 def warmed_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -163,6 +196,7 @@ FAULTS: dict[str, tuple[str, Callable[[], HealthReport]]] = {
     "not divided": ("GS609", lambda: watched(accumulated(1.0))),
     "a sum": ("GS610", lambda: watched(summed, rate=0.2)),
     "thrown away": ("GS611", lambda: watched(thrown_away)),
+    "cleared too early": ("GS611", lambda: watched(cleared_too_early)),
 }
 HEALTHY: dict[str, Callable[[], HealthReport]] = {
     "plain": lambda: watched(plain),
@@ -170,11 +204,13 @@ HEALTHY: dict[str, Callable[[], HealthReport]] = {
     "divided": lambda: watched(accumulated(0.25)),
     "divided later": lambda: watched(accumulated(1.0, later=0.25)),
     "two terms": lambda: watched(two_terms),
+    "two on a line": lambda: watched(two_on_a_line),
     "terms in turn": lambda: watched(terms_in_turn),
     "a sum with a rate for it": lambda: watched(summed, rate=1e-3),
     "a pass to warm up": lambda: watched(warmed_up),
     "a closure": lambda: watched(with_closure),
     "steps by hand": lambda: watched(by_hand),
+    "gradients from elsewhere": lambda: watched(from_elsewhere),
 }
 
 

@@ -16,14 +16,13 @@ from gradsight.errors import RunError, UsageError
 from gradsight.show.run_report import write_empty_reports, write_reports
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
-from gradsight.show.text import wants_colour
+from gradsight.show.text import WIDTH, wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
 from gradsight.values.health_report import SEVERITIES
 from gradsight.values.texts import for_terminal, on_one_line
 
 FAILED = 3
-_WIDTH = 99
 
 
 @dataclass
@@ -87,7 +86,7 @@ class CheckResult:
                 lines.append(f"{on_one_line(name)}:")
             lines += health_lines(summary.health, colour)
         notes = [for_terminal(note) for note in self.notes()]
-        return [*lines, "", *(line for note in notes for line in textwrap.wrap(note, _WIDTH))]
+        return [*lines, "", *(line for note in notes for line in textwrap.wrap(note, WIDTH))]
 
     def notes(self) -> list[str]:
         """Where the optimizers are, and how the script ended."""

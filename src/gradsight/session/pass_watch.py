@@ -7,6 +7,7 @@ by its first validation. What the device alone knows is noted, and read with the
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,7 +29,13 @@ from gradsight.first_step.checkpoints import CutCheckpoints
 from gradsight.first_step.modes import evaluating_parts
 from gradsight.first_step.recorder import NOTE, SeenPass
 from gradsight.measure.host_copy import HostCopy, loss_scale
-from gradsight.session.step_passes import NotedGap, NotedPass, PassesOnTheWay, PassHistory
+from gradsight.session.step_passes import (
+    Lines,
+    NotedGap,
+    NotedPass,
+    PassesOnTheWay,
+    PassHistory,
+)
 
 _FIRST = 4
 _AGAIN = 25
@@ -61,6 +68,8 @@ class PassWatch:
         self._scale: HostCopy | None = None
         self._left: _Left | None = None
         self._is_used = False
+        self._is_missed = False
+        """Whether an optimizer steps without the gradient that was left for it."""
         self._inside_step = False
         self._threads: set[int] = set()
         self._checkpoints = CutCheckpoints(guard)
@@ -79,6 +88,7 @@ class PassWatch:
 
     def take(self) -> PassesOnTheWay | None:
         """What the step that has just ended was made of; None where nobody looked."""
+        self._note_missed()
         if not self._looks():
             self._steps += 1
             return None
@@ -116,7 +126,8 @@ class PassWatch:
             return
         form = form_of(roots[0])
         there = None if form.there is None else HostCopy.of(form.there.reshape(1))
-        begun.notes[self] = NotedPass(_lines(), form, there)
+        lines, places = _called_from()
+        begun.notes[self] = NotedPass(lines, places, form, there)
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """There are gradients, which can be read before it writes; nobody tells where none are."""
@@ -162,13 +173,27 @@ class PassWatch:
         """The gradients were used, even where the step is left out."""
         self._is_used = True
 
-    def _step_begins(self, *_: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        left = self._left
+        if left is not None and not self._is_used and self._looks():
+            self._is_missed = left.is_missed_by(optimizer)
         self._inside_step = True
         self._is_used = True
 
     def _step_ends(self, *_: Any) -> None:
+        self._note_missed()
         self._inside_step = False
         self._is_used = True
+
+    def _note_missed(self) -> None:
+        """Its weight tells whether the optimizer had the gradient from elsewhere."""
+        left = self._left
+        if left is None or not self._is_missed:
+            return
+        self._is_missed = False
+        self._left = None
+        gap = NotedGap(left.lines, left.was_zero, True, False, left.has_moved(), is_missed=True)
+        self._noted.append(gap)
 
 
 class _Left:
@@ -202,6 +227,15 @@ class _Left:
             return False
         return True if parameter.grad is None else _is_zero(parameter.grad)
 
+    def is_missed_by(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is about to step with its weight, and finds no gradient."""
+        parameter = self._parameter()
+        if parameter is None or parameter.grad is not None:
+            return False
+        return any(
+            each is parameter for group in optimizer.param_groups for each in group["params"]
+        )
+
     def has_moved(self) -> bool | HostCopy:
         """Whether its weight was changed, by an optimizer or by hand."""
         parameter = self._parameter()
@@ -215,10 +249,8 @@ def _is_zero(gradient: Tensor) -> HostCopy:
     return HostCopy.of((gradient.detach() == 0).all().reshape(1))
 
 
-def _lines() -> tuple[str, ...]:
-    lines: list[str] = []
-    for frame in users_frames():
-        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        if len(lines) == _FRAMES:
-            break
-    return tuple(lines)
+def _called_from() -> tuple[Lines, tuple[int, ...]]:
+    """The user's lines of this call, and the places within them: one line may hold two calls."""
+    frames = list(islice(users_frames(), _FRAMES))
+    lines = tuple(f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames)
+    return lines, tuple(frame.f_lasti for frame in frames)

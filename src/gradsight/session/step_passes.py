@@ -21,6 +21,8 @@ class NotedPass:
     """One backward pass of the step under way."""
 
     lines: Lines
+    places: tuple[int, ...]
+    """Where in these lines."""
     form: LossForm
     there: HostCopy | None = None
     """The part of its loss's factor that is on a device."""
@@ -48,6 +50,8 @@ class NotedGap:
     """Whether an optimizer had stepped by then."""
     has_moved: bool | HostCopy
     """Whether its weight was changed, by an optimizer or by hand; asked where nobody stepped."""
+    is_missed: bool = False
+    """Whether an optimizer then stepped with its weight, and found no gradient."""
 
     def is_clearing(self) -> bool:
         """Whether somebody has cleared it."""
@@ -111,6 +115,8 @@ class PassHistory:
                 passes.clear()
                 if each.is_throwing_away():
                     self._thrown[each.lines] = self._thrown.get(each.lines, 0) + 1
+                if each.is_missed:
+                    self._used.add(each.lines)  # meant to be: a pass to warm up is not
         self._used.update(each.lines for each in passes)
         scale = 1.0 if step.scale is None else step.scale.number()
         made = StepPasses(
@@ -132,11 +138,11 @@ class PassHistory:
 
 def _repeated(passes: Sequence[NotedPass], scale: float) -> RepeatedPass | None:
     """The line that ran backward most often, each time with a mean of a batch of its own."""
-    groups: dict[Lines, list[NotedPass]] = {}
+    groups: dict[tuple[Lines, tuple[int, ...]], list[NotedPass]] = {}
     for each in passes:
-        groups.setdefault(each.lines, []).append(each)
-    lines, alike = max(groups.items(), key=lambda pair: len(pair[1]), default=((), []))
-    if len(alike) < 2 or not lines:
+        groups.setdefault((each.lines, each.places), []).append(each)
+    alike = max(groups.values(), key=len, default=[])
+    if len(alike) < 2 or not alike[0].lines:
         return None
     first = alike[0]
     factor = first.factor
@@ -146,7 +152,7 @@ def _repeated(passes: Sequence[NotedPass], scale: float) -> RepeatedPass | None:
         # Several terms of one output are no micro-batches.
         if not is_mean or not is_same or not each.has_calls:
             return None
-    return None if factor is None else RepeatedPass(len(alike), factor / scale, _first(lines))
+    return None if factor is None else RepeatedPass(len(alike), factor / scale, _first(first.lines))
 
 
 def _summed(passes: Sequence[NotedPass], scale: float) -> int | None:

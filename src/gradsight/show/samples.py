@@ -9,13 +9,12 @@ from rich.cells import cell_len
 
 from gradsight.show.figures import bar, figure, trend
 from gradsight.show.influence import UNSETTLED, Domain, Influence
-from gradsight.show.text import BOLD, GREEN, RED, shortened, tinted
+from gradsight.show.text import BOLD, GREEN, RED, WIDTH, shortened, tinted
 from gradsight.values.plain import listed
 from gradsight.values.texts import for_markdown, in_a_column, in_code
 
 TextOf = Callable[[str], str | None]
 """A sample's text by its id; None where that is not known."""
-_WIDTH = 79
 _MOST_DOMAINS = 30
 _MOST_TARGETS = 30
 _OFTEN = 3
@@ -168,7 +167,7 @@ def _sample_table(influence: Influence, places: Sequence[int], text_of: TextOf) 
     rows = [_sample(influence, place, text_of) for place in places]
     id_width = _column_width([row.sample_id for row in rows], 18)
     domain_width = _column_width([row.domain for row in rows], 18)
-    room = _WIDTH - 24 - id_width - domain_width
+    room = WIDTH - 24 - id_width - domain_width
     title = f"  {'score':>9}  {'seen':>5}  {'sample':<{id_width}}  {'domain':<{domain_width}}"
     if any(row.text is not None for row in rows):
         title += "  text"

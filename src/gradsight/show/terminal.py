@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterable
 
-from gradsight.show.text import BOLD, GREEN, RED, YELLOW, tinted
+from gradsight.show.text import BOLD, GREEN, RED, WIDTH, YELLOW, tinted
 from gradsight.values.causes import groups
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SIGNS, HealthReport, headline
@@ -11,7 +11,6 @@ from gradsight.values.plain import listed
 from gradsight.values.texts import cleaned, for_terminal, on_one_line
 from gradsight.values.wording import diagnosis_lines
 
-_WIDTH = 79
 _MOST_NAMES = 4
 _MOST_FINDINGS = 200
 _COLOURS = {"healthy": GREEN, "warning": YELLOW, "critical": RED}
@@ -63,7 +62,7 @@ def _cause(finding: Finding) -> list[str]:
     lines = []
     if finding.diagnosis is not None:
         label = "cause: "
-        first, *rest = diagnosis_lines(finding.diagnosis, _WIDTH - 10)
+        first, *rest = diagnosis_lines(finding.diagnosis, WIDTH - 10)
         lines.append(f"   {label}{first}")
         lines += [f"   {' ' * len(label)}{line}" for line in rest]
     if finding.incident is not None:
@@ -74,7 +73,7 @@ def _cause(finding: Finding) -> list[str]:
 def _wrapped(text: str, label: str = "") -> list[str]:
     return textwrap.wrap(
         text,
-        _WIDTH,
+        WIDTH,
         initial_indent=f"   {label}",
         subsequent_indent="   " + " " * len(label),
         break_on_hyphens=False,

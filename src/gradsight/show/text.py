@@ -15,6 +15,9 @@ GREEN = "32"
 RED = "31"
 YELLOW = "33"
 
+WIDTH = 79
+"""Columns of a line: with 80 some terminals break it."""
+
 SCHEMA = 1
 """Of what `--json` prints; higher when a field's meaning changes, not when one is added."""
 

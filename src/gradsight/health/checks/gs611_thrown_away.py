@@ -13,8 +13,8 @@ from gradsight.health.window import Window
     asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
     advice=Advice(
         recommendation=(
-            "Gradients are cleared before any optimizer has used them, so part of the data is "
-            "not learned from: clear where the optimizer steps, and nowhere else."
+            "Gradients are cleared before any optimizer has used them, so their data is not "
+            "learned from: clear after the optimizer has stepped, and nowhere else."
         ),
         fix="""
 for number, (inputs, targets) in enumerate(loader):
@@ -36,4 +36,4 @@ def thrown_away(window: Window) -> Iterator[Fact]:
         return
     times, place = passes.thrown_away
     where = f" at {place}" if place else ""
-    yield Fact(f"backward{where}: {times} of its passes were cleared before any optimizer stepped")
+    yield Fact(f"passes cleared before any optimizer had used them: {times}, of backward{where}")
