@@ -154,6 +154,22 @@ def stuck_at(level: float) -> Callable[[int], float]:
     return lambda number: level + 3.5 * 0.7**number
 
 
+MASKED = FirstStep(labels=(CountedLabels("cross_entropy", labels=100, counted=15),))
+
+
+def stuck_steps(first: FirstStep | None = None) -> Steps:
+    """Steps whose loss stays where the targets' frequencies are."""
+    for step in looked(ratio=1e-2, loss=stuck_at(3.0), count=140, unigram=3.0):
+        if step.step.step == 0 and first is not None:
+            step = replace(step, signals=replace(step.signals, first=first))
+        yield step
+
+
+def test_masked_words_may_stay_where_frequencies_are() -> None:
+    assert "GS206" in run(stuck_steps())
+    assert "GS206" not in run(stuck_steps(MASKED))
+
+
 def rated(rate: Callable[[int], float], count: int = 100) -> Steps:
     return (observed(number, jittered(number), lr=rate(number)) for number in range(count))
 

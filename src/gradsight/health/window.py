@@ -173,6 +173,8 @@ class Window:
     """Whether reentrant checkpointing was given inputs that need no gradient."""
     unlabelled: bool = False
     """Whether the first step had no label that counts."""
+    masked: bool = False
+    """Whether most labels of the first step do not count, as where masked words are learned."""
     not_judged: tuple[tuple[str, str], ...] = ()
     """Codes that the first step could not be judged by, each with the reason."""
     signals: set[str] = field(default_factory=set)
@@ -298,7 +300,9 @@ class Window:
             self.signals.add("first step")
             self.not_judged = signals.first.left_out
             labels = signals.first.labels
-            self.unlabelled = bool(labels) and not any(each.counted for each in labels)
+            counted = sum(each.counted for each in labels)
+            self.unlabelled = bool(labels) and not counted
+            self.masked = 2 * counted < sum(each.labels for each in labels)
         if signals.passes is not None:
             self.signals.add("passes")
             self.cut_by_checkpoint |= signals.passes.cut_by_checkpoint

@@ -50,6 +50,9 @@ def stays(
     level = window.unigram
     if level is None or level <= 0 or len(window.losses) < 2 * steps or window.step.skipped:
         return
+    # A model of masked words stays there for long, and then leaves at once.
+    if window.masked:
+        return
     # Where the first loss is that of the frequencies already, nothing can be told from it.
     if np.median(window.first_losses[:3]) < 1.08 * level:
         return
