@@ -102,6 +102,21 @@ def albert_with_a_mask() -> Step:
     return model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
+def swin() -> Step:
+    """Layers inside of stages."""
+    config = hf.SwinConfig(
+        image_size=16,
+        patch_size=2,
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 2],
+        window_size=4,
+        num_labels=3,
+    )
+    batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(0, 3, (4,))}
+    return hf.SwinForImageClassification(config), batch
+
+
 DEEPSEEK = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,

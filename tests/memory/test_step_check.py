@@ -47,6 +47,12 @@ class GlobalGenerator(Plain):
 
 
 class Numpy(Plain):
+    """Has a generator of its own as well, which is innocent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.random.rand(*x.shape)).float()
 
@@ -73,6 +79,21 @@ class Counting(Plain):
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return torch.full_like(x, 1.0 / self.calls)
+
+
+class Remembering(Plain):
+    """Keeps state in containers, and in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {"sums": [], "mean": np.zeros(1)}
+        self.total = torch.zeros(WIDTH)
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["sums"].append(1)
+        self.seen["mean"] += 1
+        self.total.add_(1)
+        return self.total * len(self.seen["sums"])
 
 
 class Normed(Plain):
@@ -121,6 +142,7 @@ GUILTY = (
     (Unseeded, ""),
     (PythonsRandom, "Python's random randomness"),
     (Counting, "state that its forward changes"),
+    (Remembering, "state that its forward changes"),
     (Normed, "BatchNorm statistics: 3.norm"),
     (Branching, "runs other operations the second time"),
 )
@@ -159,6 +181,8 @@ def state_of(model: nn.Module) -> list[Any]:
         [id(tensor) for tensor in tensors],
         [module.training for module in model.modules()],
         [getattr(module, "calls", None) for module in model.modules()],
+        [str(getattr(module, "seen", None)) for module in model.modules()],
+        [str(getattr(module, "total", None)) for module in model.modules()],
         as_bytes(torch.get_rng_state()),
         as_bytes(np.random.get_state()),
         as_bytes(random.getstate()),

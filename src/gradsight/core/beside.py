@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from gradsight.core.autocast import autocast_as
 from gradsight.core.calls import RecordedCall, is_suspended, suspended
 from gradsight.core.guard import lock
+from gradsight.core.held_contents import contents_kept
 from gradsight.core.parameters import clean_name
 from gradsight.core.random_state import randomness_kept, set_torch_states
 from gradsight.core.shards import local_part
@@ -87,6 +88,7 @@ def step_beside_training(root: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
         stack.enter_context(_modules_kept(root))
+        stack.enter_context(contents_kept(root))
         stack.enter_context(_parameters_kept(root))
         stack.enter_context(_values_kept(parameters))
         stack.enter_context(_gradients_kept(parameters))

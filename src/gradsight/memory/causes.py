@@ -153,14 +153,18 @@ def own_generator(evidence: Evidence) -> str | None:
         for name, source in random_sources(evidence.model).items()
         if name in evidence.differences.random
     }
-    for name, source in (moved or _sources_near(evidence)).items():
-        kind = f"{type(source).__module__.split('.')[0]}.{type(source).__name__}"
-        return (
-            f"own generator: {name} is a {kind}, and only torch's own generator is set back for "
-            "recomputation. Draw from that one, or draw outside the checkpointed block and pass "
-            "the result in"
-        )
+    for name, source in moved.items():
+        return _words_on_own(name, source)
     return None
+
+
+def _words_on_own(name: str, source: RandomSource) -> str:
+    kind = f"{type(source).__module__.split('.')[0]}.{type(source).__name__}"
+    return (
+        f"own generator: {name} is a {kind}, and only torch's own generator is set back for "
+        "recomputation. Draw from that one, or draw outside the checkpointed block and pass "
+        "the result in"
+    )
 
 
 @cause
@@ -177,6 +181,14 @@ def numpy_randomness(evidence: Evidence) -> str | None:
 
 
 @cause
+def generator_in_the_code(evidence: Evidence) -> str | None:
+    """No generator that was looked at moved, but the code near the difference has another one."""
+    for name, source in _sources_near(evidence).items():
+        return _words_on_own(name, source)
+    return None
+
+
+@cause
 def not_reproducible(evidence: Evidence) -> str | None:
     """The plain step is another one each time, so nothing can be said about checkpointing."""
     if evidence.reproducible:
@@ -188,13 +200,15 @@ def not_reproducible(evidence: Evidence) -> str | None:
 
 
 def _sources_near(evidence: Evidence) -> dict[str, RandomSource]:
-    """Generators in the attributes and the code of the guilty module; none where none is known."""
+    """Generators that the guilty module's code reaches; those it holds were looked at already."""
     if evidence.guilty is None:
         return {}
-    if evidence.guilty == "":  # the model itself was named as a block
-        return random_sources(evidence.model)
     module = evidence.model.get_submodule(evidence.guilty)
-    sources = {
-        f"{evidence.guilty}.{name}": source for name, source in random_sources(module).items()
-    }
-    return sources | sources_in_code(type(module).forward)
+    found = sources_in_code(type(module).forward)
+    if not evidence.error:
+        return found
+    # Where the step raised there was nothing to compare.
+    held = random_sources(module)
+    return {
+        f"{evidence.guilty}.{name}".lstrip("."): source for name, source in held.items()
+    } | found

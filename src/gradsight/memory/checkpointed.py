@@ -31,6 +31,7 @@ class CheckpointedForward:
         self.owners = owners
         """The block and what it lies in, as far as Hugging Face's own checkpointing has a flag."""
         self.replaced = self.module.__dict__.get("forward")
+        self._looked_for_writes = False
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that the block had."""
@@ -77,7 +78,14 @@ class CheckpointedForward:
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward:
                 given.refuse_writes_since()
-            return run(*leaves)
+                return run(*leaves)
+            if self._looked_for_writes:
+                return run(*leaves)
+            # Once is enough for what is in the code, and a look at every operator takes time.
+            with given.looking_for_writes():
+                out = run(*leaves)
+            self._looked_for_writes = True
+            return out
 
         out = self._checkpointed(watched, leaves)
         given.refuse_writes_inside(run, leaves)

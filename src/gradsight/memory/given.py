@@ -1,56 +1,87 @@
 # mypy: allow-untyped-calls
 """What a checkpointed block was given: it must still be the same when the block is run again.
 
-A block that writes to what it was given would be recomputed from something else, and so would one
-whose inputs or parameters somebody changes before backward. Torch has an error for some of these,
-which names no module, and for others nothing.
+A block that writes to what it was given, or to its parameters, would be recomputed from something
+else, and so would one whose inputs or parameters somebody changes before backward. Torch has an
+error for some of these, which names no module, and for others nothing.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedParameter
 
-from gradsight.core.random_state import randomness_kept
 from gradsight.core.samples import tensors_in
-from gradsight.core.source import working_line
 from gradsight.errors import GradsightError
-from gradsight.memory.storages import storages, version_of, written_tensors
+from gradsight.memory.contents import checksum
+from gradsight.memory.storages import version_of
+from gradsight.memory.write_finder import WriteFinder, line_of_write
 
 
 class WrittenInPlace(GradsightError):
     """A block cannot be recomputed, because what it was given is written to."""
 
 
+@dataclass(frozen=True, slots=True)
+class GivenTensor:
+    """A tensor as it was when the block was called."""
+
+    tensor: torch.Tensor
+    writes: int | None
+    """Torch's count of writes."""
+    checksum: Any = None
+    """Of its contents; None where they are not looked at, or cannot be."""
+
+    def is_changed(self) -> bool:
+        """Whether somebody wrote to it since."""
+        if version_of(self.tensor) != self.writes:
+            return True
+        return self.checksum is not None and checksum(self.tensor) != self.checksum
+
+
 class GivenTensors:
-    """The arguments and parameters of one call of a block, with their counts of writes."""
+    """The arguments and parameters of one call of a block, as they were before it."""
 
     def __init__(self, block: str, module: nn.Module, arguments: Sequence[Any]) -> None:
         self._block = f"the block {block!r} ({type(module).__name__})"
-        self._arguments = _counted(tensors_in(*arguments))
+        tensors = tensors_in(*arguments)
+        self._arguments = [GivenTensor(each, version_of(each), checksum(each)) for each in tensors]
         self._parameters = _counted(module.parameters())
         self._module = module
 
+    @contextmanager
+    def looking_for_writes(self) -> Iterator[None]:
+        """Look at every operator of the block's run: `.data` is no secret then, on any device."""
+        arguments = [given.tensor for given in self._arguments]
+        parameters = [given.tensor for given in self._parameters]
+        if any(isinstance(tensor, FakeTensor) for tensor in (*arguments, *parameters)):
+            yield  # a prediction: there are no values that could be wrong
+            return
+        to_arguments = WriteFinder(arguments)
+        # Gemma 3n clamps coefficients in forward, which changes nothing the second time.
+        to_parameters = WriteFinder(parameters, by_value=True)
+        with to_arguments, to_parameters:
+            yield
+        if to_arguments.found:
+            raise self._write_to_arguments(to_arguments.line)
+        if to_parameters.found:
+            raise self._write_to_parameters(to_parameters.line)
+
     def refuse_writes_inside(self, run: Callable[..., Any], leaves: Sequence[Any]) -> None:
         """The block has returned: refuse it if it wrote to its arguments."""
-        if not _written(self._arguments):
-            # What a block does to its own parameters in forward is its own affair.
-            self._parameters = _counted(tensor for tensor, _ in self._parameters)
-            return
-        raise WrittenInPlace(
-            f"{self._block} writes in place to what it is given{_line_of_write(run, leaves)}: when "
-            "it is recomputed in backward, its input is gone. Write to a result of its own (for "
-            "example x = x + y instead of x += y, or ReLU(inplace=False)), or leave the block out "
-            "with blocks=[...]"
-        )
+        if _changed(self._arguments):
+            raise self._write_to_arguments(line_of_write(run, leaves))
+        self._parameters = _counted(self._module.parameters())
 
     def watch(self, out: Any) -> None:
         """Look again when backward reaches the block's results, just before it is recomputed."""
-        given = {id(tensor) for tensor, _ in self._arguments}
+        given = {id(each.tensor) for each in self._arguments}
         looking = _Look(self)
         for tensor in tensors_in(out):
             if tensor.requires_grad and id(tensor) not in given:
@@ -58,21 +89,38 @@ class GivenTensors:
 
     def refuse_writes_since(self) -> None:
         """Refuse to recompute the block from tensors that were written to after it returned."""
-        if changed := _written(self._arguments):
+        if changed := _changed(self._arguments):
             shape = tuple(changed[0].shape)
             raise WrittenInPlace(
                 f"a tensor of shape {shape} that {self._block} was given was written to after the "
                 "block had returned, and before backward: the block cannot be recomputed from it. "
                 "Give the block a copy (clone()), or write mask = mask + 1 instead of mask += 1"
             )
-        if changed := _written(self._parameters):
-            names = {id(tensor): name for name, tensor in self._module.named_parameters()}
-            name = names.get(id(changed[0]), "")
+        if changed := _changed(self._parameters):
             raise WrittenInPlace(
-                f"the parameter {name!r} of {self._block} was written to between its forward and "
-                "its backward, for example by optimizer.step(): the block would be recomputed with "
-                "other weights. Run backward first"
+                f"the parameter {self._name_of(changed[0])!r} of {self._block} was written to "
+                "between its forward and its backward, for example by optimizer.step(): the block "
+                "would be recomputed with other weights. Run backward first"
             )
+
+    def _write_to_arguments(self, line: str | None) -> WrittenInPlace:
+        place = line or "past torch, which knows no line of it: look for numpy"
+        return WrittenInPlace(
+            f"{self._block} writes in place to what it is given ({place}): when it is recomputed "
+            "in backward, its input is gone. Write to a result of its own (for example x = x + y "
+            "instead of x += y, or ReLU(inplace=False)), or leave the block out with blocks=[...]"
+        )
+
+    def _write_to_parameters(self, line: str | None) -> WrittenInPlace:
+        return WrittenInPlace(
+            f"{self._block} writes other values to its own parameters ({line}): recomputed in "
+            "backward it would write a second time, and run with other weights. Write to them "
+            "outside of forward, or leave the block out with blocks=[...]"
+        )
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        names = {id(tensor): name for name, tensor in self._module.named_parameters()}
+        return names.get(id(parameter), "")
 
 
 class _Look:
@@ -87,40 +135,14 @@ class _Look:
             given.refuse_writes_since()
 
 
-def _counted(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> list[Any]:
-    return [(tensor, version_of(tensor)) for tensor in tensors]
+def _counted(parameters: Iterable[nn.Parameter]) -> list[GivenTensor]:
+    """Parameters with their counts; their contents are too much to be read in every step."""
+    return [
+        GivenTensor(parameter, version_of(parameter))
+        for parameter in parameters
+        if not isinstance(parameter, UninitializedParameter)  # filled by the first call
+    ]
 
 
-def _written(counted: list[Any]) -> list[torch.Tensor]:
-    """The tensors that were written to since they were counted."""
-    return [tensor for tensor, count in counted if version_of(tensor) != count]
-
-
-def _line_of_write(run: Callable[..., Any], leaves: Sequence[Any]) -> str:
-    """The line that writes to an argument, found by running the block again on copies."""
-    copies = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), list(leaves))
-    finder = _WriteFinder(tensors_in(copies))
-    try:
-        with torch.no_grad(), randomness_kept(), finder:
-            run(*copies)
-    except Exception:
-        pass  # the line is an extra: what is refused stays refused
-    return "" if finder.line is None else f" ({finder.line})"
-
-
-class _WriteFinder(TorchDispatchMode):
-    """Finds the first line that writes to one of these tensors."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.line: str | None = None
-        self._watched = {storage._cdata for tensor in tensors for storage in storages(tensor)}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in written_tensors(func, args, kwargs):
-            if self.line is None and any(s._cdata in self._watched for s in storages(tensor)):
-                self.line = working_line()
-        return func(*args, **kwargs)
+def _changed(given: Iterable[GivenTensor]) -> list[torch.Tensor]:
+    return [each.tensor for each in given if each.is_changed()]

@@ -19,7 +19,7 @@ from gradsight.memory.policy import Mode
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
