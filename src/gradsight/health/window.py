@@ -11,6 +11,8 @@ import numpy as np
 
 from gradsight.health.bad_steps import scaler_settles
 from gradsight.health.baseline import Baseline, logarithms
+from gradsight.health.expert_life import ExpertLife
+from gradsight.values.experts import ExpertGroup
 from gradsight.values.measured import (
     Details,
     Flags,
@@ -71,6 +73,8 @@ class Subject:
     """Whether every optimizer divides the gradient's size away, as Adam does."""
     memberships: list[int] | None = None
     """How often an optimizer was given the parameter; None where no optimizer is known."""
+    experts: tuple[ExpertGroup, ...] = ()
+    """Experts that stand side by side."""
 
     @property
     def matrices(self) -> list[int]:
@@ -124,6 +128,8 @@ class Window:
     """Loss scale, and whether the step was left out."""
     details: deque[Details] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     details_taken: int = 0
+    experts: dict[str, ExpertLife] = field(default_factory=dict)
+    """By group of experts: which of them got a gradient at the last looks."""
     start_rms: Floats = field(default_factory=lambda: np.zeros(0))
     """The weights' root mean squares at the first closer look."""
     peaks: Floats | None = None
@@ -342,6 +348,8 @@ class Window:
         self.details_taken += 1
         self.ever_updated |= bool((ratios > 0).any())
         self.details.append(details)
+        for name, norms in details.experts.items():
+            self.experts.setdefault(name, ExpertLife()).take(details.step, norms)
 
     def block_norms(self) -> Floats:
         """The norm over the matrices of every block, now."""

@@ -26,6 +26,7 @@ from gradsight.measure.norms import NormReading, recount, what_weights_are
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
 from gradsight.measure.update import LeftWeights, UpdateReading
+from gradsight.session.expert_looks import ExpertLooks
 from gradsight.session.readings import (
     GradientReading,
     StepInProgress,
@@ -37,6 +38,7 @@ from gradsight.session.readings import (
     skipped_by,
 )
 from gradsight.session.signals import SeenLoss
+from gradsight.values.experts import ExpertGroup
 from gradsight.values.measured import (
     BrokenWeights,
     Floats,
@@ -62,6 +64,8 @@ class MeasuringPlan:
     """Details for the judge alone, beside those of the histograms' schedule."""
     unit_rows: tuple[int, ...] = ()
     """Weights whose dead units are counted."""
+    experts: tuple[ExpertGroup, ...] = ()
+    """Experts whose norms are taken one by one."""
     on_every_rank: bool = False
     """Whether ranks look at their gradients also where rank 0's are the same."""
     every_step: bool = False
@@ -108,6 +112,7 @@ class StepBuilder:
         # Replicated gradients are whole on every rank; of sharded ones this rank has its part.
         self._sees_part = spread and group.incomplete is not None
         self._units = UnitLife(plan.unit_rows)
+        self._experts = ExpertLooks(plan.experts, self._parameters, self._left_out)
         self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
         self._left: dict[tuple[int, ...], LeftWeights] = {}
         self._queue: deque[StepInProgress] = deque()
@@ -137,6 +142,7 @@ class StepBuilder:
         if wants_details:
             reading.histograms = HistogramReading(gradients, offset=self.step)
             self._units.look(self.step, rows, gradients)
+            reading.experts = self._experts.look(rows, gradients)
         # A later look of the same step replaces this one: the last before the update is the truth.
         for row in rows:
             self._readings[row] = reading
@@ -337,7 +343,7 @@ class StepBuilder:
             return []
         size = len(self._parameters)
         rows, norms = norms_of(made, size)
-        sums = detail_sums(made, size)
+        sums = self._sums(made)
         if self._group is None:
             return [self._finished(made, rows, norms, sums)]
         # One merge at a time: the one before is finished first, so that steps stay in order.
@@ -345,10 +351,20 @@ class StepBuilder:
         tables = self._group.start_gather(rank_table(norms, rows, size, self._left_out))
         details = None
         if sums is not None:
-            sums[self._left_out] = 0
             details = self._group.start_sum(sums)
         self._merge = _Merge(made, tables, details)
         return landed
+
+    def _sums(self, made: StepInProgress) -> Floats | None:
+        """All that this rank saw at a closer look, in one row of numbers; None without one."""
+        size = len(self._parameters)
+        sums = detail_sums(made, size)
+        if sums is None:
+            return None
+        if self._group is not None:
+            sums[self._left_out] = 0
+        # In one row, so that it is one message to the other ranks.
+        return np.concatenate([sums.ravel(), self._experts.sums(made)])
 
     def _land(self) -> list[MeasuredStep]:
         """Finish the merge under way."""
@@ -373,7 +389,10 @@ class StepBuilder:
             recorded = self._plan.histograms.due(made.number)
             names = self._names if recorded else None
             dead_shares = {} if made.units is None else made.units.read()
-            details = details_in(sums, rows, dead_shares, made.number, names)
+            end = len(sums) - self._experts.width
+            table = sums[:end].reshape(len(self._parameters), -1)
+            details = details_in(table, rows, dead_shares, made.number, names)
+            details = replace(details, experts=self._experts.norms(sums[end:], rows, norms))
         loss = step.loss if made.loss is None else made.loss.number()
         guess = None if made.guess is None else arrived(made.guess)
         unigram = None if made.unigram is None else arrived(made.unigram)

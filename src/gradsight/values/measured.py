@@ -55,6 +55,8 @@ class Details:
     """Whether the record gets it; else it was taken for the judge alone."""
     histograms: tuple[Histogram, ...] = ()
     """Of every gradient and, last, of all together, where they are recorded."""
+    experts: Mapping[str, Floats] = field(default_factory=dict)
+    """By group of experts: the norm of each one's gradient, 0 where it has none."""
     share_within_a_tenth: float | None = None
     """The share of all gradient entries within +-0.1, where histograms are recorded."""
 
