@@ -83,9 +83,9 @@ def seeded() -> None:
 def test_dead_experts_of_a_tensor_are_named() -> None:
     mixture = Mixture(8)
     mixture.hidden = [2, 5]
-    finding = watched(mixture, 34)["GS207"]
+    finding = watched(mixture, 60)["GS207"]
     assert finding.parameters == ("1.up", "1.down")
-    assert "1.up: 2 of 8 experts (2, 5) had no gradient at any look since step 0" in finding.evidence
+    assert "1.up: 2 of 8 experts (2, 5) had no gradient since step 0" in finding.evidence
     assert finding.severity == "warning"
 
 
@@ -105,8 +105,8 @@ def test_an_expert_that_dies_later_is_told_since_when() -> None:
     def change(step: int) -> None:
         mixture.hidden = [1] if step > 40 else []
 
-    finding = watched(mixture, 202, change=change)["GS207"]
-    assert finding.first_step == 50
+    finding = watched(mixture, 100, change=change)["GS207"]
+    assert finding.first_step == 41
 
 
 @pytest.mark.parametrize("mixture", [lambda: Mixture(8, 2), lambda: ListOfExperts(4)])
@@ -127,7 +127,7 @@ def test_starved_experts_are_named() -> None:
     mixture = Mixture(4, chosen=4)
     mixture.factor[2] = 1e-4
     found = watched(mixture, 260)
-    assert found["GS208"].evidence.startswith("1.up: 1 of 4 experts (2) had a gradient at 100%")
+    assert found["GS208"].evidence.startswith("1.up: 1 of 4 experts (2) had a gradient at 100% of")
     assert "GS207" not in found
 
 
@@ -137,7 +137,7 @@ def test_uneven_loads_are_ordinary() -> None:
     assert watched(mixture, 260) == {}
 
 
-def life_of(looks: list[list[float]], every: int = 10) -> ExpertLife:
+def life_of(looks: list[list[float]], every: int = 1) -> ExpertLife:
     life = ExpertLife()
     for number, norms in enumerate(looks):
         life.take(number * every, np.array(norms))
@@ -145,11 +145,11 @@ def life_of(looks: list[list[float]], every: int = 10) -> ExpertLife:
 
 
 def test_absence_has_to_be_longer_than_chance_allows() -> None:
-    always = [[1.0, 1.0, 0.0]] * 8
-    assert life_of(always).dead(30, 1e-3).tolist() == [False, False, True]
-    assert life_of(always, every=1).dead(30, 1e-3).tolist() == [False] * 3
-    seldom = [[1.0, float(number % 2), 0.0] for number in range(8)]
-    assert not life_of(seldom).dead(30, 1e-3).any()
+    always = [[1.0, 1.0, 0.0]] * 30
+    assert life_of(always).dead(30, 0.01).tolist() == [False, False, True]
+    assert life_of(always[1:]).dead(30, 0.01).tolist() == [False] * 3
+    seldom = [[1.0, float(number % 4 == 0), 0.0] for number in range(30)]
+    assert not life_of(seldom).dead(30, 0.01).any()
 
 
 def test_a_step_that_leaves_the_group_out_says_nothing() -> None:

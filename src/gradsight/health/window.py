@@ -129,7 +129,7 @@ class Window:
     details: deque[Details] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     details_taken: int = 0
     experts: dict[str, ExpertLife] = field(default_factory=dict)
-    """By group of experts: which of them got a gradient at the last looks."""
+    """By group of experts: which of them got a gradient lately."""
     start_rms: Floats = field(default_factory=lambda: np.zeros(0))
     """The weights' root mean squares at the first closer look."""
     peaks: Floats | None = None
@@ -221,6 +221,8 @@ class Window:
         self._take_norms()
         self._take_scaling()
         self._take_signals()
+        for name, norms in measured.experts.items():
+            self.experts.setdefault(name, ExpertLife()).take(self.step.step, norms)
         if measured.details is not None:
             self._take_details(measured.details)
 
@@ -348,8 +350,6 @@ class Window:
         self.details_taken += 1
         self.ever_updated |= bool((ratios > 0).any())
         self.details.append(details)
-        for name, norms in details.experts.items():
-            self.experts.setdefault(name, ExpertLife()).take(details.step, norms)
 
     def block_norms(self) -> Floats:
         """The norm over the matrices of every block, now."""

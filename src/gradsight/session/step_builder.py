@@ -142,6 +142,8 @@ class StepBuilder:
         if wants_details:
             reading.histograms = HistogramReading(gradients, offset=self.step)
             self._units.look(self.step, rows, gradients)
+        # What sharded ranks have seen goes over the wire, so not on every step.
+        if wants_details or (self._measures and not self._sharded):
             reading.experts = self._experts.look(rows, gradients)
         # A later look of the same step replaces this one: the last before the update is the truth.
         for row in rows:
@@ -356,15 +358,15 @@ class StepBuilder:
         return landed
 
     def _sums(self, made: StepInProgress) -> Floats | None:
-        """All that this rank saw at a closer look, in one row of numbers; None without one."""
+        """What this rank saw of experts, and at a closer look, in one row of numbers."""
         size = len(self._parameters)
         sums = detail_sums(made, size)
         if sums is None:
-            return None
+            return None if self._group is not None else self._experts.sums(made)
         if self._group is not None:
             sums[self._left_out] = 0
         # In one row, so that it is one message to the other ranks.
-        return np.concatenate([sums.ravel(), self._experts.sums(made)])
+        return np.concatenate([self._experts.sums(made), sums.ravel()])
 
     def _land(self) -> list[MeasuredStep]:
         """Finish the merge under way."""
@@ -385,14 +387,16 @@ class StepBuilder:
         has_norms = bool(rows) and self._plan.norms.due(made.number)
         step = _step_record(made, norms.total if has_norms else None)
         details = None
+        experts: dict[str, Floats] = {}
         if sums is not None:
+            experts = self._experts.norms(sums[: self._experts.width], rows, norms)
+            sums = sums[self._experts.width :]
+        if sums is not None and len(sums):
             recorded = self._plan.histograms.due(made.number)
             names = self._names if recorded else None
             dead_shares = {} if made.units is None else made.units.read()
-            end = len(sums) - self._experts.width
-            table = sums[:end].reshape(len(self._parameters), -1)
+            table = sums.reshape(len(self._parameters), -1)
             details = details_in(table, rows, dead_shares, made.number, names)
-            details = replace(details, experts=self._experts.norms(sums[end:], rows, norms))
         loss = step.loss if made.loss is None else made.loss.number()
         guess = None if made.guess is None else arrived(made.guess)
         unigram = None if made.unigram is None else arrived(made.unigram)
@@ -404,6 +408,7 @@ class StepBuilder:
             rows=None if len(rows) == len(self._parameters) else tuple(rows),
             norms=norms if has_norms else None,
             details=details,
+            experts=experts,
             signals=replace(
                 made.signals, loss=loss, guess=guess, unigram=unigram, broken_weights=broken
             ),

@@ -55,8 +55,6 @@ class Details:
     """Whether the record gets it; else it was taken for the judge alone."""
     histograms: tuple[Histogram, ...] = ()
     """Of every gradient and, last, of all together, where they are recorded."""
-    experts: Mapping[str, Floats] = field(default_factory=dict)
-    """By group of experts: the norm of each one's gradient, 0 where it has none."""
     share_within_a_tenth: float | None = None
     """The share of all gradient entries within +-0.1, where histograms are recorded."""
 
@@ -123,6 +121,11 @@ class MeasuredStep:
     norms: Norms | None = None
     """None where norms were not due, or no gradient was seen."""
     details: Details | None = None
+    experts: Mapping[str, Floats] = field(default_factory=dict)
+    """By group of experts: the norm of each one's gradient, 0 where it has none.
+
+    Where parameters are sharded, on the steps of closer looks only.
+    """
     signals: StepSignals = field(default_factory=StepSignals)
     rank_comparisons: tuple[RankComparison, ...] = ()
     """Comparisons that have arrived since the step before; they are of earlier steps."""

@@ -14,9 +14,7 @@ from gradsight.values.experts import ExpertGroup
     "GS207",
     "dead experts",
     "warning",
-    asked=Asked(
-        when="look", needs=("details",), gate=lambda window: window.now.details.experts != {}
-    ),
+    asked=Asked(when="stretch", gate=lambda window: bool(window.experts)),
     advice=Advice(
         recommendation=(
             "The router sends no token to these experts, and without tokens they do not come "
@@ -26,7 +24,7 @@ from gradsight.values.experts import ExpertGroup
         fix=BALANCED_ROUTING,
     ),
 )
-def dead_experts(window: Window, *, steps: int = 30, chance: float = 1e-3) -> Iterator[Fact]:
+def dead_experts(window: Window, *, steps: int = 50, chance: float = 0.01) -> Iterator[Fact]:
     """Experts of a mixture get no gradient any more, while their neighbours do.
 
     Why: their parameters take memory and learn nothing, and the model is as small as what is left
@@ -35,21 +33,20 @@ def dead_experts(window: Window, *, steps: int = 30, chance: float = 1e-3) -> It
     """
     if window.total == 0 or not window.finite:
         return
-    found = []
+    found: list[tuple[ExpertGroup, list[int], int]] = []
     for group in window.subject.experts:
         life = window.experts.get(group.name)
-        if life is None or group.name not in window.details[-1].experts:
+        if life is None:
             continue
-        dead = np.flatnonzero(life.dead(steps, chance))
-        if len(dead):
-            since = life.steps[-max(life.absences()[each] for each in dead)]
-            found.append((group, dead.tolist(), since))
+        dead = [int(expert) for expert in np.flatnonzero(life.dead(steps, chance))]
+        if dead:
+            absences = life.absences()
+            found.append((group, dead, life.steps[-max(absences[expert] for expert in dead)]))
     if found:
         group, dead, since = max(found, key=lambda each: len(each[1]) / each[0].size)
-        more = f"; and in {len(found) - 1} more like it" if len(found) > 1 else ""
         yield Fact(
-            f"{group.name}: {experts_in_words(dead, group.size)} had no gradient at any look "
-            f"since step {since}{more}",
+            f"{group.name}: {experts_in_words(dead, group.size)} had no gradient since step "
+            f"{since}{and_more(len(found))}",
             window.named([row for each, gone, _ in found for row in rows_of(each, gone)]),
             first_step=min(step for _, _, step in found),
         )
@@ -65,6 +62,17 @@ def experts_in_words(experts: list[int], size: int) -> str:
     if len(experts) > 8:
         shown += ", ..."
     return f"{len(experts)} of {size} experts ({shown})"
+
+
+def and_more(groups: int) -> str:
+    """What is said of the groups that are not named.
+
+    >>> and_more(1), and_more(3)
+    ('', '; 2 more groups are like it')
+    """
+    if groups == 1:
+        return ""
+    return f"; {groups - 1} more {'group is' if groups == 2 else 'groups are'} like it"
 
 
 def rows_of(group: ExpertGroup, experts: list[int]) -> list[int]:
