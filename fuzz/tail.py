@@ -32,7 +32,14 @@ def _read(tail: bytes) -> None:
     (folder / rundir.TAIL).write_bytes(tail)
     run = open_run(folder)
     try:
-        for name in ("steps", "parameter_stats", "histograms", "scalars", "findings", "expert_stats"):
+        for name in (
+            "steps",
+            "parameter_stats",
+            "histograms",
+            "scalars",
+            "findings",
+            "expert_stats",
+        ):
             for _ in getattr(run, name)():
                 pass
     finally:

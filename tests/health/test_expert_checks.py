@@ -32,7 +32,9 @@ class Mixture(nn.Module):
         chances = logits.softmax(-1)
         best, where = chances.topk(self.chosen, -1)
         weights = torch.zeros_like(chances).scatter(-1, where, best) * self.factor
-        out = torch.einsum("neh,ehd->ned", torch.einsum("nd,edh->neh", x, self.up).relu(), self.down)
+        out = torch.einsum(
+            "neh,ehd->ned", torch.einsum("nd,edh->neh", x, self.up).relu(), self.down
+        )
         return (out * weights[..., None]).sum(1)
 
 

@@ -76,7 +76,9 @@ HELD: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"layers.0.experts": 3},
     ),
     "a list beside a router": (
-        lambda: inside("nets", nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), gate=nn.Linear(3, 3)),
+        lambda: inside(
+            "nets", nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), gate=nn.Linear(3, 3)
+        ),
         {"layers.0.nets": 3},
     ),
     "convolutions as experts": (conv_experts, {"layers.0.experts": 2}),
@@ -188,7 +190,11 @@ def test_the_record_has_every_expert_of_mixtral(tmp_path: Path) -> None:
     assert table.column_names == ["step", "group", "expert", "l2"]
     # Together they make up the parameter's own norm.
     for parameter in run.parameter_stats("model.layers.0.mlp.experts.down_proj"):
-        own = [each.l2 for each in stats if (each.step, each.group) == (parameter.step, parameter.parameter)]
+        own = [
+            each.l2
+            for each in stats
+            if (each.step, each.group) == (parameter.step, parameter.parameter)
+        ]
         if own:
             assert np.linalg.norm(own) == pytest.approx(parameter.l2, rel=1e-5)
 

@@ -5,8 +5,8 @@ table of positions. So somebody has to say that it holds experts: its name or it
 a router beside it has exactly as many outputs as the tensor has slices.
 """
 
-import os
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from torch import Tensor, nn
 
@@ -79,7 +79,9 @@ def _in_list(
     if not isinstance(modules, (nn.ModuleList, nn.ModuleDict)) or len(modules) < 2:
         return []
     children = list(modules.children())
-    shapes = {tuple((name, each.shape) for name, each in child.named_parameters()) for child in children}
+    shapes = {
+        tuple((name, each.shape) for name, each in child.named_parameters()) for child in children
+    }
     if len(children) < 2 or len(shapes) > 1 or not next(iter(shapes)):
         return []
     named = bool(path) and _says(path[-1])
@@ -92,18 +94,17 @@ def _in_list(
     # Experts that share their weights have no gradient of their own.
     if len({row for each in members for row in each}) < sum(map(len, members)):
         return []
-    names = [parameters[each[0]].name for each in members[:2]]
-    name = os.path.commonprefix([tuple(each.split(".")) for each in names])
-    return [ExpertGroup(".".join(name) or "experts", len(children), None, members)]
+    first, second = (parameters[each[0]].name.split(".") for each in members[:2])
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    name = ".".join(part for part, _ in common)
+    return [ExpertGroup(name or "experts", len(children), None, members)]
 
 
 def _says(name: str) -> bool:
     return any(word in name.lower() for word in _WORDS)
 
 
-def _are_named_experts(
-    owner: nn.Module, above: nn.Module | None, path: tuple[str, ...]
-) -> bool:
+def _are_named_experts(owner: nn.Module, above: nn.Module | None, path: tuple[str, ...]) -> bool:
     """Whether a name on the way to a tensor, or a class around it, speaks of experts."""
     said = [place for place, part in enumerate(path) if _says(part)]
     if said:

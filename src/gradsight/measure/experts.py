@@ -40,7 +40,7 @@ class ExpertReading:
 
     def read(self) -> dict[int, Floats]:
         """By the place of the parameter, the norm of every expert that this rank holds."""
-        result = {}
+        result: dict[int, Floats] = {}
         for sizes, arrival in self._arrivals:
             parts = np.split(arrival.read(), np.cumsum(list(sizes.values()))[:-1])
             result.update(zip(sizes, parts, strict=True))
@@ -54,10 +54,12 @@ def norms_by_expert(gradient: Tensor) -> Tensor:
         entries = dense_real(gradient.detach().to_dense())
     axes = tuple(range(1, entries.dim()))
     if is_accelerator(entries.device):
-        return torch.linalg.vector_norm(entries, dim=axes, dtype=widest_float(entries.device))
+        wide = widest_float(entries.device)
+        on_device: Tensor = torch.linalg.vector_norm(entries, dim=axes, dtype=wide)
+        return on_device
     # float64 takes twenty times as long on a CPU: only what float32 cannot say is read again.
     wide = torch.promote_types(entries.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(entries, dim=axes, dtype=wide).double()
+    norms: Tensor = torch.linalg.vector_norm(entries, dim=axes, dtype=wide).double()
     doubtful = (norms < _TOO_SMALL_TO_SQUARE) | torch.isinf(norms)
     for expert in torch.nonzero(doubtful).flatten().tolist():
         norms[expert] = _carefully(entries[expert])
@@ -71,7 +73,8 @@ def _carefully(entries: Tensor) -> Tensor:
     peak = entries.abs().max().double()
     if not 0 < float(peak) < float("inf"):
         return peak
-    return torch.linalg.vector_norm(entries.double() / peak) * peak
+    norm: Tensor = torch.linalg.vector_norm(entries.double() / peak) * peak
+    return norm
 
 
 def exact_expert_norms(gradient: Tensor) -> list[float]:

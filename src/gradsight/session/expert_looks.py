@@ -37,10 +37,11 @@ class ExpertLooks:
         """Start measuring those of these gradients that have experts; None without any."""
         if not self._starts:
             return None
-        found = {}
-        for row, gradient in zip(rows, gradients, strict=True):
-            if row in self._starts and self._has_whole_slices(row, gradient):
-                found[row] = gradient
+        found = {
+            row: gradient
+            for row, gradient in zip(rows, gradients, strict=True)
+            if row in self._starts and self._has_whole_slices(row, gradient)
+        }
         return ExpertReading(found) if found else None
 
     def _has_whole_slices(self, row: int, gradient: Tensor) -> bool:

@@ -365,4 +365,5 @@ def load_experts(packed: bytes) -> list[float]:
     width = packed[0] if packed else 0
     if width not in (4, 8) or (len(packed) - 1) % width:
         raise RunError("the norms of experts are damaged: their length does not fit")
-    return np.frombuffer(packed, f"<f{width}", offset=1).astype(np.float64).tolist()
+    norms: list[float] = np.frombuffer(packed, f"<f{width}", offset=1).tolist()
+    return norms
