@@ -122,13 +122,13 @@ def test_what_only_looks_like_experts(case: str) -> None:
 def test_norms_by_expert_equal_the_loop(gradient: Callable[[], Tensor]) -> None:
     torch.manual_seed(0)
     values = gradient()
-    found = ExpertReading({3: values}).read()
+    found = ExpertReading.of({3: values}).read()
     np.testing.assert_allclose(found[3], exact_expert_norms(values), rtol=5e-6)
 
 
 def test_several_tensors_are_told_apart() -> None:
     first, second = torch.randn(2, 3, 3), torch.randn(4, 3)
-    found = ExpertReading({7: first, 2: second}).read()
+    found = ExpertReading.of({7: first, 2: second}).read()
     np.testing.assert_allclose(found[7], exact_expert_norms(first), rtol=5e-6)
     np.testing.assert_allclose(found[2], exact_expert_norms(second), rtol=5e-6)
 

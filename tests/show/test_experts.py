@@ -23,18 +23,14 @@ def test_the_table_of_a_report() -> None:
 
 
 def test_a_long_run_is_thinned_and_keeps_its_first_look() -> None:
-    group = ExpertNorms()
-    for step in range(1000):
-        group.add(step, [1.0, float(step)])
+    group = experts_of(Looked([(step, "a", [1.0, float(step)]) for step in range(1000)]))["a"]
     assert 80 <= len(group.steps) <= 160
     assert group.steps[0] == 0
     assert np.unique(np.diff(group.steps)).tolist() == [8]
 
 
 def test_shares_are_of_an_even_norm() -> None:
-    group = ExpertNorms()
-    group.add(0, [1e200, 1e200])
-    group.add(1, [3.0, 4.0])
+    group = ExpertNorms([0, 1], [[1e200, 1e200], [3.0, 4.0]])
     shares = group.shares()
     assert shares[0].tolist() == [1.0, 1.0]
     assert shares[1, 1] / shares[1, 0] == pytest.approx(4 / 3)
@@ -42,9 +38,7 @@ def test_shares_are_of_an_even_norm() -> None:
 
 
 def test_what_is_not_finite_or_not_there_has_a_code(recwarn: pytest.WarningsRecorder) -> None:
-    group = ExpertNorms()
-    group.add(0, [np.nan, 1.0])
-    group.add(1, [0.0, 0.0])
+    group = ExpertNorms([0, 1], [[np.nan, 1.0], [0.0, 0.0]])
     (section,) = expert_section({"a": group})
     assert (section["size"], section["steps"]) == (2, [0, 1])
     assert not recwarn.list

@@ -47,7 +47,7 @@ def _in_tensors(
 ) -> list[ExpertGroup]:
     """The tensors [E, ...] of one module."""
     # What torch's own layers keep in three dimensions are kernels.
-    if type(owner).__module__.startswith("torch."):
+    if _own_class(owner).__module__.startswith("torch."):
         return []
     own = {name: tensor for name, tensor in owner._parameters.items() if id(tensor) in rows}
     sizes = set()
@@ -66,6 +66,11 @@ def _in_tensors(
             row = rows[id(tensor)]
             groups.append(ExpertGroup(parameters[row].name, tensor.shape[0], row))
     return groups
+
+
+def _own_class(module: nn.Module) -> type:
+    """The class of a module as it was written: FSDP2 puts one of its own in front of it."""
+    return next(each for each in type(module).__mro__ if not each.__name__.startswith("FSDP"))
 
 
 def _in_list(

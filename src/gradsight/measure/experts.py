@@ -1,6 +1,7 @@
 """The norm of every expert's part of a gradient [E, ...]."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,25 +15,29 @@ from gradsight.values.measured import Floats
 _TOO_SMALL_TO_SQUARE = 1e-15
 
 
+@dataclass(frozen=True, slots=True)
 class ExpertReading:
-    """Norms by expert, of some gradients: started on the device now, read on the host later."""
+    """Norms by expert, of some gradients: started on the device, read on the host later."""
 
-    __slots__ = ("_arrivals",)
+    _arrivals: tuple[tuple[dict[int, int], HostCopy], ...]
+    """By device: how many experts each gradient has, and their norms on the way."""
 
-    def __init__(self, gradients: Mapping[int, Tensor]) -> None:
-        """gradients: by the place of their parameter; the first axis is over experts."""
+    @classmethod
+    def of(cls, gradients: Mapping[int, Tensor]) -> "ExpertReading":
+        """Start measuring; by the place of their parameter, the first axis is over experts."""
         by_device: dict[torch.device, dict[int, Tensor]] = {}
         with torch.no_grad():
             for row, gradient in gradients.items():
                 # One kernel per tensor, however many experts it has.
                 by_device.setdefault(gradient.device, {})[row] = norms_by_expert(gradient)
-            self._arrivals = [
+            arrivals = [
                 (
                     {row: len(norms) for row, norms in found.items()},
                     HostCopy.of(torch.cat(list(found.values()))),
                 )
                 for found in by_device.values()
             ]
+        return cls(tuple(arrivals))
 
     def ready(self) -> bool:
         """Whether reading would not wait."""

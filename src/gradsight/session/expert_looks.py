@@ -42,7 +42,7 @@ class ExpertLooks:
             for row, gradient in zip(rows, gradients, strict=True)
             if row in self._starts and self._has_whole_slices(row, gradient)
         }
-        return ExpertReading(found) if found else None
+        return ExpertReading.of(found) if found else None
 
     def _has_whole_slices(self, row: int, gradient: Tensor) -> bool:
         """Whether it can be told which experts this part of a gradient is of."""

@@ -1,7 +1,7 @@
 """Experts of a mixture over the run, as the report and the page tell of them. No torch."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,30 +21,13 @@ class RunWithExperts(Protocol):
     def expert_looks(self) -> Iterable[tuple[int, str, list[float]]]: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExpertNorms:
     """The experts of one group at the steps that were looked at, thinned where they are many."""
 
-    steps: list[int] = field(default_factory=list)
-    norms: list[list[float]] = field(default_factory=list)
-    every: int = 1
-    """Of so many looks one is kept."""
-    seen: int = 0
-
-    def add(self, step: int, norms: list[float]) -> None:
-        """The next look."""
-        # A run that was started again may have another model.
-        if self.norms and len(self.norms[0]) != len(norms):
-            self.steps.clear()
-            self.norms.clear()
-        if self.seen % self.every == 0:
-            self.steps.append(step)
-            self.norms.append(norms)
-        self.seen += 1
-        if len(self.steps) > _MOST_LOOKS:
-            self.steps = self.steps[::2]
-            self.norms = self.norms[::2]
-            self.every *= 2
+    steps: list[int]
+    norms: list[list[float]]
+    """At each of these steps, the norm of every expert."""
 
     @property
     def size(self) -> int:
@@ -67,11 +50,36 @@ class ExpertNorms:
 
 def experts_of(run: RunWithExperts) -> dict[str, ExpertNorms]:
     """By group, in the order in which they were recorded; empty without any experts."""
-    found: dict[str, ExpertNorms] = {}
+    found: dict[str, _Gathered] = {}
     for step, group, norms in run.expert_looks():
         if norms and (group in found or len(found) < _MOST_GROUPS):
-            found.setdefault(group, ExpertNorms()).add(step, norms)
-    return found
+            found.setdefault(group, _Gathered()).add(step, norms)
+    return {name: ExpertNorms(each.steps, each.norms) for name, each in found.items()}
+
+
+class _Gathered:
+    """Looks at one group, of which every second is dropped whenever there are too many."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.norms: list[list[float]] = []
+        self._every = 1
+        self._seen = 0
+
+    def add(self, step: int, norms: list[float]) -> None:
+        """The next look."""
+        # A run that was started again may have another model.
+        if self.norms and len(self.norms[0]) != len(norms):
+            self.steps.clear()
+            self.norms.clear()
+        if self._seen % self._every == 0:
+            self.steps.append(step)
+            self.norms.append(norms)
+        self._seen += 1
+        if len(self.steps) > _MOST_LOOKS:
+            self.steps = self.steps[::2]
+            self.norms = self.norms[::2]
+            self._every *= 2
 
 
 def expert_table(experts: Mapping[str, ExpertNorms]) -> list[str]:
