@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import loops
+import mixtures
 import rank_zoo
 import torch
 import zoo
@@ -54,7 +55,7 @@ def all_cases() -> Iterator[Case]:
     for name, kind, plan_of in zoo.healthy():
         yield Case(name, kind, frozenset(), run_of_plan(plan_of))
     yield Case("GAN", "mlp", frozenset(), lambda seed: (told(zoo.adversaries("mlp", seed)), []))
-    for name, codes, loop in loops.loops():
+    for name, codes, loop in (*loops.loops(), *mixtures.mixtures()):
         yield Case(name, "loop", frozenset(codes), lambda seed, loop=loop: (told(loop(seed)), []))
 
 

@@ -10,7 +10,7 @@ from gradsight.store.record_file import seal
 FOLDER = scratch()
 METHODS = (
     *("steps", "parameter_stats", "stat_chunks", "histograms", "scalars", "findings"),
-    *("problems", "abstentions", "memory"),
+    *("problems", "abstentions", "memory", "expert_stats"),
 )
 
 
@@ -56,6 +56,7 @@ def _made(steps: int) -> bytes:
         store.add_step(Step(number, 1.0, loss=2.0, scalars={"x": 0.5}), ["a", "b"], packed)
     store.add_histograms(1, [Histogram(1, None, -3, (1.0,), (2.0,), 4.0, 0.0, 0.0, 0.0, 7, 7)])
     store.add_tracked(2, {"epoch": 0.5})
+    store.add_experts(1, {"a.weight": np.array([1.0, 0.0])})
     store.add_finding(Finding("GS103", "n", "critical", ("a",), 1, "e", "m", "r", "f"))
     store.close()
     return (place / rundir.RECORD).read_bytes()

@@ -32,7 +32,14 @@ def _read(tail: bytes) -> None:
     (folder / rundir.TAIL).write_bytes(tail)
     run = open_run(folder)
     try:
-        for name in ("steps", "parameter_stats", "histograms", "scalars", "findings"):
+        for name in (
+            "steps",
+            "parameter_stats",
+            "histograms",
+            "scalars",
+            "findings",
+            "expert_stats",
+        ):
             for _ in getattr(run, name)():
                 pass
     finally:
@@ -77,6 +84,7 @@ def _folder_and_tail() -> tuple[Path, bytes]:
     store.add_scalars(1, {"y": 2.0})
     store.add_step_scalars(1, {"loss": 2.0, "z": 1.0})
     store.add_tracked(2, {"epoch": 0.5})
+    store.add_experts(1, {"a.weight": np.array([1.0, 0.0])})
     store.add_histograms(1, [Histogram(1, None, -3, (1.0,), (2.0,), 4.0, 0.0, 0.0, 0.0, 7, 7)])
     store.add_record("problem", "k", 1, {"key": "k", "message": "", "first_step": 1, "count": 1})
     store.forget_from(2)

@@ -12,6 +12,7 @@ import pytest
 from gradsight.health.judge import Judge
 from gradsight.health.registry import CHECKS, chosen
 from gradsight.health.window import GroupSettings, Subject
+from gradsight.values.experts import ExpertGroup
 from gradsight.values.findings import Finding
 from gradsight.values.first_step import (
     CopiedTargets,
@@ -149,6 +150,17 @@ def passed(**seen: Any) -> dict[str, Finding]:
     return run(observed(n, jittered(n), passes=StepPasses(**seen)) for n in range(20))
 
 
+def routed(norms: Any, count: int = 80) -> dict[str, Finding]:
+    """A run in which the first parameter holds four experts, with gradients of these norms."""
+    group = ExpertGroup(NAMES[0], 4, 0)
+    steps = []
+    for number in range(count):
+        now = norms(number) if callable(norms) else norms
+        experts = {NAMES[0]: np.array(now, dtype=float)}
+        steps.append(replace(observed(number, jittered(number)), experts=experts))
+    return run(iter(steps), experts=(group,))
+
+
 def stuck_at(level: float) -> Callable[[int], float]:
     """A loss that falls to a level within a few steps, and stays there."""
     return lambda number: level + 3.5 * 0.7**number
@@ -196,6 +208,8 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS204", lambda: run(of(lambda n: DEEP * jittered(n))), lambda: run(of(lambda n: DEEP ** 0.4 * jittered(n)))),
     ("GS205", lambda: run(looked(dead=0.8)), lambda: run(looked(dead=0.3))),
     ("GS206", lambda: run(looked(ratio=1e-2, loss=stuck_at(3.0), count=140, unigram=3.0)), lambda: run(looked(ratio=1e-2, loss=stuck_at(2.0), count=140, unigram=3.0))),
+    ("GS207", lambda: routed([1, 1, 0, 1]), lambda: routed(lambda n: [1, 1, n != 20, 1])),
+    ("GS208", lambda: routed([1, 1, 0.03, 1], 260), lambda: routed([1, 1, 0.1, 1], 260)),
     ("GS301", lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)])), lambda: run(of(lambda n: [1, 1, 0, 1, 1, jittered(n)]), memberships=HOLE)),
     ("GS302", lambda: run(looked(), memberships=HOLE), lambda: run(looked(), memberships=None)),
     ("GS303", lambda: run(looked(), memberships=[1, 2, 1, 1, 1, 1]), lambda: run(looked())),

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsight
 from gradsight.core.parameters import named_parameters
+from gradsight.measure.experts import exact_expert_norms
 
 STEPS, MICRO_BATCHES, ROWS = 20, 3, 4
 
@@ -153,6 +154,36 @@ def one_look(kind: str) -> dict[str, float]:
         return gradsight.log_gradient_distribution(model, tracker, 0, log_histogram=True)
 
 
+class Experts(nn.Module):
+    """Three experts in a tensor, so that two ranks hold two and one; the last gets no token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(5, 3)
+        self.experts = nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1) * torch.tensor([1.0, 0.5, 0.0])
+        return torch.einsum("nd,edh,ne->nh", x, self.experts, weights).clone()
+
+
+def experts(run_dir: str) -> list[float]:
+    """Two steps under FSDP2; the exact norm of each expert's gradient at the first."""
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    twin = Experts()
+    twin(x).square().mean().backward()
+    dist.all_reduce(twin.experts.grad, op=dist.ReduceOp.AVG)
+    model = fully_shard(Experts())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsight.watch(model, optimizer, run_dir=run_dir):
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return exact_expert_norms(twin.experts.grad)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -161,6 +192,10 @@ if __name__ == "__main__":
         no_sync_at_the_end(run_dir)
     elif kind == "nan":
         nan_on_all(run_dir)
+    elif kind == "experts":
+        exact = experts(run_dir)
+        if dist.get_rank() == 0:
+            print("RESULT", json.dumps(exact))
     elif kind == "one_look":
         norms = [one_look("fsdp"), one_look("ddp")]
         if dist.get_rank() == 0:

@@ -43,6 +43,17 @@ def test_ranks_agree_with_one_process(kind: str, ranks: int, tmp_path: Path) -> 
     assert all(ratio is not None and ratio > 0 for ratio in ratios)
 
 
+def test_experts_that_lie_on_several_ranks(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT, "experts", tmp_path)
+    exact = json.loads(printed.split("RESULT ")[1].splitlines()[0])
+    stats = list(gradsight.open_run(tmp_path).expert_stats())
+    assert [(stat.step, stat.group, stat.expert) for stat in stats] == [
+        (0, "experts", expert) for expert in range(3)
+    ]
+    assert exact[2] == 0
+    assert [stat.l2 for stat in stats] == pytest.approx(exact, rel=1e-5)
+
+
 def test_gradients_that_were_not_reduced_say_so(tmp_path: Path) -> None:
     torchrun(SCRIPT, "no_sync", tmp_path)
     (step,) = gradsight.open_run(tmp_path).steps()

@@ -68,6 +68,9 @@ class Recorded:
     def memory(self) -> Iterable[Scalar]:
         return self.watched
 
+    def expert_looks(self) -> list[tuple[int, str, list[float]]]:
+        return []
+
     def score_table(self) -> tuple[Any, list[str]] | None:
         return None
 

@@ -20,7 +20,7 @@ from gradsight.values.steps import Step
 NAMES = ["a.weight", "a.bias"]
 METHODS = (
     *("steps", "parameter_stats", "histograms", "scalars", "findings"),
-    *("problems", "abstentions", "memory", "scores", "incidents"),
+    *("problems", "abstentions", "memory", "scores", "incidents", "expert_stats"),
 )
 
 
@@ -31,6 +31,7 @@ def small_run(folder: Path, steps: int = 5) -> Path:
     counted = Histogram(1, None, -3, (1.0,), (2.0,), 4.0, 0.0, 0.0, 0.0, 7, 7)
     store.add_histograms(1, [counted])
     store.add_tracked(2, {"epoch/accuracy": 0.5})
+    store.add_experts(1, {"a.weight": np.array([1.0, 0.0])})
     store.add_record("abstention", "GS501", 0, {"code": "GS501", "name": "x", "reason": "y"})
     store.add_finding(
         Finding("GS103", "nonfinite", "critical", ("a.bias",), 1, "seen", "said", "do", "code")

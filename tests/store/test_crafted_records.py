@@ -98,6 +98,9 @@ def test_only_our_tables_are_read(script: str, run_dir: Path) -> None:
         ("UPDATE histograms SET source = ?", (b"x",)),
         ("UPDATE scalars SET value = 'x'", ()),
         ("UPDATE tracked SET value = 'x'", ()),
+        ("UPDATE experts SET packed = ?", (b"",)),
+        ("UPDATE experts SET packed = ?", (b"\4abcde",)),
+        ("UPDATE experts SET packed = 'x'", ()),
         ("UPDATE records SET value = '5'", ()),
         ("UPDATE records SET value = '{}'", ()),
         ("UPDATE records SET value = ?", ('{"a":' * 10**5,)),
@@ -174,7 +177,8 @@ def test_a_journal_of_a_strangers_removes_nothing(run_dir: Path, tmp_path: Path)
     victim.write_text("precious")
     name = str(victim).encode()
     sector = 512
-    head = bytes.fromhex("d9d505f920a163d7") + struct.pack(">IIIII", 0, 1, 10, sector, 16384)
+    pages = (run_dir / rundir.RECORD).stat().st_size // 16384
+    head = bytes.fromhex("d9d505f920a163d7") + struct.pack(">IIIII", 0, 1, pages, sector, 16384)
     checksum = sum(name)
     tail = struct.pack(">I", 1) + name + struct.pack(">II", len(name), checksum)
     journal = head.ljust(sector, b"\0") + tail + bytes.fromhex("d9d505f920a163d7")

@@ -130,7 +130,9 @@ def test_tables_have_the_columns_of_the_records(tmp_path: Path) -> None:
         assert table.column_names == list(type(records[0]).__dataclass_fields__)
     for name in ("findings", "scores", "incidents", "problems", "memory", "scalars"):
         assert run.to_arrow(name).num_rows == len(list(getattr(run, name)()))
-    with pytest.raises(UsageError, match="no table 'stepz'; it has findings, histograms"):
+    with pytest.raises(
+        UsageError, match="no table 'stepz'; it has expert_stats, findings, histograms"
+    ):
         run.to_arrow("stepz")
 
 

@@ -76,3 +76,20 @@ def init_weights(module):
 
 model.apply(init_weights)
 """
+
+BALANCED_ROUTING = """
+# the load-balancing loss of a router: 1 where every expert gets the same load, else more
+def load_balancing(logits, chosen):
+    experts = logits.shape[-1]
+    load = F.one_hot(chosen.reshape(-1), experts).float().mean(0)
+    wanted = logits.softmax(-1).reshape(-1, experts).mean(0)
+    return experts * (load * wanted).sum()
+
+# with what the router gave out for the batch, before loss.backward():
+# loss = loss + 0.01 * load_balancing(logits, chosen)
+
+# models of transformers add it by themselves
+if hasattr(model, "config"):
+    model.config.output_router_logits = True
+    model.config.router_aux_loss_coef = 0.01
+"""

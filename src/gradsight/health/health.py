@@ -58,7 +58,11 @@ class Health:
         self._judge = Judge(subject, options.checks)
         # Of a shard this rank sees some units only.
         whole = [row for row in subject.matrices if not is_sharded(parameters[row].tensor)]
-        self.unit_rows = tuple(row for row in whole if subject.trainable[row])
+        # An expert may have to wait for its turn, and its units with it.
+        of_experts = {row for group in subject.experts for row in group.rows}
+        self.unit_rows = tuple(
+            row for row in whole if subject.trainable[row] and row not in of_experts
+        )
         """Weights whose dead units are to be counted."""
         self.alarm = self._new_alarm()
         self.early: EarlyFindings | None = None

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from gradsight.core.experts import expert_groups
 from gradsight.core.parameters import Named
 from gradsight.health.window import GroupSettings, Subject
 
@@ -32,6 +33,7 @@ def subject_of(
         normalising=bool(optimizers) and all(map(_is_normalising, optimizers)),
         lost_eps=lost_eps_of(optimizers),
         memberships=memberships_of(parameters, optimizers) if optimizers else None,
+        experts=expert_groups(model, parameters),
     )
 
 

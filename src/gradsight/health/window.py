@@ -11,6 +11,8 @@ import numpy as np
 
 from gradsight.health.bad_steps import scaler_settles
 from gradsight.health.baseline import Baseline, logarithms
+from gradsight.health.expert_life import ExpertLife
+from gradsight.values.experts import ExpertGroup
 from gradsight.values.measured import (
     Details,
     Flags,
@@ -71,6 +73,8 @@ class Subject:
     """Whether every optimizer divides the gradient's size away, as Adam does."""
     memberships: list[int] | None = None
     """How often an optimizer was given the parameter; None where no optimizer is known."""
+    experts: tuple[ExpertGroup, ...] = ()
+    """Experts that stand side by side."""
 
     @property
     def matrices(self) -> list[int]:
@@ -124,6 +128,8 @@ class Window:
     """Loss scale, and whether the step was left out."""
     details: deque[Details] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     details_taken: int = 0
+    experts: dict[str, ExpertLife] = field(default_factory=dict)
+    """By group of experts: which of them got a gradient lately."""
     start_rms: Floats = field(default_factory=lambda: np.zeros(0))
     """The weights' root mean squares at the first closer look."""
     peaks: Floats | None = None
@@ -217,6 +223,8 @@ class Window:
         self._take_norms()
         self._take_scaling()
         self._take_signals()
+        for name, norms in measured.experts.items():
+            self.experts.setdefault(name, ExpertLife()).take(self.step.step, norms)
         if measured.details is not None:
             self._take_details(measured.details)
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradsight.core.devices import accelerators
+from gradsight.core.experts import expert_groups
 from gradsight.core.group import ProcessGroup, world_size
 from gradsight.core.guard import Guard
 from gradsight.core.optimizers import innermost_optimizer
@@ -162,9 +163,10 @@ def _dumps_bad_steps(dumper: GradientDumper | None) -> bool:
 
 
 def measuring_plan(
-    options: WatchOptions, opened: OpenedRun, instruments: WatchedInstruments
+    place: Workplace, options: WatchOptions, instruments: WatchedInstruments
 ) -> MeasuringPlan:
     """What is measured at which step."""
+    opened = place.opened
     health = instruments.health
     known_early = health is not None and health.early is not None
     actions = options.actions()
@@ -175,6 +177,7 @@ def measuring_plan(
         histograms=options.histograms,
         closer_looks=None if health is None else CloserLooks(opened.first_step),
         unit_rows=() if health is None else health.unit_rows,
+        experts=expert_groups(place.model, place.parameters),
         on_every_rank=instruments.incidents is not None or known_early or skips,
         every_step=skips,
         at_once=known_early,

@@ -44,6 +44,8 @@ class RecordOutput:
             self._store.add_histograms(number, details.histograms)
             if details.share_within_a_tenth is not None:
                 self._store.add_step_scalars(number, {_WITHIN: details.share_within_a_tenth})
+            if measured.experts:
+                self._store.add_experts(number, measured.experts)
         for finding in findings:
             self._store.add_finding(finding)
 
@@ -90,6 +92,7 @@ class SinkOutput:
         if details is not None and details.recorded:
             if details.share_within_a_tenth is not None:
                 scalars[_WITHIN] = details.share_within_a_tenth
+            scalars |= _expert_scalars(measured.experts)
             for histogram in details.histograms:
                 if histogram.parameter is None:
                     histograms[_HISTOGRAM] = histogram
@@ -147,6 +150,18 @@ class SinkOutput:
                     if value and value == value:
                         shown[f"{_place_of(column)}/{name}/{column}"] = value
         return shown
+
+
+def _expert_scalars(experts: Mapping[str, Floats]) -> dict[str, float]:
+    """How many experts of each group have no gradient, and the norm of each where they are few."""
+    scalars: dict[str, float] = {}
+    few = sum(len(norms) for norms in experts.values()) <= _MANY_PARAMETERS
+    for group, norms in experts.items():
+        scalars[f"experts/{group}/without_gradient"] = float((norms == 0).sum())
+        if few:
+            for expert, norm in enumerate(norms.tolist()):
+                scalars[f"experts/{group}/{expert}/norm"] = norm
+    return scalars
 
 
 def _place_of(column: str) -> str:

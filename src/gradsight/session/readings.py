@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from gradsight.errors import UsageError
 from gradsight.measure.clipping import ClipReading
 from gradsight.measure.details import DetailTable
+from gradsight.measure.experts import ExpertReading
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading
@@ -32,10 +33,11 @@ class GradientReading:
     known: Norms | None = None
     """The norms, once they have arrived; a scaler's factor is still in them."""
     histograms: HistogramReading | None = None
+    experts: ExpertReading | None = None
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
-        parts = (self.norms, self.scale, self.histograms)
+        parts = (self.norms, self.scale, self.histograms, self.experts)
         return all(part is None or part.ready() for part in parts)
 
     def read(self) -> Norms:

@@ -26,6 +26,7 @@ from gradsight.measure.norms import NormReading, recount, what_weights_are
 from gradsight.measure.rank_table import merge_tables, norms_in, rank_table
 from gradsight.measure.units import UnitLife
 from gradsight.measure.update import LeftWeights, UpdateReading
+from gradsight.session.expert_looks import ExpertLooks
 from gradsight.session.readings import (
     GradientReading,
     StepInProgress,
@@ -38,6 +39,7 @@ from gradsight.session.readings import (
     skipped_by,
 )
 from gradsight.session.signals import SeenLoss
+from gradsight.values.experts import ExpertGroup
 from gradsight.values.measured import (
     BrokenWeights,
     Floats,
@@ -63,6 +65,8 @@ class MeasuringPlan:
     """Details for the judge alone, beside those of the histograms' schedule."""
     unit_rows: tuple[int, ...] = ()
     """Weights whose dead units are counted."""
+    experts: tuple[ExpertGroup, ...] = ()
+    """Experts whose norms are taken one by one."""
     on_every_rank: bool = False
     """Whether ranks look at their gradients also where rank 0's are the same."""
     every_step: bool = False
@@ -109,6 +113,7 @@ class StepBuilder:
         # Replicated gradients are whole on every rank; of sharded ones this rank has its part.
         self._sees_part = spread and group.incomplete is not None
         self._units = UnitLife(plan.unit_rows)
+        self._experts = ExpertLooks(plan.experts, self._parameters, self._left_out)
         self._readings: dict[int, GradientReading] = {}  # by row, until its optimizer has stepped
         self._left: dict[tuple[int, ...], LeftWeights] = {}
         self._queue: deque[StepInProgress] = deque()
@@ -138,6 +143,9 @@ class StepBuilder:
         if wants_details:
             reading.histograms = HistogramReading(gradients, offset=self.step)
             self._units.look(self.step, rows, gradients)
+        # What sharded ranks have seen goes over the wire, so not on every step.
+        if wants_details or (self._measures and not self._sharded):
+            reading.experts = self._experts.look(rows, gradients)
         # A later look of the same step replaces this one: the last before the update is the truth.
         for row in rows:
             self._readings[row] = reading
@@ -341,7 +349,7 @@ class StepBuilder:
             return []
         size = len(self._parameters)
         rows, norms = norms_of(made, size)
-        sums = detail_sums(made, size)
+        sums = self._sums(made)
         if self._group is None:
             return [self._finished(made, rows, norms, sums)]
         # One merge at a time: the one before is finished first, so that steps stay in order.
@@ -349,10 +357,20 @@ class StepBuilder:
         tables = self._group.start_gather(rank_table(norms, rows, size, self._left_out))
         details = None
         if sums is not None:
-            sums[self._left_out] = 0
             details = self._group.start_sum(sums)
         self._merge = _Merge(made, tables, details)
         return landed
+
+    def _sums(self, made: StepInProgress) -> Floats | None:
+        """What this rank saw of experts, and at a closer look, in one row of numbers."""
+        size = len(self._parameters)
+        sums = detail_sums(made, size)
+        if sums is None:
+            return None if self._group is not None else self._experts.sums(made)
+        if self._group is not None:
+            sums[self._left_out] = 0
+        # In one row, so that it is one message to the other ranks.
+        return np.concatenate([self._experts.sums(made), sums.ravel()])
 
     def _land(self) -> list[MeasuredStep]:
         """Finish the merge under way."""
@@ -373,11 +391,16 @@ class StepBuilder:
         has_norms = bool(rows) and self._plan.norms.due(made.number)
         step = _step_record(made, norms.total if has_norms else None)
         details = None
+        experts: dict[str, Floats] = {}
         if sums is not None:
+            experts = self._experts.norms(sums[: self._experts.width], rows, norms)
+            sums = sums[self._experts.width :]
+        if sums is not None and len(sums):
             recorded = self._plan.histograms.due(made.number)
             names = self._names if recorded else None
             dead_shares = {} if made.units is None else made.units.read()
-            details = details_in(sums, rows, dead_shares, made.number, names)
+            table = sums.reshape(len(self._parameters), -1)
+            details = details_in(table, rows, dead_shares, made.number, names)
         loss = step.loss if made.loss is None else made.loss.number()
         guess = None if made.guess is None else arrived(made.guess)
         unigram = None if made.unigram is None else arrived(made.unigram)
@@ -390,6 +413,7 @@ class StepBuilder:
             rows=None if len(rows) == len(self._parameters) else tuple(rows),
             norms=norms if has_norms else None,
             details=details,
+            experts=experts,
             signals=replace(
                 made.signals,
                 loss=loss,

@@ -130,7 +130,7 @@ class Watch:
         if self._brake is not None:
             outputs.append(self._brake)
         self._instruments = make_instruments(place, options, checks)
-        plan = measuring_plan(options, self._opened, self._instruments)
+        plan = measuring_plan(place, options, self._instruments)
         self._line = StepLine(
             StepBuilder(parameters, plan, self._group, left_out),
             self._instruments,

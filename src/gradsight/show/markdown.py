@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradsight.show.experts import expert_table
 from gradsight.show.figures import bar, figure, sparkline
 from gradsight.show.memory_and_dumps import dumps_section, memory_section
 from gradsight.show.run_statistics import BlockNorms
@@ -46,7 +47,7 @@ def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     sections.append(_norm_chart(summary))
     if summary.steps and summary.is_judged:
         sections += markdown_sections(summary.health)
-    sections.append(_block_table(summary))
+    sections += [_block_table(summary), expert_table(summary.experts)]
     if summary.samples is not None:
         sections.append(markdown_section(summary.samples, text_of))
     sections += [

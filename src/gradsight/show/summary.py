@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gradsight.errors import GradsightError
+from gradsight.show.experts import ExpertNorms, experts_of
 from gradsight.show.influence import Influence, influence_of
 from gradsight.show.run_statistics import BlockNorms, RunStatistics
 from gradsight.store.stat_chunks import StatChunk
@@ -44,6 +45,7 @@ class ReadableRun(Protocol):
     def incidents(self) -> Iterable[Incident]: ...
     def memory(self) -> Iterable[Scalar]: ...
     def score_table(self) -> tuple[Any, list[str]] | None: ...
+    def expert_looks(self) -> Iterable[tuple[int, str, list[float]]]: ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Summary:
     dumps: list[DumpMetadata] = field(default_factory=list)
     received: frozenset[str] = frozenset()
     """Parameters that have had a gradient."""
+    experts: dict[str, ExpertNorms] = field(default_factory=dict)
+    """Experts of a mixture, by group."""
 
     @property
     def severity(self) -> str:
@@ -156,6 +160,7 @@ def summary_of(
         memory=list(run.memory()),
         dumps=list(dumps),
         received=frozenset(statistics.received),
+        experts=experts_of(run),
     )
 
 

@@ -21,6 +21,7 @@ from gradsight.store.stat_chunks import StatChunk, stat_chunks
 from gradsight.store.tables import PackedStats, records_table, stats_table
 from gradsight.values.causes import with_causes
 from gradsight.values.diagnoses import Incident
+from gradsight.values.experts import ExpertStat
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import SEVERITIES, Abstention, counted_causes
 from gradsight.values.histograms import Histogram
@@ -44,6 +45,7 @@ _KINDS: dict[str, type] = {
     "findings": Finding,
     "memory": Scalar,
     "incidents": Incident,
+    "expert_stats": ExpertStat,
     "problems": Problem,
 }
 """The records that a table is made of, by the method that gives them."""
@@ -146,6 +148,18 @@ class Run:
         after: only of the steps after this one.
         """
         return stat_chunks(self._packed_stats(after))
+
+    def expert_stats(self) -> Iterator[ExpertStat]:
+        """The gradient of every expert of a mixture, on the steps of the histograms' schedule."""
+        for step, group, norms in self.expert_looks():
+            for expert, norm in enumerate(norms):
+                yield ExpertStat(step, group, expert, norm)
+
+    def expert_looks(self) -> Iterator[tuple[int, str, list[float]]]:
+        """The same as lists: step, group, and the norm of each expert."""
+        self.refresh()
+        for step, group, packed in self._view.rows("experts"):
+            yield step, group, frames.load_experts(packed)
 
     def measured_steps(self) -> list[int]:
         """The steps that have statistics of parameters."""

@@ -37,6 +37,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], ...]] = {
     "scalars": ((int,), (str,), _NUMBER),
     "tracked": ((int,), (str,), _NUMBER),
     "records": ((str,), (str,), (int,), (str,)),
+    "experts": ((int,), (str,), (bytes,)),
 }
 """What the columns of each table may hold."""
 
@@ -49,6 +50,7 @@ _MOST_ROWS = {
     "scalars": limits.SCALARS,
     "tracked": limits.SCALARS,
     "records": limits.RECORDS,
+    "experts": limits.SCALARS,
 }
 """How many rows of each table are read."""
 
@@ -261,7 +263,7 @@ class RecordView:
     def _published_rows(self, table: str, where: str, values: Row) -> Iterator[Row]:
         patience = self._published.patience
         patience.renew()
-        if table == "tracked" and not schema.has_table(self._published, table):
+        if not self._has(self._published, table):
             return
         forgotten = schema.TABLES[table].forgotten
         if self._forgotten < _NEVER and forgotten:
@@ -271,10 +273,15 @@ class RecordView:
             patience.renew()
             yield row
 
+    def _has(self, connection: sqlite3.Connection, table: str) -> bool:
+        return not schema.TABLES[table].may_lack or schema.has_table(connection, table)
+
     def _rows_of(
         self, connection: sqlite3.Connection, table: str, where: str, values: Row
     ) -> Iterator[Row]:
         """Rows of the right types, in strictly rising order and of no more bytes than the file."""
+        if not self._has(connection, table):
+            return
         form = schema.TABLES[table]
         query = f"SELECT {', '.join(form.columns)} FROM {table}"
         if where:

@@ -33,6 +33,8 @@ class Table:
     """Rows come in the order of these columns, each combination once."""
     forgotten: str = ""
     """Which rows `forget` removes: a condition with the step as its only value."""
+    may_lack: bool = False
+    """Whether a record may be without it: one of an earlier version, or that has no such rows."""
 
 
 TABLES = {
@@ -86,6 +88,16 @@ TABLES = {
         "PRIMARY KEY (step, name)) WITHOUT ROWID",
         ("step", "name", "value"),
         ("step", "name"),
+        may_lack=True,
+    ),
+    # Made when a model turns out to have experts: earlier versions read the record of any other.
+    "experts": Table(
+        "CREATE TABLE experts (step INTEGER NOT NULL, name TEXT NOT NULL, packed BLOB NOT NULL, "
+        "PRIMARY KEY (step, name)) WITHOUT ROWID",
+        ("step", "name", "packed"),
+        ("step", "name"),
+        forgotten="step >= ?",
+        may_lack=True,
     ),
 }
 
@@ -111,8 +123,9 @@ def create_tables(connection: sqlite3.Connection, run: int) -> None:
     connection.execute("PRAGMA page_size = 16384")
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     with connection:
-        for table in TABLES.values():
-            connection.execute(table.definition)
+        for name, table in TABLES.items():
+            if name != "experts":
+                connection.execute(table.definition)
         rows = {"schema": VERSION, "reader": READER, "last_frame": 0, "run": run}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
 
@@ -150,8 +163,9 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
     for name, sql in tables:
         if known.pop(name, None) != " ".join(str(sql).split()):
             raise RunError(f"{path} is damaged or is not ours: {name!r} is none of our tables")
-    if known.keys() - {"tracked"}:
-        raise RunError(f"{path} is damaged: it has no table {min(known)!r}")
+    missing = [name for name in known if not TABLES[name].may_lack]
+    if missing:
+        raise RunError(f"{path} is damaged: it has no table {min(missing)!r}")
 
 
 def _check_version(connection: sqlite3.Connection, path: Path) -> None:
@@ -207,7 +221,7 @@ def _apply_forget(connection: sqlite3.Connection, payload: bytes) -> None:
     """Remove a step and all later ones: they are going to be run again."""
     step = frames.unpack_forget(payload)
     for name, table in TABLES.items():
-        if table.forgotten:
+        if table.forgotten and (name != "experts" or has_table(connection, name)):
             connection.execute(f"DELETE FROM {name} WHERE {table.forgotten}", (step,))
 
 
@@ -253,6 +267,14 @@ def _apply_histograms(connection: sqlite3.Connection, payload: bytes) -> None:
     )
 
 
+def _apply_experts(connection: sqlite3.Connection, payload: bytes) -> None:
+    step, groups = frames.unpack_experts(payload)
+    if not has_table(connection, "experts"):
+        connection.execute(TABLES["experts"].definition)
+    rows = [(step, name, packed) for name, packed in groups]
+    connection.executemany("INSERT OR REPLACE INTO experts VALUES (?, ?, ?)", rows)
+
+
 def _apply_record(connection: sqlite3.Connection, payload: bytes) -> None:
     kind, key, step, value = frames.unpack_record(payload)
     connection.execute(
@@ -275,6 +297,7 @@ _APPLY = {
     frames.HISTOGRAMS: _apply_histograms,
     frames.RECORD: _apply_record,
     frames.FORGET: _apply_forget,
+    frames.EXPERTS: _apply_experts,
 }
 
 

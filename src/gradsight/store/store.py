@@ -36,6 +36,7 @@ from gradsight.store.scores import step_after
 from gradsight.store.tail_writer import TailWriter
 from gradsight.values.findings import Finding, Problem
 from gradsight.values.histograms import Histogram
+from gradsight.values.measured import Floats
 from gradsight.values.plain import plain
 from gradsight.values.steps import Step
 
@@ -151,6 +152,10 @@ class Store:
     def add_histograms(self, step: int, histograms: Sequence[Histogram], source: str = "") -> None:
         """All histograms of a step from one source."""
         self._add(frames.HISTOGRAMS, frames.pack_histograms(step, source, histograms))
+
+    def add_experts(self, step: int, norms: Mapping[str, Floats]) -> None:
+        """The norms of experts at a step, by the name of their group."""
+        self._add(frames.EXPERTS, frames.pack_experts(step, norms))
 
     def add_record(self, kind: str, key: str, step: int, value: Mapping[str, object]) -> None:
         """Anything rare; one with the same kind and key is replaced."""

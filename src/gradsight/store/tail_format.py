@@ -3,7 +3,7 @@
     kind       1 step with statistics, 2 scalars, 3 histograms, 4 any other record as JSON,
                5 scalars of a step (also loss, lr), 6 layout: the names of the parameters that rows
                of statistics stand for, 7 scalars under a tracker's own count, 8 a step from which
-               on everything is forgotten
+               on everything is forgotten, 9 norms by expert
 
 All numbers are little-endian.
 """
@@ -33,6 +33,7 @@ STEP_SCALARS = 5
 LAYOUT = 6
 TRACKED = 7
 FORGET = 8
+EXPERTS = 9
 
 _STEP = struct.Struct("<qdddddd?BqHI")
 _STEP_NUMBER = struct.Struct("<q")
@@ -325,3 +326,44 @@ def unpack_record(payload: bytes) -> tuple[str, str, int, str]:
     if abs(step) > limits.NUMBER:
         raise ValueError(f"its step is {step}")
     return _storable_text(kind), _storable_text(key), step, json.dumps(value)
+
+
+def pack_experts(step: int, norms: Mapping[str, npt.NDArray[np.float64]]) -> bytes:
+    """The norms of experts by the name of their group."""
+    packed = {name: _pack_norms(values) for name, values in norms.items()}
+    sizes = json.dumps([[name, len(each)] for name, each in packed.items()]).encode()
+    return struct.pack("<qI", step, len(sizes)) + sizes + b"".join(packed.values())
+
+
+def _pack_norms(values: npt.NDArray[np.float64]) -> bytes:
+    """The bytes of a number, then the numbers: four each, where all of them fit."""
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = values.astype("<f4")
+    fits = np.array_equal(np.isfinite(narrow), np.isfinite(values))
+    fits = fits and np.array_equal(narrow == 0, values == 0)
+    kept = narrow if fits else values.astype("<f8")
+    return bytes([kept.itemsize]) + kept.tobytes()
+
+
+def unpack_experts(payload: bytes) -> tuple[int, list[tuple[str, bytes]]]:
+    """Step, and the packed norms of each group."""
+    step, size = struct.unpack_from("<qI", payload)
+    start = 12 + size
+    groups = []
+    for name, length in load_json(payload[12:start], "the norms of experts"):
+        if not isinstance(name, str) or type(length) is not int or length < 1:
+            raise ValueError("a group of experts has another form")
+        groups.append((_storable_text(name), payload[start : start + length]))
+        start += length
+    if start != len(payload):
+        raise ValueError("its length does not fit")
+    return step, groups
+
+
+def load_experts(packed: bytes) -> list[float]:
+    """The norms of one group."""
+    width = packed[0] if packed else 0
+    if width not in (4, 8) or (len(packed) - 1) % width:
+        raise RunError("the norms of experts are damaged: their length does not fit")
+    norms: list[float] = np.frombuffer(packed, f"<f{width}", offset=1).tolist()
+    return norms

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradsight.store import tail_format as frames
+from gradsight.store.schema import has_table
 from gradsight.store.stat_chunks import NO_GRADIENT, StatChunk, stat_chunks
 from gradsight.values.steps import THINNED, THINNED_HIGH, THINNED_LOW, TRUE_GRADIENT
 
@@ -163,6 +164,12 @@ def _put_together(
         "(SELECT min(step) FROM histograms WHERE source = '' AND step BETWEEN ? AND ?)",
         (*between, *between),
     )
+    if has_table(connection, "experts"):
+        connection.execute(
+            "DELETE FROM experts WHERE step BETWEEN ? AND ? AND step > "
+            "(SELECT min(step) FROM experts WHERE step BETWEEN ? AND ?)",
+            (*between, *between),
+        )
 
 
 def extremes(chunk: StatChunk) -> tuple[bytes, bytes]:

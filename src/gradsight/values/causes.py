@@ -25,7 +25,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     "GS104": ("GS606", *_TOO_LONG_STEPS, "GS103", "GS102", "GS202", "GS101", "GS201"),
     "GS105": ("GS605", "GS606", "GS604", "GS406", "GS403", "GS204", "GS205", "GS107"),
     "GS106": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, *_CUT_OFF, "GS204", "GS205", "GS107"),
-    "GS107": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, *_CUT_OFF, "GS204", "GS205"),
+    "GS107": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, *_CUT_OFF, "GS207", "GS204", "GS205"),
     "GS108": ("GS605", "GS610"),
     "GS201": (*_TOO_LONG_STEPS, "GS202"),
     "GS202": ("GS609", *_TOO_LONG_STEPS),
@@ -40,7 +40,9 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
         *(*_BROKEN, "GS403", "GS404", "GS405", "GS402", "GS304", "GS106", "GS107", "GS301"),
         *("GS204", "GS205", "GS105", "GS203", "GS102", "GS101", "GS202", "GS302", "GS503"),
     ),
-    "GS301": ("GS607", "GS606", "GS403"),
+    "GS207": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403"),
+    "GS208": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403", "GS207"),
+    "GS301": ("GS607", "GS606", "GS403", "GS207"),
     "GS304": ("GS611", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),
     "GS402": ("GS407", "GS405", "GS403", "GS204", "GS105", "GS107"),
@@ -56,7 +58,7 @@ There is no way around in a circle, but for the two kinds of what is not finite:
 one is the cause.
 """
 
-_SAME_PARAMETERS = {("GS205", "GS301"), ("GS401", "GS408")}
+_SAME_PARAMETERS = {("GS205", "GS301"), ("GS301", "GS207"), ("GS401", "GS408")}
 """Effect and cause that belong together only where they name a parameter in common."""
 _AT_ONCE = {
     *((effect, "GS201") for effect in ("GS101", "GS102", *_BROKEN)),

@@ -124,6 +124,11 @@ class MeasuredStep:
     signals: StepSignals = field(default_factory=StepSignals)
     rank_comparisons: tuple[RankComparison, ...] = ()
     """Comparisons that have arrived since the step before; they are of earlier steps."""
+    experts: Mapping[str, Floats] = field(default_factory=dict)
+    """By group of experts: the norm of each one's gradient, 0 where it has none.
+
+    Where parameters are sharded, on the steps of closer looks only.
+    """
 
     @property
     def finite(self) -> bool:

@@ -118,6 +118,8 @@ def _step(
     columns = {"l2": values, "max_abs": values / 2}
     if step % 50 == 0:
         columns["update_ratio"] = values / 1000
+        columns["weight_rms"] = values * 10
+        columns["update_rms"] = values / 100
     if not np.isfinite(values).all():
         columns["nan"] = np.isnan(values) * 1.0
         columns["inf"] = np.isinf(values) * 1.0

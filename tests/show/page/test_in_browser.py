@@ -16,6 +16,7 @@ from gradsight.show.page.payload import run_payload
 from gradsight.show.page.second import with_second
 from gradsight.show.summary import summarize
 from gradsight.store.reader import open_run
+from gradsight.store.store import open_store
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
 from show.page.runs import NONE, Recorded, finding, parameter_names, plain_norms, record
 
@@ -121,11 +122,40 @@ def test_what_the_contract_names(visit: Visits, small: Recorded) -> None:
     assert page.locator("#cell").get_attribute("aria-live")
     assert page.eval_on_selector("#filter", "e => e.tagName") == "INPUT"
     modes = page.eval_on_selector_all("#mode option", "all => all.map(e => e.value)")
-    assert modes == ["norm", "deviation", "update", "zeros"]
+    assert modes == ["norm", "deviation", "update", "zeros", "weight", "change"]
     assert page.eval_on_selector("link[rel=icon]", "e => e.href").startswith("data:image/svg")
     card = page.inner_text("[data-finding=GS103]")
     for text in ("x.log()", "model.py:8", "doc-17", "clip_grad_norm_", "--data PATH"):
         assert text in card
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("update", 1e-3), ("weight", 10), ("change", 1e-2)])
+def test_what_is_measured_on_some_steps_has_a_map(
+    mode: str, factor: float, visit: Visits, small: Recorded
+) -> None:
+    page = visit(address(small, f"#mode={mode}&row=wte.weight&step=50"))
+    page.wait_for_selector("#cell[data-max]")
+    told = page.evaluate("({...document.getElementById('cell').dataset})")
+    assert (told["parameter"], told["from"]) == ("wte.weight", "50")
+    expected = factor * small.row("wte.weight")[50]
+    assert float(told["max"]) == pytest.approx(expected, rel=0.005)
+
+
+def test_experts_have_pictures_of_their_own(visit: Visits, tmp_path: Path) -> None:
+    run = record(tmp_path / "run", plain_norms(60, 14))
+    store = open_store(run.path)
+    for step in (0, 50):
+        store.add_experts(step, {"h.0.experts.w1": np.array([3.0, 0.0, 3.0, 0.0])})
+    store.close()
+    page = visit(run.html().as_uri())
+    picture = page.locator("#experts canvas[data-group='h.0.experts.w1']")
+    assert "4 experts, 2 without a gradient at step 50" in page.inner_text("#experts")
+    picture.hover(position={"x": 40, "y": 5})
+    assert "step 0, expert 0: 1.4 times an even share" in page.inner_text("#experts")
+    picture.hover(position={"x": 40, "y": 17})
+    assert "expert 1: no gradient" in page.inner_text("#experts")
+    plain = record(tmp_path / "plain", plain_norms(5, 14))
+    assert not visit(plain.html().as_uri()).locator("#experts-title").is_visible()
 
 
 def test_cells_are_what_the_record_has(visit: Visits, small: Recorded) -> None:

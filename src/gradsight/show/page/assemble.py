@@ -32,6 +32,7 @@ MODULES = (
     "heat.js",
     "lines.js",
     "spectrum.js",
+    "experts.js",
     "findings.js",
     "sections.js",
     "keys.js",

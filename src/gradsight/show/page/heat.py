@@ -1,7 +1,7 @@
 """The heat map of a run as the page takes it: rows, levels of columns, further maps. No torch."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +40,8 @@ _ZONE_COLUMNS = 1024
 """Single steps around findings, all together."""
 _WIDEST_ZONE = 128
 _NARROWEST_ZONE = 8
+DETAIL_MAPS = {"update": "update_ratio", "weight": "weight_rms", "change": "update_rms"}
+"""Maps of what is measured on some steps only, and the columns that they show."""
 _MAP_CELLS = 40_000
 """Cells of a map of what is measured on some steps only."""
 
@@ -60,8 +62,8 @@ class HeatMap:
     finest: Columns
     grid: Grid
     """That of the finest columns."""
-    updates: Columns | None = None
-    """Update-to-weight ratios, on the steps on which they were measured."""
+    details: Mapping[str, Columns] = field(default_factory=dict)
+    """What was measured on some steps only, by the name of its map."""
 
 
 def heat_map(
@@ -73,7 +75,7 @@ def heat_map(
     totals = {step.step: step.total_norm for step in steps if step.total_norm is not None}
     usual = Usual(len(rows))
     parts = []
-    updates = []
+    details: dict[str, list[tuple[npt.NDArray[np.int64], Heights]]] = {}
     position = 0
     for chunk in run.stat_chunks():
         heights = rows.heights(chunk)
@@ -83,12 +85,14 @@ def heat_map(
         end = position + len(chunk.steps)
         edges = grid.edges(position, end) - position
         parts.append(reduce_steps(chunk.steps, heights, deviations, edges))
-        updates += update_heights(chunk, rows)
+        for name in DETAIL_MAPS:
+            details.setdefault(name, []).extend(detail_heights(chunk, rows, name))
         position = end
     finest = _no_columns(len(rows))
     if parts:
         finest = joined(parts)
-    return HeatMap(rows, finest, grid, _thinned(updates))
+    thinned = {name: _thinned(found) for name, found in details.items() if found}
+    return HeatMap(rows, finest, grid, thinned)
 
 
 def _zones(measured: npt.NDArray[np.int64], around: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -152,24 +156,24 @@ def fine_rows(columns: Columns, rows: HeatRows) -> npt.NDArray[np.bool_]:
     return fine
 
 
-def update_heights(chunk: StatChunk, rows: HeatRows) -> list[tuple[npt.NDArray[np.int64], Heights]]:
-    """The steps of a chunk that have update-to-weight ratios, and the ratios' heights."""
-    ratios = chunk.columns.get("update_ratio")
-    if ratios is None:
+def detail_heights(
+    chunk: StatChunk, rows: HeatRows, name: str
+) -> list[tuple[npt.NDArray[np.int64], Heights]]:
+    """The steps of a chunk at which what a map shows was measured, and its heights."""
+    values = chunk.columns.get(DETAIL_MAPS[name])
+    if values is None:
         return []
-    at = np.flatnonzero(~np.isnan(ratios).all(axis=1))
-    heights = heights_of(ratios[at])
-    heights[np.isnan(ratios[at])] = ABSENT
+    at = np.flatnonzero(~np.isnan(values).all(axis=1))
+    heights = heights_of(values[at])
+    heights[np.isnan(values[at])] = ABSENT
     shown = rows.spread_out(chunk, heights)
-    # The weights' norms are not recorded: a block shows the largest ratio of its parameters.
+    # A block's own number would need the sizes of its parameters: it shows the largest of theirs.
     for row, members in enumerate(rows.blocks.values(), len(rows.names)):
         shown[:, row] = shown[:, members].max(axis=1)
     return [(chunk.steps[at], shown)]
 
 
-def _thinned(parts: list[tuple[npt.NDArray[np.int64], Heights]]) -> Columns | None:
-    if not parts:
-        return None
+def _thinned(parts: list[tuple[npt.NDArray[np.int64], Heights]]) -> Columns:
     return map_columns(
         np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
     )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from gradsight.show.markdown import no_text
 from gradsight.show.page.encode import encoded_level
+from gradsight.show.page.experts import expert_section
 from gradsight.show.page.heat import MeasuredRun, encoded_levels, heat_map
 from gradsight.show.page.heights import HeatRows
 from gradsight.show.page.histograms import (
@@ -63,8 +64,8 @@ def run_payload(
     heat = heat_map(run, shown_rows(run, summary), summary.steps, around)
     looks = looks_at(run)
     maps: dict[str, Any] = {"norm": encoded_levels(heat)}
-    if heat.updates is not None:
-        maps["update"] = [encoded_level(heat.updates, fine=False)]
+    for name, columns in heat.details.items():
+        maps[name] = [encoded_level(columns, fine=True)]
     zeros = zero_shares(looks, heat.rows)
     if zeros is not None:
         maps["zeros"] = [encoded_level(zeros, fine=False)]
@@ -74,6 +75,7 @@ def run_payload(
         "heat": {"rows": row_list(heat.rows), "maps": maps},
         "lines": run_lines(summary.steps),
         "histograms": histograms_over_time(looks, heat.rows),
+        "experts": expert_section(summary.experts),
         "second": None,
     }
 
@@ -111,6 +113,7 @@ def nothing_payload(folder: Path, what: str, notes: Sequence[str] = ()) -> dict[
         "heat": {"rows": [], "maps": {}},
         "lines": run_lines([]),
         "histograms": None,
+        "experts": [],
     }
     return {"schema": SCHEMA, **shown, **pictures, "second": None}
 

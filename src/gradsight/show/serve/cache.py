@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 _STATE = "state.json"
 _LOCK = "lock"
 _MOST_BYTES = 4 * 10**9

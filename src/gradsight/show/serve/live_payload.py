@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from gradsight.errors import GradsightError, RunError
 from gradsight.show.page.encode import encoded_level
-from gradsight.show.page.heat import MOST_COLUMNS
+from gradsight.show.page.experts import expert_section
+from gradsight.show.page.heat import DETAIL_MAPS, MOST_COLUMNS
 from gradsight.show.page.histograms import histograms_over_time, looks_at, zero_shares
 from gradsight.show.page.payload import SCHEMA, WholeRun, row_list, run_words
 from gradsight.show.page.pyramid import Columns, grid_factor
@@ -166,11 +167,13 @@ class LivePayload:
         parts["marks"] = {"skipped": skipped_steps(live.steps), "clipping": clipping(live.steps)}
         parts["maps"] = {}
         parts["histograms"] = None
+        parts["experts"] = expert_section(summary.experts)
         if live.picture is not None:
             looks = looks_at(run)
             parts["histograms"] = histograms_over_time(looks, live.picture.rows)
             zeros = zero_shares(looks, live.picture.rows)
-            found = {"zeros": zeros, "update": live.picture.updates()}
+            found = {name: live.picture.details(name) for name in DETAIL_MAPS}
+            found["zeros"] = zeros
             for name, columns in found.items():
                 if columns is not None:
                     parts["maps"][name] = [encoded_level(columns, fine=True)]

@@ -5,12 +5,13 @@ ever added to, whoever looks at it. What is not a whole column yet comes from th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from gradsight.show.page.heat import map_columns, update_heights
+from gradsight.show.page.heat import DETAIL_MAPS, detail_heights, map_columns
 from gradsight.show.page.heights import HeatRows, Heights
 from gradsight.show.page.pyramid import LEVEL_FACTOR, Columns, coarser, joined
 from gradsight.show.page.usual import Usual, total_logarithms
@@ -56,6 +57,21 @@ class _Level:
             sheet.close()
 
 
+@dataclass(frozen=True)
+class _Details:
+    """Steps at which something was measured, and the heights of all rows then."""
+
+    steps: Sheet
+    heights: Sheet
+
+    def cut_after(self, last: int) -> None:
+        """Forget what is of later steps."""
+        steps = self.steps.read(0, self.heights.rows)[:, 0]
+        known = int(np.searchsorted(steps, last, side="right"))
+        self.steps.cut(known)
+        self.heights.cut(known)
+
+
 class Picture:
     """All rows at all steps, as far as they have been read."""
 
@@ -68,22 +84,20 @@ class Picture:
         self._levels = [_Level(folder, level, width, steps) for level in range(_LEVELS)]
         # What is measured on some steps only; there is no telling how many of them are whole.
         known = 0 if steps == 0 else _ALL
-        self._update_steps = Sheet(folder / "update_steps", 1, "<i8", known)
-        self._updates = Sheet(folder / "updates", width, "<f4", known)
+        self._details = {
+            name: _Details(
+                Sheet(folder / f"{name}_steps", 1, "<i8", known),
+                Sheet(folder / f"{name}_heights", width, "<f4", known),
+            )
+            for name in DETAIL_MAPS
+        }
         whole = min(self._steps.rows, self._levels[0].rows)
         # Whoever wrote it may have been stopped between two sheets.
         self._steps.cut(whole)
         for level in self._levels:
             level.cut(min(level.rows, whole // level.factor))
-        self._cut_updates()
-
-    def _cut_updates(self) -> None:
-        """Forget ratios of steps that are not in the picture."""
-        last = self.last_step if len(self) else -1
-        steps = self._update_steps.read(0, self._updates.rows)[:, 0]
-        known = int(np.searchsorted(steps, last, side="right"))
-        self._update_steps.cut(known)
-        self._updates.cut(known)
+        for details in self._details.values():
+            details.cut_after(self.last_step if len(self) else -1)
 
     def __len__(self) -> int:
         return self._steps.rows
@@ -118,9 +132,10 @@ class Picture:
         ones = np.ones(len(steps), dtype=np.int64)
         self._levels[0].append(Columns(steps, steps, ones, heights, heights, deviations))
         self._steps.append(steps[:, None])
-        for measured, ratios in update_heights(chunk, self.rows):
-            self._updates.append(ratios)
-            self._update_steps.append(measured[:, None])
+        for name, details in self._details.items():
+            for measured, found in detail_heights(chunk, self.rows, name):
+                details.heights.append(found)
+                details.steps.append(measured[:, None])
         for finer, level in zip(self._levels[:-1], self._levels[1:], strict=True):
             whole = finer.rows // LEVEL_FACTOR
             if whole > level.rows:
@@ -162,13 +177,14 @@ class Picture:
         edges = np.flatnonzero(np.array(begins) % factor == 0)
         return coarser(joined(parts), edges)
 
-    def updates(self) -> Columns | None:
-        """The update-to-weight ratios, thinned; None where none were measured."""
-        count = min(self._updates.rows, self._update_steps.rows)
+    def details(self, name: str) -> Columns | None:
+        """What was measured on some steps only, thinned; None where nothing was."""
+        sheets = self._details[name]
+        count = min(sheets.heights.rows, sheets.steps.rows)
         if count == 0:
             return None
-        steps = self._update_steps.read(0, count)[:, 0].astype(np.int64)
-        return map_columns(steps, self._updates.read(0, count).astype(np.float32))
+        steps = sheets.steps.read(0, count)[:, 0].astype(np.int64)
+        return map_columns(steps, sheets.heights.read(0, count).astype(np.float32))
 
     def _read(self, level: _Level, first: int, last: int) -> Columns:
         """Whole columns of a level by their positions."""
@@ -184,7 +200,9 @@ class Picture:
 
     def close(self) -> None:
         """Close its files."""
-        for sheet in (self._steps, self._update_steps, self._updates):
-            sheet.close()
+        self._steps.close()
+        for details in self._details.values():
+            details.steps.close()
+            details.heights.close()
         for level in self._levels:
             level.close()

@@ -14,6 +14,8 @@ export const PAINTS = {
   norm: { map: "norm", ramp: "ink", noun: "norm" },
   deviation: { map: "norm", ramp: "poles", noun: "norm" },
   update: { map: "update", ramp: "ink", noun: "update / weight" },
+  weight: { map: "weight", ramp: "ink", noun: "weight RMS" },
+  change: { map: "change", ramp: "ink", noun: "update RMS" },
   zeros: { map: "zeros", ramp: "ink", noun: "share of zeros" },
   difference: { map: "difference", ramp: "poles", noun: "second run's norm" },
 };
@@ -383,7 +385,7 @@ export class HeatMapView {
       const exact = this.level.fine[row] || !Number.isFinite(number) || number === 0;
       return exact ? figure(number) : `≈ ${figure(number, 2)}`;
     };
-    if (high === undefined) return "no gradient";
+    if (high === undefined) return this.paint.map === "norm" ? "no gradient" : "not measured";
     const noun = this.paint.noun;
     if (Number.isNaN(high) && !Number.isNaN(low)) return `${noun} NaN, else from ${shown(low)}`;
     return low === high || Number.isNaN(high) ? `${noun} ${shown(high)}` : `${noun} ${shown(low)} to ${shown(high)}`;
@@ -399,7 +401,8 @@ export class HeatMapView {
 
   /** Tells of the cursor's own cell again, after the picture has changed. */
   retell() {
-    if (!this.cursor || !this.shown.includes(this.cursor.row)) return;
+    // A link may ask for a map that is still on its way; it is told of when it is here.
+    if (!this.cursor || !this.level || !this.shown.includes(this.cursor.row)) return;
     const { row, step } = this.cursor;
     if (step < this.from || step > this.to) return;
     this.tell(row, cellOfStep(this.level, this.cells, step));

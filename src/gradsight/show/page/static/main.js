@@ -11,9 +11,10 @@ import { Lines } from "./lines.js";
 import { Spectrum } from "./spectrum.js";
 import { showVerdict, showFindings, asMarkdown } from "./findings.js";
 import { showSections } from "./sections.js";
+import { showExperts } from "./experts.js";
 import { bindKeys } from "./keys.js";
 
-const LABELS = { norm: "norm", deviation: "deviation", update: "update / weight", zeros: "share of zeros", difference: "difference" };
+const LABELS = { norm: "norm", deviation: "deviation", update: "update / weight", weight: "weight RMS", change: "update RMS", zeros: "share of zeros", difference: "difference" };
 
 const CHARTS_EVERY = 1000;
 /** The parts of the data from which the lower sections are made. */
@@ -55,6 +56,7 @@ class Page {
     // What is below the first screen can come after it.
     await this.spectrum.load();
     this.spectrum.show(null);
+    await showExperts(this.data.experts);
     this.largest();
     this.source.watch(changed => this.more(changed));
   }
@@ -76,6 +78,7 @@ class Page {
     this.heat.retell();
     // Charts that are made anew twice a second would be of no use to whoever points at them.
     this.charting ??= setTimeout(() => { this.charting = null; this.rechart(); }, CHARTS_EVERY);
+    if (changed.has("experts")) await showExperts(this.data.experts);
     if (!changed.has("histograms")) return;
     const { row } = this.spectrum;
     this.spectrum = new Spectrum(this.data.histograms, this.rows);
@@ -102,6 +105,7 @@ class Page {
     this.lines.build({ from: this.first, to: this.last });
     await this.spectrum.load();
     this.spectrum.show(null);
+    await showExperts(this.data.experts);
     document.documentElement.dataset.ready = "";
     this.source.watch(changed => this.words(changed));
   }
@@ -120,6 +124,7 @@ class Page {
   /** What the colours are, and what was thinned. */
   explain() {
     const explained = { update: "How much a step changed a weight, as a share of its norm.", zeros: "The share of entries that are exactly zero.",
+      weight: "Root mean square of a weight's entries before the step.", change: "Root mean square of what the step added to them.",
       deviation: "How far a norm is from its row's usual, as the judge sees it: median and spread of the last 50 steps." };
     byId("thinned").textContent = [explained[this.state.mode] ?? this.data.measured, this.thinned()].filter(Boolean).join(" ");
   }
@@ -139,7 +144,7 @@ class Page {
   }
 
   columnsText() {
-    if (this.state.mode === "update") return "Measured on the steps of the histograms' schedule; a block shows the largest of its parameters.";
+    if (["update", "weight", "change"].includes(this.state.mode)) return "Measured on the steps of the histograms' schedule; a block shows the largest of its parameters.";
     if (this.state.mode === "zeros") return "Counted on the steps of the histograms' schedule.";
     const levels = this.source.levels("norm");
     if (!levels.length || levels[0].factor === 1) return "Every step is a column of its own.";
@@ -449,6 +454,7 @@ class Page {
     this.lines.build({ from: this.from, to: this.to });
     if (this.level) { this.row = null; this.choose(this.heat.cursor?.row ?? this.guilty()); }
     this.spectrum.show(this.spectrum.row);
+    showExperts(this.data.experts);
   }
 }
 
