@@ -13,6 +13,7 @@ from gradsight.core.beside import beside_training, eager
 from gradsight.core.sharing import reshard, without_reduction
 from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.blocks import BlockScorer
+from gradsight.ghost.compiled_plan import shapes_of
 from gradsight.ghost.joined_batch import JoinedBatch
 from gradsight.ghost.loss_calls import (
     JoinedLossCall,
@@ -56,11 +57,11 @@ class TrainingPasses:
         one_pass = None
         if joined is None:
             size = None if announced.ids is None else len(announced.ids)
-            observation = blocks.begin(size, announced.step)
+            observation = blocks.begin(size, announced.step, shapes_of(announced.batch))
         else:
             splits = joined.calls.inside
             observation, one_pass = blocks.begin_joined(
-                joined.parts, announced.step, splits_loss=splits
+                joined.parts, announced.step, shapes_of(joined.joined.rows), splits_loss=splits
             )
         with self._given_up_on_failure():
             if joined is None or one_pass is None:
