@@ -279,12 +279,14 @@ def test_rows_per_pass_from_the_second_step_on() -> None:
         assert step == 0 or rows == {"forward": 7, "backward": 7}
 
 
-def test_memory_is_that_of_plain_training_on_the_same_rows() -> None:
+@pytest.mark.parametrize("vocabulary", [64, 2000])  # the second: the logits are most of it
+def test_memory_is_that_of_plain_training_on_the_same_rows(vocabulary: int) -> None:
     torch.manual_seed(0)
     layers = [each for _ in range(12) for each in (nn.Linear(48, 192), nn.Linear(192, 48))]
-    model = nn.Sequential(nn.Embedding(64, 48), *layers, nn.LayerNorm(48), nn.Linear(48, 64))
+    ends = nn.Embedding(vocabulary, 48), nn.Linear(48, vocabulary)
+    model = nn.Sequential(ends[0], *layers, nn.LayerNorm(48), ends[1])
     model[-1].weight = model[0].weight
-    ids = torch.randint(0, 64, (5, 32))
+    ids = torch.randint(0, 64, (5, 96))
     batch, val = (ids[:4], ids[:4]), (ids[4:], ids[4:])
     engine = GhostEngine(model, loss_fn, val, mode="concat")
 
