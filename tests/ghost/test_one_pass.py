@@ -2,7 +2,9 @@
 numbers, memory and number of passes.
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -305,6 +307,27 @@ def test_memory_is_that_of_plain_training_on_the_same_rows(vocabulary: int) -> N
     most = measure_peak_memory(plain).peak_bytes
     model.zero_grad()
     assert measure_peak_memory(observed).peak_bytes < most + 0.5 * volume
+
+
+def test_an_engine_that_is_dropped_in_mid_pass_looks_at_nothing_any_more() -> None:
+    model, batch, val = small(), pair(4, 1), pair(3, 2)
+    hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+    engine = GhostEngine(model, loss_fn, val)
+    loss = engine.loss(batch)
+    engine = GhostEngine(model, loss_fn, val)
+    engine.attach_train_batch(*batch, 0, 0)
+    engine.prepare_forward_input(*batch)
+    scorer = weakref.ref(engine._blocks)
+    del engine, loss
+    gc.collect()
+    assert scorer() is None
+    assert _get_current_function_mode_stack() == []
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+    engine = GhostEngine(model, loss_fn, val)
+    engine.loss(batch).backward()
+    assert (
+        relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    )
 
 
 def test_what_settings_decide() -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,7 +87,9 @@ class BlockScorer:
         self._check = FirstBlockCheck(
             self._group, self._memory, options.rules, enabled=options.self_check
         )
-        self._open: Observation | CompiledObservation | None = None
+        self._opened = OpenPass()
+        # An engine that is dropped in mid-pass must not go on to look at the model.
+        weakref.finalize(self, self._opened.stop).atexit = False
         self._one_pass: OnePass | None = None
         self._step = 0
         self._losses_of = -1
@@ -103,6 +105,15 @@ class BlockScorer:
         # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
         # before there is a block.
         self._scales = LossScales(self)
+
+    @property
+    def _open(self) -> Observation | CompiledObservation | None:
+        """The pass that is being observed."""
+        return self._opened.observation
+
+    @_open.setter
+    def _open(self, observation: Observation | CompiledObservation | None) -> None:
+        self._opened.observation = observation
 
     @property
     def scores(self) -> Scores | None:
@@ -185,15 +196,15 @@ class BlockScorer:
         if known is None:
             return None
         observation = CompiledObservation(self._plan(one_pass, known.tied, splits_loss), one_pass)
-        observation.on_refusal = self.abandon
+        observation.on_refusal = weakly(self.abandon)
         sizes = None
         if one_pass is not None:
             sizes = one_pass.parts.sizes
         elif shapes is not None:
             sizes = (known.batch,)
         else:
-            observation.on_new_call = partial(self._go_on_eagerly, options, expected)
-            observation.sizes_by_call = self._sizes_of_call
+            observation.on_new_call = partial(weakly(self._go_on_eagerly), options, expected)
+            observation.sizes_by_call = weakly(self._sizes_of_call)
         self._open = observation
         observation.start(self.model, sizes)
         return observation
@@ -288,7 +299,7 @@ class BlockScorer:
         observation = Observation(self.parameters, options, expected, self._check)
         self._check.start_block(self.parameters, list(self.targets.directions.values()))
         observation.start()
-        observation.on_refusal = self.abandon
+        observation.on_refusal = weakly(self.abandon)
         self._open = observation
         return observation
 
@@ -455,6 +466,30 @@ class BlockScorer:
             "take longer"
         )
         warnings.warn(text, GhostNotice, stacklevel=5)
+
+
+class OpenPass:
+    """The pass that is being observed, for whoever has to end it."""
+
+    def __init__(self) -> None:
+        self.observation: Observation | CompiledObservation | None = None
+
+    def stop(self) -> None:
+        """Leave the model as it was found, if a pass is open."""
+        if self.observation is not None:
+            self.observation.stop()
+            self.observation = None
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does not keep its object alive; once that is gone, the call gives None."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call
 
 
 class LossScales:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsight.core.beside import beside_training, eager
 from gradsight.core.sharing import reshard, without_reduction
 from gradsight.ghost.arguments import calling_loss_fn
-from gradsight.ghost.blocks import BlockScorer
+from gradsight.ghost.blocks import BlockScorer, weakly
 from gradsight.ghost.compiled_plan import shapes_of
 from gradsight.ghost.joined_batch import JoinedBatch
 from gradsight.ghost.loss_calls import (
@@ -72,7 +72,9 @@ class TrainingPasses:
             check_loss(loss, "on the training batch")
             observation.judge(loss)
         observation.look_away()
-        observation.on_finished = partial(blocks.end_later, announced.ids, announced.domains)
+        observation.on_finished = partial(
+            weakly(blocks.end_later), announced.ids, announced.domains
+        )
         return loss
 
     def joined_pair(self, x: Any, y: Any, step: int | None) -> JoinedBatch | None:
