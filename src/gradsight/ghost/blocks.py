@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from gradsight.core.beside import is_compiled
 from gradsight.core.function_modes import take_off_ended
-from gradsight.core.guard import Guard
-from gradsight.core.moments import listen
 from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
@@ -29,8 +27,10 @@ from gradsight.ghost.compiled_trial import CompiledTrial
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
 from gradsight.ghost.joined_calls import JoinedCalls
+from gradsight.ghost.loss_scales import LossScales
 from gradsight.ghost.observation import Expected, Observation
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
+from gradsight.ghost.open_pass import OpenPass, weakly
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refresh import RefreshSchedule
 from gradsight.ghost.refusals import PassGuard
@@ -466,46 +466,6 @@ class BlockScorer:
             "take longer"
         )
         warnings.warn(text, GhostNotice, stacklevel=5)
-
-
-class OpenPass:
-    """The pass that is being observed, for whoever has to end it."""
-
-    def __init__(self) -> None:
-        self.observation: Observation | CompiledObservation | None = None
-
-    def stop(self) -> None:
-        """Leave the model as it was found, if a pass is open."""
-        if self.observation is not None:
-            self.observation.stop()
-            self.observation = None
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that does not keep its object alive; once that is gone, the call gives None."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
-
-    return call
-
-
-class LossScales:
-    """Hears of scaled losses for as long as an engine is there."""
-
-    def __init__(self, blocks: BlockScorer) -> None:
-        self._blocks = weakref.ref(blocks)
-        guard = Guard(None, "loss scales", "scores cannot be divided by the loss scale", Exception)
-        listen(self, guard, own_thread=True)
-        self.close = weakref.finalize(blocks, guard.close)
-
-    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """A GradScaler has multiplied a loss."""
-        blocks = self._blocks()
-        if blocks is not None:
-            blocks.loss_scaled(scaler)
 
 
 def fingerprint(batch: Any) -> Tensor:

@@ -23,7 +23,8 @@ from gradsight.ghost.one_pass_check import training_rows
 from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.row_parts import RowParts
 from gradsight.ghost.selfcheck import cotangents_for, rounding
-from gradsight.ghost.tracer import TraceOptions, Tracer, paused, tracing
+from gradsight.ghost.tracer import TraceOptions, Tracer
+from gradsight.ghost.tracing import paused, tracing
 
 
 @dataclass(frozen=True, slots=True)

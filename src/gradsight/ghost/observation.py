@@ -25,7 +25,8 @@ from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refusals import refuse_batch_norm
 from gradsight.ghost.row_parts import RowParts
 from gradsight.ghost.selfcheck import rounding
-from gradsight.ghost.tracer import TraceOptions, Tracer, paused, recompute_seen
+from gradsight.ghost.tracer import TraceOptions, Tracer
+from gradsight.ghost.tracing import paused, recompute_seen
 
 
 @dataclass(frozen=True, slots=True)

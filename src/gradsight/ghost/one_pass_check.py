@@ -29,7 +29,8 @@ from gradsight.ghost.selfcheck import (
     rounding,
     spread,
 )
-from gradsight.ghost.tracer import TraceOptions, Tracer, tracing
+from gradsight.ghost.tracer import TraceOptions, Tracer
+from gradsight.ghost.tracing import tracing
 
 Scores = dict[tuple[int, str], Tensor]
 """By the number of a target and a parameter, the scores of some training rows."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsight.core.beside import beside_training, eager
 from gradsight.core.sharing import reshard, without_reduction
 from gradsight.ghost.arguments import calling_loss_fn
-from gradsight.ghost.blocks import BlockScorer, weakly
+from gradsight.ghost.blocks import BlockScorer
 from gradsight.ghost.compiled_plan import shapes_of
 from gradsight.ghost.joined_batch import JoinedBatch
 from gradsight.ghost.loss_calls import (
@@ -23,6 +23,7 @@ from gradsight.ghost.loss_calls import (
 )
 from gradsight.ghost.one_pass import OnePassRefusal
 from gradsight.ghost.one_pass_check import as_in_training
+from gradsight.ghost.open_pass import weakly
 from gradsight.ghost.pass_choice import PassChoice
 from gradsight.ghost.selfcheck import rounding
 from gradsight.ghost.targets import LossFn, check_loss
