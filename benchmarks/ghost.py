@@ -394,6 +394,27 @@ def hugging_face(rounds: int, size: dict[str, int]) -> None:
     compare_modes("Hugging Face GPT-2, dropout on", model, own_loss, rows, size["rows"], rounds)
 
 
+def compiled(rounds: int, size: dict[str, int]) -> None:
+    """Scores of a compiled model, in its compiled code and eagerly."""
+    torch.manual_seed(0)
+    model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"])
+    net = torch.compile(model)
+    everything = tokens(size["rows"] + 1, size["length"], size["vocabulary"])
+    batch, val = split(everything, size["rows"])
+    print(f"\na compiled model, B = {size['rows']} + 1")
+    arms = {
+        BOTH: plain(net, token_loss, everything),
+        "plain again (A/A)": plain(net, token_loss, everything),
+        "plain, not compiled": plain(model, token_loss, everything),
+        "scores in one pass": in_one_pass(net, token_loss, batch, val),
+        "scores in two": in_one_pass(net, token_loss, batch, val, mode="two_pass"),
+        "scores in one pass, eagerly": in_one_pass(model, token_loss, batch, val),
+    }
+    for name in ("scores in one pass", "scores in two"):
+        arms[name]()  # compiled from the second block on
+    report(race(arms, max(9, rounds)), BOTH)
+
+
 def choice(rounds: int, size: dict[str, int]) -> None:
     """Which mode a step is cheaper in, and what the rule of mode="auto" says."""
     print("\nthe rule of mode='auto': a step of n micro-batches of B rows, V validation rows")
@@ -503,6 +524,9 @@ def routes(rounds: int, quick: bool) -> None:
         )
 
 
+ONLY = ["scores", "one_pass", "compiled", "choice", "peers", "routes"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -519,7 +543,7 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well"
     )
-    parser.add_argument("--only", choices=["scores", "one_pass", "choice", "peers", "routes"])
+    parser.add_argument("--only", choices=ONLY)
     options = parser.parse_args()
     global clock
     clock = CLOCKS[options.clock]
@@ -549,6 +573,8 @@ def main() -> None:
         headline(rounds, size | {"length": 2 * size["length"]})
     if options.only in {None, "one_pass"}:
         one_pass(rounds, size | {"validation": 1})
+    if options.only == "compiled":  # needs a C++ compiler
+        compiled(rounds, size)
     if options.only in {None, "choice"}:
         choice(rounds, size)
     if options.only in {None, "peers"}:

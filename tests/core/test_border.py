@@ -16,6 +16,8 @@ THEIR_OWN = {
     "ghost/gram.py": "the same",
     "ghost/one_pass.py": "the same",
     "ghost/compiled_pass.py": "the same",
+    "ghost/compiled_mode.py": "the same",
+    "ghost/tracing.py": "the same",
     "ghost/loss_calls.py": "engine.loss() is the user's own call, and raises",
     "ghost/verify.py": "engine.verify() is the user's own call, and raises",
     "memory/": "measuring and planning are the user's own calls, and raise",

@@ -2,7 +2,9 @@
 numbers, memory and number of passes.
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -279,12 +281,14 @@ def test_rows_per_pass_from_the_second_step_on() -> None:
         assert step == 0 or rows == {"forward": 7, "backward": 7}
 
 
-def test_memory_is_that_of_plain_training_on_the_same_rows() -> None:
+@pytest.mark.parametrize("vocabulary", [64, 2000])  # the second: the logits are most of it
+def test_memory_is_that_of_plain_training_on_the_same_rows(vocabulary: int) -> None:
     torch.manual_seed(0)
     layers = [each for _ in range(12) for each in (nn.Linear(48, 192), nn.Linear(192, 48))]
-    model = nn.Sequential(nn.Embedding(64, 48), *layers, nn.LayerNorm(48), nn.Linear(48, 64))
+    ends = nn.Embedding(vocabulary, 48), nn.Linear(48, vocabulary)
+    model = nn.Sequential(ends[0], *layers, nn.LayerNorm(48), ends[1])
     model[-1].weight = model[0].weight
-    ids = torch.randint(0, 64, (5, 32))
+    ids = torch.randint(0, 64, (5, 96))
     batch, val = (ids[:4], ids[:4]), (ids[4:], ids[4:])
     engine = GhostEngine(model, loss_fn, val, mode="concat")
 
@@ -303,6 +307,27 @@ def test_memory_is_that_of_plain_training_on_the_same_rows() -> None:
     most = measure_peak_memory(plain).peak_bytes
     model.zero_grad()
     assert measure_peak_memory(observed).peak_bytes < most + 0.5 * volume
+
+
+def test_an_engine_that_is_dropped_in_mid_pass_looks_at_nothing_any_more() -> None:
+    model, batch, val = small(), pair(4, 1), pair(3, 2)
+    hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+    engine = GhostEngine(model, loss_fn, val)
+    loss = engine.loss(batch)
+    engine = GhostEngine(model, loss_fn, val)
+    engine.attach_train_batch(*batch, 0, 0)
+    engine.prepare_forward_input(*batch)
+    scorer = weakref.ref(engine._blocks)
+    del engine, loss
+    gc.collect()
+    assert scorer() is None
+    assert _get_current_function_mode_stack() == []
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+    engine = GhostEngine(model, loss_fn, val)
+    engine.loss(batch).backward()
+    assert (
+        relative_error(engine.scores.total, truth(model, batch, direction_of(model, val))) < 1e-12
+    )
 
 
 def test_what_settings_decide() -> None:

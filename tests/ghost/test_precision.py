@@ -2,8 +2,6 @@
 error, never wrong ones.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -145,78 +143,6 @@ def test_hugging_face_gradient_checkpointing() -> None:
         engine, _ = observe(case)
         found.append(engine.scores.total)
     assert relative_error(found[1], found[0]) < 1e-12
-
-
-def compiled(what: str, model: nn.Module) -> nn.Module:
-    if what == "model":
-        return torch.compile(model, backend="aot_eager", fullgraph=True)
-    if what == "blocks":
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
-    else:
-        model.compile(backend="aot_eager")
-    return model
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # dynamo's own doing
-@pytest.mark.parametrize(
-    ("what", "mode"),
-    [("model", "concat"), ("blocks", "concat"), ("in_place", "concat"), ("model", "two_pass")],
-)
-def test_compiled_models_stay_compiled(what: str, mode: str) -> None:
-    """After an eager first block, without a new graph from the fourth step on."""
-    torch._dynamo.reset()
-    model, plain, val = small(), small(), pair(3, 2)
-    net = compiled(what, model)
-    engine = GhostEngine(net, loss_fn, val, mode=mode)
-    graphs = []
-    for step in range(5):
-        batch = pair(4, step)
-        model.zero_grad()
-        if mode == "concat":
-            (engine.loss(batch) / 3).backward()
-        else:
-            with engine.observe():
-                (loss_fn(net, batch) / 3).backward()
-        expected = truth(plain, batch, direction_of(plain, val)) / 3
-        assert relative_error(engine.scores.total, expected) < 1e-12
-        assert engine.scores.mode == mode
-        assert engine.scores.compiled == (step > 0)
-        plain.zero_grad()
-        (loss_fn(plain, batch) / 3).backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert relative_error(ours.grad, theirs.grad) < 1e-12
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[2] == graphs[-1]
-    with engine.observe() if mode == "two_pass" else nullcontext():
-        batch = pair(2, 9)  # of another size
-        (engine.loss(batch) if mode == "concat" else loss_fn(net, batch)).backward()
-    expected = truth(plain, batch, direction_of(plain, val))
-    assert relative_error(engine.scores.total, expected) < 1e-12
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_what_cannot_be_compiled_is_observed_eagerly() -> None:
-    torch._dynamo.reset()
-    model, batch, val = small(), pair(4, 1), pair(3, 2)
-    net = compiled("model", model)
-    expected = truth(model, batch, direction_of(model, val))
-    engine = GhostEngine(net, loss_fn, val, per_parameter=True)
-    with engine.observe():
-        loss_fn(net, batch).backward()
-    with (
-        pytest.warns(UserWarning, match="eagerly .* because scores by parameter"),
-        engine.observe(),
-    ):
-        loss_fn(net, batch).backward()
-    assert not engine.scores.compiled
-    with engine.observe():  # said once
-        loss_fn(net, batch).backward()
-    assert relative_error(engine.scores.total, expected) < 1e-12
-    assert "blocks.0.up.weight" in engine.scores.by_parameter
-    assert torch.isfinite(loss_fn(net, batch))
 
 
 class NarrowInside(nn.Module):

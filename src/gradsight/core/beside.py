@@ -143,7 +143,10 @@ def without_collectives() -> Iterator[None]:
 def is_compiled(root: nn.Module) -> bool:
     """Whether the model or a part of it is compiled."""
     return any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+        hasattr(m, "_orig_mod")
+        or getattr(m, "_compiled_call_impl", None) is not None
+        # m.forward = torch.compile(m.forward)
+        or hasattr(vars(m).get("forward"), "_torchdynamo_orig_callable")
         for m in root.modules()
     )
 

@@ -4,32 +4,33 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import is_compiled
 from gradsight.core.function_modes import take_off_ended
-from gradsight.core.guard import Guard
-from gradsight.core.moments import listen
-from gradsight.core.samples import SplitCall, tensors_in
+from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
-from gradsight.ghost.compiled_pass import (
-    CompiledObservation,
-    CompiledTrial,
-    OnePassMode,
-    TraceableMode,
-    TwoPassMode,
-    tied_weights,
+from gradsight.ghost.compiled_choice import CompiledChoice, PassKind, PastPass
+from gradsight.ghost.compiled_pass import CompiledObservation
+from gradsight.ghost.compiled_plan import (
+    PassPlan,
+    Shapes,
+    given_directions,
+    given_scales,
 )
+from gradsight.ghost.compiled_trial import CompiledTrial
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
 from gradsight.ghost.joined_calls import JoinedCalls
+from gradsight.ghost.loss_scales import LossScales
 from gradsight.ghost.observation import Expected, Observation
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
+from gradsight.ghost.open_pass import OpenPass, weakly
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refresh import RefreshSchedule
 from gradsight.ghost.refusals import PassGuard
@@ -86,24 +87,33 @@ class BlockScorer:
         self._check = FirstBlockCheck(
             self._group, self._memory, options.rules, enabled=options.self_check
         )
-        self._open: Observation | CompiledObservation | None = None
+        self._opened = OpenPass()
+        # An engine that is dropped in mid-pass must not go on to look at the model.
+        weakref.finalize(self, self._opened.stop).atexit = False
         self._one_pass: OnePass | None = None
         self._step = 0
         self._losses_of = -1
         self._samples = 0
         self._noticed: set[str] = set()
-        self._said_eager = False
-        self._eager_because: str | None = None
-        self._past: PastPass | None = None
-        self._compiled: set[bool] = set()
-        """The passes that compiled code was found to be right in: joined (True) or not."""
-        self._recomputed = False
+        self._compiled = CompiledChoice(self._against_compiling())
+        self._kind = PassKind(joined=False, splits_loss=False, direction="plain")
+        self._shapes: Shapes | None = None
         self._ran_compiled = False
-        self._dropped_out = False
+        self._seed = torch.ones((), device=parameters.device)
+        """The last factor that a GradScaler gave a loss."""
         self._closed = False
         # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
         # before there is a block.
         self._scales = LossScales(self)
+
+    @property
+    def _open(self) -> Observation | CompiledObservation | None:
+        """The pass that is being observed."""
+        return self._opened.observation
+
+    @_open.setter
+    def _open(self, observation: Observation | CompiledObservation | None) -> None:
+        self._opened.observation = observation
 
     @property
     def scores(self) -> Scores | None:
@@ -124,8 +134,13 @@ class BlockScorer:
         """The processes that train the model together."""
         return self._group
 
-    def begin(self, size: int | None, step: int | None) -> Observation | CompiledObservation:
-        """Start a block of two passes: fresh directions if they are due, then the eyes open."""
+    def begin(
+        self, size: int | None, step: int | None, shapes: Shapes | None = None
+    ) -> Observation | CompiledObservation:
+        """Start a block of two passes: fresh directions if they are due, then the eyes open.
+
+        `shapes`: of the batch, where it is known.
+        """
         self._start(step)
         self._one_pass = None
         if self._schedule.refresh_if_due(self._step, self.parameters):
@@ -133,14 +148,14 @@ class BlockScorer:
             self._log.history.add_losses(self._step, losses)
         guard = PassGuard(None, judges_loss=self._check.first)
         options = self._trace(self._directions(), guard, None)
-        if self._compiles(options, None, size):
-            return self._observe_compiled(None, None, size)
-        return self._observe(options, Expected(size, self._options.batch_dim))
+        expected = Expected(size, self._options.batch_dim)
+        compiled = self._observe_compiled(options, expected, shapes, splits_loss=False)
+        return compiled or self._observe(options, expected)
 
     def begin_joined(
-        self, parts: RowParts, step: int | None, *, splits_loss: bool
+        self, parts: RowParts, step: int | None, shapes: Shapes, *, splits_loss: bool
     ) -> tuple[Observation | CompiledObservation, OnePass]:
-        """Start a block of one pass over joined rows."""
+        """Start a block of one pass over joined rows, of these shapes."""
         self._start(step)
         names = None
         if self._options.per_parameter:
@@ -153,95 +168,83 @@ class BlockScorer:
             # The first block is compared with directions that were found in passes of their own.
             self._schedule.refresh_now(self.parameters)
         options = self._trace_joined(one_pass, splits_loss)
-        if self._compiles(options, parts, parts.total, splits_loss=splits_loss):
-            return self._observe_compiled(one_pass, parts, parts.total), one_pass
-        observation = self._observe(options, Expected(parts.total, self._options.batch_dim))
-        return observation, one_pass
-
-    def _compiles(
-        self,
-        options: TraceOptions,
-        parts: RowParts | None,
-        rows: int | None,
-        *,
-        splits_loss: bool = False,
-    ) -> bool:
-        """Whether this block's training pass can run in compiled code."""
-        if self._eager_because is not None or not is_compiled(self.model):
-            return False
-        past = self._past
-        if past is None or past.joined != (parts is not None):
-            return False  # an eager block comes first
-        if parts is not None and rows != past.call.batch:
-            return False
-        reason = self._against_compiling(splits_loss)
-        if reason is None and rows is None and self._uncompiled_outermost() is None:
-            reason = "the number of its samples is not known: pass sample_ids to observe()"
-        if reason is None and past.joined not in self._compiled:
-            mode = self._mode(parts, past.call.batch)
-            trial = CompiledTrial(self.model, self.parameters, options)
-            reason = trial.fault(past.call, mode, parts)
-        if reason is not None:
-            self._eager_because = reason
-            return False
-        self._compiled.add(past.joined)
-        return True
-
-    def _uncompiled_outermost(self) -> nn.Module | None:
-        """The module that a call of the model enters first, where its hooks are asked."""
-        if getattr(self.model, "_compiled_call_impl", None) is not None:
-            return None
-        return self.model
-
-    def _against_compiling(self, splits_loss: bool) -> str | None:
-        if self._group.size > 1:
-            return "several processes share it"
-        if len(self.targets.names) > 1:
-            return "there are several targets"
-        if self._options.per_parameter or self._schedule.kind != "plain":
-            return "scores by parameter or scaled by the optimizer are asked for"
-        if splits_loss:
-            return "the loss is split inside of its pass"
-        if self._dropped_out:
-            return "it drops out, and compiled code draws other random numbers"
-        if self._recomputed:
-            return "activation checkpointing does not ask a function mode in compiled code"
-        if current_autocast() is not None:
-            return "autocast is on"
-        return None
-
-    def _mode(self, parts: RowParts | None, rows: int) -> TraceableMode:
-        assert self._past is not None
-        if parts is not None:
-            return OnePassMode(self.parameters, parts, self._past.tied)
-        mode = TwoPassMode(self.parameters, rows)
-        direction = self.targets.directions[self.targets.names[0]]
-        for name, parameter in self.parameters.trainable.items():
-            along = direction.get(name)
-            mode.along[id(parameter)] = torch.zeros_like(parameter) if along is None else along
-        return mode
+        expected = Expected(parts.total, self._options.batch_dim)
+        compiled = self._observe_compiled(options, expected, shapes, splits_loss=splits_loss)
+        return compiled or self._observe(options, expected), one_pass
 
     def _observe_compiled(
-        self, one_pass: OnePass | None, parts: RowParts | None, rows: int | None
-    ) -> CompiledObservation:
-        assert self._past is not None
-        known = self._past.call.batch if rows is None else rows
-        samples = known if parts is None else parts.train
-        probe = torch.zeros(
-            1,
-            samples,
-            device=self.parameters.device,
-            dtype=self.parameters.score_dtype,
-            requires_grad=True,
-        )
-        observation = CompiledObservation(self._mode(parts, known), probe, one_pass)
-        observation.start()
-        outermost = self._uncompiled_outermost()
-        if rows is None and outermost is not None:
-            observation.count_rows(outermost)
-        observation.on_refusal = self.abandon
+        self, options: TraceOptions, expected: Expected, shapes: Shapes | None, *, splits_loss: bool
+    ) -> CompiledObservation | None:
+        """Open the eyes on a pass in compiled code; None where it has to run eagerly."""
+        one_pass = options.one_pass
+        kind = PassKind(one_pass is not None, splits_loss, self._schedule.kind)
+        self._kind = kind
+        self._shapes = shapes
+        choice = self._compiled
+        if not choice.possible or not is_compiled(self.model):
+            return None
+
+        def trial(past: PastPass) -> str | None:
+            own = one_pass
+            if one_pass is not None and past.call.batch != one_pass.parts.total:
+                return f"its last batch of {past.call.batch} rows is of another kind"
+            plan = self._plan(own, past.tied, splits_loss)
+            return CompiledTrial(self.model, plan, options, own).fault(past.call, past.autocast)
+
+        choice.compare(kind, trial)
+        known = choice.any_proven(kind) if shapes is None else choice.proven(kind, shapes)
+        if known is None:
+            return None
+        observation = CompiledObservation(self._plan(one_pass, known.tied, splits_loss), one_pass)
+        observation.on_refusal = weakly(self.abandon)
+        sizes = None
+        if one_pass is not None:
+            sizes = one_pass.parts.sizes
+        elif shapes is not None:
+            sizes = (known.batch,)
+        else:
+            observation.on_new_call = partial(weakly(self._go_on_eagerly), options, expected)
+            observation.sizes_by_call = weakly(self._sizes_of_call)
         self._open = observation
+        observation.start(self.model, sizes)
         return observation
+
+    def _sizes_of_call(self, shapes: Shapes) -> tuple[int, ...] | None:
+        """The samples of a call of the model that nobody announced; None: it is a new one."""
+        known = self._compiled.proven(self._kind, shapes)
+        return None if known is None else (known.batch,)
+
+    def _go_on_eagerly(self, options: TraceOptions, expected: Expected) -> None:
+        """The model is about to be called with new shapes: this block runs eagerly."""
+        assert isinstance(self._open, CompiledObservation)
+        self._open.stop()
+        self._observe(options, expected)
+
+    def _plan(self, one_pass: OnePass | None, tied: frozenset[str], splits_loss: bool) -> PassPlan:
+        if one_pass is None:
+            directions = [self.targets.directions[name] for name in self.targets.names]
+            given = given_directions(self.parameters, directions)
+        else:
+            given = given_scales(self.parameters, one_pass)
+        return PassPlan(
+            self.parameters,
+            len(self.targets.names),
+            self._options.per_parameter,
+            given,
+            tied if one_pass is not None else frozenset(),
+            splits_loss,
+            self._seed,
+        )
+
+    def _against_compiling(self) -> str | None:
+        rules = self._options.rules
+        if self._group.size > 1:
+            return "several processes share it"
+        if rules.exact_grad:
+            return "exact_grad=True asks for gradients that are plain training's bit for bit"
+        if rules.kernel is not None or rules.route is not None:
+            return "a kernel or a route of its own is asked for"
+        return None
 
     def rehearsal(self, parts: RowParts, *, splits_loss: bool) -> tuple[Observation, OnePass]:
         """An observation of one pass that is no part of training; the twin is asked in it."""
@@ -296,7 +299,7 @@ class BlockScorer:
         observation = Observation(self.parameters, options, expected, self._check)
         self._check.start_block(self.parameters, list(self.targets.directions.values()))
         observation.start()
-        observation.on_refusal = self.abandon
+        observation.on_refusal = weakly(self.abandon)
         self._open = observation
         return observation
 
@@ -344,6 +347,8 @@ class BlockScorer:
         """A GradScaler has multiplied a loss."""
         if self._open is not None and self._open.scale is None:
             self._open.loss_scaled(scaler)
+            if self._open.scale is not None:
+                self._seed = self._open.scale.detach().clone()
 
     def close(self) -> None:
         """Give up an open block, and let go of directions and memory."""
@@ -380,8 +385,8 @@ class BlockScorer:
             )
             self._judge(observed)
             self._notice_slow(observation.tracer)
-            self._remember(observation)
-            self._notice_eager()
+            if is_compiled(self.model):
+                self._compiled.ran_eagerly(observation, self._kind, self._shapes)
         elif self._one_pass is not None:
             self._take_losses(table.sum(1))
         batch = table.shape[2]
@@ -446,31 +451,6 @@ class BlockScorer:
         compiled = self._ran_compiled
         self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode, compiled)
 
-    def _remember(self, observation: Observation) -> None:
-        """Keep what a compiled pass has to be compared on."""
-        if self._eager_because is not None or not is_compiled(self.model):
-            return
-        self._recomputed |= observation.tracer.packed
-        self._dropped_out |= observation.dropped_out or drops_out(self.parameters.root)
-        if len(observation.calls) == 1:
-            call = observation.calls[0]
-            tied = tied_weights(observation.tracer.keys)
-            self._past = PastPass(call, self._one_pass is not None, tied)
-        else:
-            self._eager_because = f"it is called {len(observation.calls)} times in a pass"
-
-    def _notice_eager(self) -> None:
-        """Say, once, why a compiled model is observed uncompiled."""
-        if self._said_eager or self._eager_because is None:
-            return
-        self._said_eager = True
-        warnings.warn(
-            "the compiled model runs eagerly while its samples are scored, because "
-            f"{self._eager_because}. The scores are exact; only speed is lost.",
-            GradsightWarning,
-            stacklevel=5,
-        )
-
     def _notice_slow(self, tracer: Tracer) -> None:
         """Name, once, the parameters that no fast rule covers."""
         new = set(tracer.slow) - self._noticed
@@ -486,44 +466,6 @@ class BlockScorer:
             "take longer"
         )
         warnings.warn(text, GhostNotice, stacklevel=5)
-
-
-@dataclass(frozen=True, slots=True)
-class PastPass:
-    """An eager training pass of a compiled model."""
-
-    call: SplitCall
-    joined: bool
-    """Whether it had the validation rows in it."""
-    tied: set[str]
-    """Parameters that are both looked up and multiplied with."""
-
-
-def drops_out(root: nn.Module) -> bool:
-    """Whether a module of the model drops out."""
-    for module in root.modules():
-        # Attention and recurrent layers keep their rate under another name.
-        attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
-        rate = getattr(module, attribute, 0.0)
-        if module.training and isinstance(rate, float) and rate > 0:
-            return True
-    return False
-
-
-class LossScales:
-    """Hears of scaled losses for as long as an engine is there."""
-
-    def __init__(self, blocks: BlockScorer) -> None:
-        self._blocks = weakref.ref(blocks)
-        guard = Guard(None, "loss scales", "scores cannot be divided by the loss scale", Exception)
-        listen(self, guard, own_thread=True)
-        self.close = weakref.finalize(blocks, guard.close)
-
-    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """A GradScaler has multiplied a loss."""
-        blocks = self._blocks()
-        if blocks is not None:
-            blocks.loss_scaled(scaler)
 
 
 def fingerprint(batch: Any) -> Tensor:

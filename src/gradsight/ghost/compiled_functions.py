@@ -1,194 +1,324 @@
 # mypy: allow-untyped-calls, disable-error-code="no-untyped-def"
 """Rules that a compiler can trace: functions of tensors and numbers, without side effects.
 
-They are those of one pass (joined_rules/) and of two (rules/) for one target, samples in dimension
-0. What a tied head owes its embedding travels as the gradient of two wires, tensors of zeros that
-take no memory: autograd keeps the order, and a compiler sees nothing but gradients.
+They are those of one pass (joined_rules/) and of two (rules/), samples in dimension 0. `sizes` is
+(B,) in two passes, where the directions are among the arguments, and (B, V1, V2, ...) in one pass,
+where each target's direction is made of its own rows, and scaled by an optimizer's second moments
+where these are among the arguments.
+Scores are the gradient of a probe [targets, B]. What a tied head owes its embedding travels as the
+gradient of two wires, tensors of zeros that take no memory: autograd keeps the order, and a
+compiler sees nothing but gradients.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Sizes = tuple[int, ...]
+Scores = list[Tensor]
+"""By target, those of the training rows."""
 
-def _matrices(tensor: Tensor, rows: int) -> Tensor:
-    return tensor.reshape(rows, -1, tensor.shape[-1])
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or wider where it is so already."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def target_rows(x: Tensor, sizes: Sizes, number: int) -> Tensor:
+    """The rows of a target, by its number from 0."""
+    start = sum(sizes[: number + 1])
+    return x[start : start + sizes[number + 1]]
+
+
+def directions_of(
+    make: Callable[[int], Tensor], sizes: Sizes, given: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Each target's direction: as given, or in one pass made of its rows, and scaled."""
+    if len(sizes) == 1:
+        return given
+    made = [make(number) for number in range(len(sizes) - 1)]
+    return [each * scale_of(*given) for each in made] if given else made
+
+
+def scale_of(second: Tensor, correction: Tensor) -> Tensor:
+    """1 / (sqrt(v) + eps), from second moments, and the correction for their start with eps."""
+    return ((second / correction[0]).sqrt() + correction[1]).reciprocal()
+
+
+def table(scores: Scores, dtype: torch.dtype) -> Tensor:
+    """The gradient of a probe."""
+    return torch.stack(scores).to(dtype)
+
+
+def matrices(x: Tensor, rows: int) -> Tensor:
+    """[samples, positions, features]."""
+    return x.reshape(rows, -1, x.shape[-1])
+
+
+def product_of(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of left^T right over samples and positions."""
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
 
-class OnePassProduct(torch.autograd.Function):
-    """x W^T + b over joined rows; with wires where the weight is an embedding's too."""
+class Product(torch.autograd.Function):
+    """x W^T + b; with wires where the weight is an embedding's too, in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, probe, train, total, head, owed, tokens) -> Tensor:
-        """The plain product."""
-        ctx.train = train
-        ctx.total = total
-        ctx.has_bias = bias is not None
-        ctx.tied = tokens is not None
-        if ctx.tied:
-            ctx.save_for_backward(x, weight, tokens)
-        else:
-            ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any,
+        x,
+        weight,
+        bias,
+        weight_probe,
+        bias_probe,
+        sizes,
+        scores_bias,
+        wires,
+        count,
+        *tensors,
+    ) -> Tensor:
+        """The plain product.
+
+        A bias that is scored without a probe of its own shares the weight's. Tensors: with
+        `wires` the head's wire, the debt's and the targets' tokens, then as many as `count` of the
+        weight, the others of the bias.
+        """
+        ctx.sizes = sizes
+        ctx.wires = wires
+        ctx.count = count
+        ctx.scores_weight = weight_probe is not None
+        ctx.scores_bias = scores_bias
+        ctx.shares = scores_bias and bias_probe is None
+        probe = weight_probe if weight_probe is not None else bias_probe
+        ctx.dtype = probe.dtype
+        kept = tensors[2:] if wires else tensors
+        ctx.save_for_backward(x, weight, *kept)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Gradients of the training rows, the scores, and what goes along the wires."""
-        x, weight, *tokens = ctx.saved_tensors
-        n = ctx.train
-        slopes = _matrices(grad, ctx.total)
-        inputs = _matrices(x, ctx.total)
-        direction = _product(slopes[n:], inputs[n:])
-        scores = ((inputs[:n] @ direction.t()) * slopes[:n]).sum((1, 2))
-        db = head = owed = None
-        if ctx.has_bias:
-            sums = slopes.sum(1)
-            db = sums[:n].sum(0)
-            scores = scores + sums[:n] @ sums[n:].sum(0)
-        if ctx.tied:
-            head = direction
-            owed = torch.einsum("bts,btd->bsd", slopes[:n][:, :, tokens[0]], inputs[:n])
-        dw = _product(slopes[:n], inputs[:n])
-        return grad @ weight, dw, db, scores.unsqueeze(0), None, None, head, owed, None
+        with torch.autocast(grad.device.type, enabled=False):
+            x, weight, *kept = ctx.saved_tensors
+            sizes = ctx.sizes
+            n = sizes[0]
+            slopes = matrices(grad, sum(sizes))
+            inputs = matrices(x, sum(sizes))
+            tokens = kept.pop(0) if ctx.wires else None
+            for_weight = kept[: ctx.count]
+            for_bias = kept[ctx.count :]
+            dw: Any = None
+            db: Any = None
+            weight_table: Any = None
+            bias_table: Any = None
+            wires: list[Tensor | None] = []
+            if ctx.scores_weight:
+                dw = product_of(slopes[:n], inputs[:n])
+                made = [
+                    product_of(target_rows(slopes, sizes, k), target_rows(inputs, sizes, k))
+                    for k in range(len(sizes) - 1)
+                ]
+                along = directions_of(lambda k: wide(made[k]), sizes, for_weight)
+                weight_table = table(
+                    [projection(inputs[:n], slopes[:n], each) for each in along], ctx.dtype
+                )
+                if tokens is not None:
+                    owed = torch.einsum("bts,btd->bsd", slopes[:n][:, :, tokens], inputs[:n])
+                    wires = [torch.stack(made), owed, None]
+            if ctx.scores_bias:
+                sums = wide(slopes).sum(1)
+                db = sums[:n].sum(0).to(grad.dtype)
+                along = directions_of(lambda k: target_rows(sums, sizes, k).sum(0), sizes, for_bias)
+                bias_table = table([sums[:n] @ wide(each) for each in along], ctx.dtype)
+            dx = grad @ weight
+            if ctx.shares:
+                weight_table = weight_table + bias_table
+                bias_table = None
+        nothing = [None] * (len(kept))
+        return dx, dw, db, weight_table, bias_table, None, None, None, None, *wires, *nothing
 
 
-class OnePassLookup(torch.autograd.Function):
-    """W[index] over joined rows."""
+def projection(inputs: Tensor, slopes: Tensor, direction: Tensor) -> Tensor:
+    """<B_i^T A_i, D> of every sample, as <A_i D^T, B_i>: its gradient is not made."""
+    shown = inputs @ direction.to(inputs.dtype).t()
+    return (wide(shown) * wide(slopes)).sum((1, 2))
+
+
+def scatter(grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
+    """The gradient of a table of so many rows."""
+    made: Tensor = torch.ops.aten.embedding_dense_backward(
+        grad.contiguous(), index, rows, padding, False
+    )
+    return made
+
+
+def looked_up(index: Tensor, grad: Tensor, direction: Tensor, padding: int) -> Tensor:
+    """<D[index], B> of every sample, nothing at padding_idx."""
+    dots = (F.embedding(index, wide(direction)) * wide(grad)).sum(-1)
+    if padding >= 0:
+        dots = dots.masked_fill(index == padding, 0.0)
+    return dots.flatten(1).sum(1)
+
+
+class Lookup(torch.autograd.Function):
+    """W[index]."""
 
     @staticmethod
-    def forward(ctx: Any, index, weight, probe, train) -> Any:
+    def forward(ctx: Any, index, weight, probe, sizes, padding, *given) -> Any:
         """The plain lookup."""
-        ctx.save_for_backward(index)
+        ctx.save_for_backward(index, *given)
         ctx.rows = weight.shape[0]
-        ctx.train = train
+        ctx.sizes = sizes
+        ctx.padding = padding
+        ctx.dtype = probe.dtype
         return F.embedding(index, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """The training rows' gradient, and the scores."""
-        (index,) = ctx.saved_tensors
-        n = ctx.train
-        scattered = torch.ops.aten.embedding_dense_backward
-        dw = scattered(grad[:n], index[:n], ctx.rows, -1, False)
-        along = scattered(grad[n:], index[n:], ctx.rows, -1, False)
-        scores = (F.embedding(index[:n], along) * grad[:n]).flatten(1).sum(1)
-        return None, dw, scores.unsqueeze(0), None
+        index, *given = ctx.saved_tensors
+        sizes = ctx.sizes
+        n = sizes[0]
+        dw = scatter(grad[:n], index[:n], ctx.rows, ctx.padding)
+
+        def direction(k: int) -> Tensor:
+            rows = target_rows(grad, sizes, k), target_rows(index, sizes, k)
+            return scatter(*rows, ctx.rows, ctx.padding)
+
+        along = directions_of(direction, sizes, given)
+        scores = [looked_up(index[:n], grad[:n], each, ctx.padding) for each in along]
+        return None, dw, table(scores, ctx.dtype), None, None, *[None for _ in given]
 
 
-class OnePassTiedLookup(torch.autograd.Function):
-    """W[index] over joined rows, and the wires for a head that is tied to W."""
+class TiedLookup(torch.autograd.Function):
+    """W[index] in one pass, and the wires for a head that is tied to W."""
 
     @staticmethod
-    def forward(ctx: Any, index, weight, probe, train) -> Any:
+    def forward(ctx: Any, index, weight, probe, sizes, padding, *given) -> Any:
         """The plain lookup, and two wires."""
-        ctx.save_for_backward(index)
+        ctx.save_for_backward(index, *given)
         ctx.rows = weight.shape[0]
-        ctx.train = train
+        ctx.sizes = sizes
+        ctx.padding = padding
+        ctx.dtype = probe.dtype
         zero = weight.new_zeros(())
-        tokens = index[train:].numel()
-        head = zero.expand(weight.shape)
-        owed = zero.expand(train, tokens, weight.shape[1])
+        tokens = index[sizes[0] :].numel()
+        head = zero.expand(len(sizes) - 1, *weight.shape)
+        owed = zero.expand(sizes[0], tokens, weight.shape[1])
         return F.embedding(index, weight), head, owed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, head: Tensor, owed: Tensor) -> Any:
         """The training rows' gradient, and the scores along both parts of the direction."""
-        (index,) = ctx.saved_tensors
-        n = ctx.train
-        scattered = torch.ops.aten.embedding_dense_backward
-        dw = scattered(grad[:n], index[:n], ctx.rows, -1, False)
-        along = scattered(grad[n:], index[n:], ctx.rows, -1, False) + head
-        cross = torch.einsum("bsd,sd->b", owed, grad[n:].reshape(-1, grad.shape[-1]))
-        scores = (F.embedding(index[:n], along) * grad[:n]).flatten(1).sum(1) + cross
-        return None, dw, scores.unsqueeze(0), None
+        index, *given = ctx.saved_tensors
+        sizes = ctx.sizes
+        n = sizes[0]
+        dw = scatter(grad[:n], index[:n], ctx.rows, ctx.padding)
+
+        def direction(k: int) -> Tensor:
+            rows = target_rows(grad, sizes, k), target_rows(index, sizes, k)
+            return wide(scatter(*rows, ctx.rows, ctx.padding)) + wide(head[k])
+
+        along = directions_of(direction, sizes, given)
+        scores = []
+        start = 0
+        for k, each in enumerate(along):
+            tokens = target_rows(index, sizes, k).reshape(-1)
+            # The direction has the rows gv_s at the tokens s, which the head's gradients meet.
+            rows = wide(target_rows(grad, sizes, k).reshape(-1, grad.shape[-1]))
+            if given:
+                rows = rows * scale_of(given[0][tokens], given[1])
+            if ctx.padding >= 0:
+                rows = rows.masked_fill((tokens == ctx.padding).unsqueeze(-1), 0.0)
+            mine = wide(owed[:, start : start + tokens.shape[0]])
+            start = start + tokens.shape[0]
+            cross = torch.einsum("bsd,sd->b", mine, rows)
+            scores.append(looked_up(index[:n], grad[:n], each, ctx.padding) + cross)
+        return None, dw, table(scores, ctx.dtype), None, None, *[None for _ in given]
 
 
-class OnePassAffine(torch.autograd.Function):
-    """n w + b over joined rows, n being a normalised input."""
+class Scaled(torch.autograd.Function):
+    """x p, the parameter being broadcast over samples."""
 
     @staticmethod
-    def forward(ctx: Any, normalised, weight, bias, probe, train, total) -> Any:
-        """The plain operation."""
-        ctx.save_for_backward(normalised, weight)
-        ctx.train = train
-        ctx.total = total
-        return normalised * weight + bias
+    def forward(ctx: Any, x, parameter, probe, sizes, *given) -> Tensor:
+        """The plain product."""
+        ctx.save_for_backward(x, parameter, *given)
+        ctx.sizes = sizes
+        ctx.dtype = probe.dtype
+        return x * parameter  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Gradients of the training rows, and the scores."""
-        normalised, weight = ctx.saved_tensors
-        n = ctx.train
-        scale = _matrices(grad * normalised, ctx.total).sum(1)
-        shift = _matrices(grad, ctx.total).sum(1)
-        scores = scale[:n] @ scale[n:].sum(0) + shift[:n] @ shift[n:].sum(0)
-        own = scale[:n].sum(0), shift[:n].sum(0)
-        return grad * weight, *own, scores.unsqueeze(0), None, None
+        x, parameter, *given = ctx.saved_tensors
+        sums = sums_of_rows(wide(grad) * wide(x), parameter.shape, sum(ctx.sizes))
+        own, scores = small_parts(sums, ctx.sizes, given)
+        own = own.view(parameter.shape).to(parameter.dtype)
+        dx = (grad * parameter).to(x.dtype)
+        return dx, own, table(scores, ctx.dtype), None, *[None for _ in given]
 
 
-class TwoPassLinear(torch.autograd.Function):
-    """x W^T + b, scored along a direction that is known."""
-
-    @staticmethod
-    def forward(ctx: Any, x, weight, bias, probe, dw, db) -> Tensor:
-        """The plain product."""
-        ctx.save_for_backward(x, weight, dw, db)
-        ctx.samples = probe.shape[1]
-        return F.linear(x, weight, bias)
+class Shifted(torch.autograd.Function):
+    """x + p, the parameter being broadcast over samples."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """The plain gradients, and the scores."""
-        x, weight, dw, db = ctx.saved_tensors
-        along = F.linear(x, dw, db) * grad
-        scores = along.reshape(ctx.samples, -1).sum(1)
-        slopes = grad.reshape(-1, grad.shape[-1])
-        own = slopes.t() @ x.reshape(-1, x.shape[-1])
-        bias = None if db is None else slopes.sum(0)
-        return grad @ weight, own, bias, scores.unsqueeze(0), None, None
-
-
-class TwoPassEmbedding(torch.autograd.Function):
-    """W[index], scored along a direction that is known."""
-
-    @staticmethod
-    def forward(ctx: Any, index, weight, probe, direction) -> Tensor:
-        """The plain lookup."""
-        ctx.save_for_backward(index, direction)
-        ctx.rows = weight.shape[0]
-        return F.embedding(index, weight)
+    def forward(ctx: Any, x, parameter, probe, sizes, *given) -> Tensor:
+        """The plain sum."""
+        ctx.save_for_backward(*given)
+        ctx.shape = parameter.shape
+        ctx.types = (x.dtype, parameter.dtype, probe.dtype)
+        ctx.sizes = sizes
+        return x + parameter  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """The plain gradient, and the scores."""
-        index, direction = ctx.saved_tensors
-        own = torch.ops.aten.embedding_dense_backward(grad, index, ctx.rows, -1, False)
-        scores = (F.embedding(index, direction) * grad).flatten(1).sum(1)
-        return None, own, scores.unsqueeze(0), None
+        """Gradients of the training rows, and the scores."""
+        given = ctx.saved_tensors
+        of_x, of_parameter, of_scores = ctx.types
+        sums = sums_of_rows(wide(grad), ctx.shape, sum(ctx.sizes))
+        own, scores = small_parts(sums, ctx.sizes, given)
+        own = own.view(ctx.shape).to(of_parameter)
+        return grad.to(of_x), own, table(scores, of_scores), None, *[None for _ in given]
 
 
-class TwoPassAffine(torch.autograd.Function):
-    """n w + b, scored along a direction that is known."""
+def sums_of_rows(slopes: Tensor, shape: Sequence[int], rows: int) -> Tensor:
+    """Every sample's own gradient [rows, n] of a parameter that is broadcast over samples."""
+    if len(shape) == 1:
+        return slopes.reshape(rows, -1, shape[0]).sum(1)
+    # Of as many dimensions as a sample has, or with a 1 in the place of the samples.
+    own = list(shape)[-(slopes.dim() - 1) :]
+    own = [1] * (slopes.dim() - 1 - len(own)) + own
+    over = [d + 1 for d, size in enumerate(own) if size == 1]
+    if over:
+        slopes = slopes.sum(over, keepdim=True)
+    return slopes.reshape(rows, -1)
+
+
+def small_parts(sums: Tensor, sizes: Sizes, given: Sequence[Tensor]) -> tuple[Tensor, Scores]:
+    """The training rows' gradient [n] and their scores, from every row's own gradient [rows, n]."""
+    n = sizes[0]
+    flat = [each.reshape(-1) for each in given]
+    along = directions_of(lambda k: target_rows(sums, sizes, k).sum(0), sizes, flat)
+    return sums[:n].sum(0), [sums[:n] @ wide(each) for each in along]
+
+
+class SplitLoss(torch.autograd.Function):
+    """The training loss; each target's is pulled back with `seed`, whatever multiplies this."""
 
     @staticmethod
-    def forward(ctx: Any, normalised, weight, bias, probe, dw, db) -> Any:
-        """The plain operation."""
-        ctx.save_for_backward(normalised, weight, dw, db)
-        ctx.samples = probe.shape[1]
-        return normalised * weight + bias
+    def forward(ctx: Any, seed, training, *targets) -> Tensor:
+        """The value of the training loss."""
+        ctx.save_for_backward(seed)
+        ctx.number = len(targets)
+        return training.clone()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """The plain gradients, and the scores."""
-        normalised, weight, dw, db = ctx.saved_tensors
-        slopes = grad * normalised
-        scores = (slopes * dw + grad * db).reshape(ctx.samples, -1).sum(1)
-        width = grad.shape[-1]
-        own = slopes.reshape(-1, width).sum(0), grad.reshape(-1, width).sum(0)
-        return grad * weight, *own, scores.unsqueeze(0), None, None
+        """The gradient for training, and each target's own beginning."""
+        (seed,) = ctx.saved_tensors
+        start = seed.to(grad.dtype).reshape(grad.shape)
+        return None, grad, *[start for _ in range(ctx.number)]

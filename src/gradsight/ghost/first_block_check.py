@@ -16,7 +16,8 @@ from gradsight.ghost.one_pass_check import OnePassCheck
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.sample_axis import Key, LayoutMemory
 from gradsight.ghost.selfcheck import SelfCheck, rounding
-from gradsight.ghost.tracer import RuleOptions, Tracer, paused
+from gradsight.ghost.tracer import RuleOptions, Tracer
+from gradsight.ghost.tracing import paused
 
 
 @dataclass(frozen=True, slots=True)

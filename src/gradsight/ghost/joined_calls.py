@@ -195,23 +195,38 @@ class JoinedLoss(torch.autograd.Function):
         return None, grad, *(seed,) * ctx.number
 
 
-SPLIT_BEFORE = "JoinedLossBackward"
-"""The node of autograd's graph behind which rows are told apart."""
+SPLIT_BEFORE = ("JoinedLossBackward", "SplitLossBackward")
+"""The nodes of autograd's graph behind which rows are told apart: of eager and of traced code."""
 
 
-def refuse_other_terms(loss: Tensor) -> None:
-    """An error if anything but the split loss leads from this loss to the model."""
-    seen: set[Any] = set()
-    ahead = [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen or node.name() == SPLIT_BEFORE:
+def refuse_other_terms(loss: Tensor, *, if_split_here: bool = False) -> None:
+    """An error if anything but the split loss leads from this loss to the model.
+
+    `if_split_here`: only where the split itself is in sight, not inside of compiled code.
+    """
+    nodes = _nodes_before_split(loss)
+    if if_split_here and not any(node.name() in SPLIT_BEFORE for node in nodes):
+        return
+    for node in nodes:
+        if node.name() in SPLIT_BEFORE:
             continue
-        seen.add(node)
         if node.name().startswith("Joined") or "AccumulateGrad" in node.name():
             raise OnePassRefusal(
                 "validation rows took part in the training gradient, or a part of it belongs to no "
                 "row: a part of the loss does not go through one loss function of torch's. Nothing "
                 "of this step is scored."
             )
-        ahead += [behind for behind, _ in node.next_functions]
+
+
+def _nodes_before_split(loss: Tensor) -> set[Any]:
+    """The nodes that a backward pass comes to, up to the split loss."""
+    seen: set[Any] = set()
+    ahead = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() not in SPLIT_BEFORE:
+            ahead += [behind for behind, _ in node.next_functions]
+    return seen

@@ -79,7 +79,7 @@ class JoinedLossCall:
         with calling_loss_fn("on the training batch", self.batches[0]):
             losses = [calls.loss_fn(joined, self.batches[0])]
         for number, batch in enumerate(self.batches[1:], 1):
-            given = _Given(calls.model, rows_of_output(joined.output(), self.parts, number))
+            given = _Given(calls.model, joined.outputs()[number])
             with calling_loss_fn("on a target's rows", batch), randomness_kept():
                 losses.append(calls.loss_fn(given, batch))
         for loss in losses:
@@ -134,14 +134,16 @@ class _Joined(_StandInModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rows, named = self._joined.rows
-        self._found.append(self._model(*rows, **named))
-        return rows_of_output(self.output(), self._joined.parts, 0)
+        output = self._model(*rows, **named)
+        self._found.append(split_output(output, self._joined.parts))
+        return self.outputs()[0]
 
-    def output(self) -> Any:
-        """The model's output for all rows."""
+    def outputs(self) -> list[Any]:
+        """The model's output for the training rows, and for each target's."""
         if len(self._found) != 1:
             raise OnePassRefusal(f"loss_fn calls the model {len(self._found)} times, not once.")
-        return self._found[0]
+        found: list[Any] = self._found[0]
+        return found
 
     forward = __call__
 
@@ -159,24 +161,28 @@ class _Given(_StandInModel):
     forward = __call__
 
 
-def rows_of_output(output: Any, parts: RowParts, number: int) -> Any:
-    """The rows of training (0) or of a target in a model's output.
+def split_output(output: Any, parts: RowParts) -> list[Any]:
+    """A model's output for the rows of training, and of each target.
 
-    >>> rows_of_output({"logits": torch.arange(3)}, RowParts(2, (1,)), 1)
-    {'logits': tensor([2])}
+    >>> split_output({"logits": torch.arange(3)}, RowParts(2, (1,)))
+    [{'logits': tensor([0, 1])}, {'logits': tensor([2])}]
     """
     leaves, spec = tree_flatten(output)
-    return tree_unflatten([_rows(leaf, parts, number) for leaf in leaves], spec)
+    # One split for all: the gradient of each piece alone would be as large as that of the whole.
+    pieces = [_pieces(leaf, parts) for leaf in leaves]
+    numbers = range(len(parts.sizes))
+    return [tree_unflatten([each[number] for each in pieces], spec) for number in numbers]
 
 
-def _rows(leaf: Any, parts: RowParts, number: int) -> Any:
+def _pieces(leaf: Any, parts: RowParts) -> list[Any]:
+    same = [leaf] * len(parts.sizes)
     if isinstance(leaf, Tensor):
         if leaf.dim() > 0 and leaf.shape[0] % parts.total == 0 and leaf.shape[0]:
-            return pieces_of(leaf, SampleLayout(), parts)[number]
+            return pieces_of(leaf, SampleLayout(), parts)
         if not leaf.requires_grad:
-            return leaf
+            return same
     elif not tensors_in(leaf):
-        return leaf
+        return same
     what = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf)
     raise OnePassRefusal(
         f"the model returns {what}, in which the rows of {parts.total} samples cannot be told."

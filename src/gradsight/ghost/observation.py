@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import eager
 from gradsight.core.calls import suspended
 from gradsight.core.function_modes import end_mode, take_off_ended
@@ -16,6 +17,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
+from gradsight.ghost.compiled_plan import Shapes, shapes_of
 from gradsight.ghost.first_block_check import FirstBlockCheck
 from gradsight.ghost.one_pass import OnePass
 from gradsight.ghost.one_pass_check import compare_rehearsal, rehearse
@@ -23,7 +25,8 @@ from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refusals import refuse_batch_norm
 from gradsight.ghost.row_parts import RowParts
 from gradsight.ghost.selfcheck import rounding
-from gradsight.ghost.tracer import TraceOptions, Tracer, paused, recompute_seen
+from gradsight.ghost.tracer import TraceOptions, Tracer
+from gradsight.ghost.tracing import paused, recompute_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,10 @@ class Observation:
         """Called when a backward pass through the model has returned."""
         self.on_refusal: Callable[[], None] | None = None
         """Called when something of the pass is refused, before the user hears of it."""
+        self.autocast: tuple[str, str] | None = None
+        """The autocast that the model was called in."""
+        self.call_shapes: Shapes = ()
+        """Of what the model was called with."""
         self.began_backward = False
         """Whether there was one, of whatever model."""
         self._parameters = parameters
@@ -270,6 +277,8 @@ class Observation:
                 f"the model was called with {call.batch} samples after {self.tracer.batch} in the "
                 "same block. Use one observe() block per backward pass, or pass sample_ids."
             )
+        self.autocast = current_autocast()
+        self.call_shapes = shapes_of(args, kwargs)
         self.calls.append(call)
         self.tracer.mark_call(call)
 

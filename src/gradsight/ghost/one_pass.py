@@ -77,7 +77,7 @@ class OnePass:
         """Embedding tables met in this pass, for a head that is tied to one."""
         self._found: dict[str, Direction] = {name: {} for name in targets}
         self.directions = Directions(self._found, self.targets, parameters=parameters)
-        self._scales = scales
+        self.scales = scales
         self._stand_ins: dict[str, list[Tensor]] = {}
         self._waiting: list[Waiting] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -116,10 +116,17 @@ class OnePass:
             known = [parameter.detach().requires_grad_() for _ in self.targets]
             for number, leaf in enumerate(known):
                 # No copy of the gradient is kept: it is taken away as soon as it is whole.
-                take = partial(self._take, name, number)
+                take = partial(self._take_gradient, name, number)
                 self._handles.append(leaf.register_post_accumulate_grad_hook(take))
             self._stand_ins[name] = known
         return known
+
+    def leaves(self) -> list[tuple[str, int, Tensor]]:
+        """All stand-ins, with their parameter and the number of their target."""
+        found = []
+        for name, leaves in self._stand_ins.items():
+            found += [(name, number, leaf) for number, leaf in enumerate(leaves)]
+        return found
 
     def tangents(self, source: TangentSource, parts: Sequence[Tensor]) -> Tangents:
         """The direction of a parameter that is used once, by slot, from each target's part."""
@@ -185,16 +192,19 @@ class OnePass:
         }
 
     def _scaled(self, name: str, part: Tensor) -> Tensor:
-        return part if self._scales is None else part * self._scales.get(name)
+        return part if self.scales is None else part * self.scales.get(name)
 
     def scaled_rows(self, name: str, rows: Tensor, which: Tensor) -> Tensor:
         """Some rows of a direction, scaled as the rows of the parameter that they belong to."""
-        return rows if self._scales is None else rows * self._scales.get(name)[which]
+        return rows if self.scales is None else rows * self.scales.get(name)[which]
 
-    def _take(self, name: str, number: int, leaf: Tensor) -> None:
-        """A stand-in has its whole gradient: a part of the direction is known."""
+    def _take_gradient(self, name: str, number: int, leaf: Tensor) -> None:
         part = leaf.grad
         leaf.grad = None
+        self.take(name, number, part)
+
+    def take(self, name: str, number: int, part: Tensor | None) -> None:
+        """A stand-in has its whole gradient: a part of the direction is known."""
         if part is not None:  # torch tells of leaves that got none, too
             self._found[self.targets[number]][name] = self._scaled(name, part)
         for waiting in self._waiting:

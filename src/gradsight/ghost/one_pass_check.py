@@ -17,6 +17,7 @@ from gradsight.core.samples import SplitCall, nearly_equal, tensors_in
 from gradsight.core.sharing import reshard
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot, gradients
+from gradsight.ghost.joined_gradients import joined_gradients
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.row_parts import RowParts
@@ -28,7 +29,8 @@ from gradsight.ghost.selfcheck import (
     rounding,
     spread,
 )
-from gradsight.ghost.tracer import TraceOptions, Tracer, tracing
+from gradsight.ghost.tracer import TraceOptions, Tracer
+from gradsight.ghost.tracing import tracing
 
 Scores = dict[tuple[int, str], Tensor]
 """By the number of a target and a parameter, the scores of some training rows."""
@@ -53,12 +55,12 @@ def rehearse(root: nn.Module, call: SplitCall, parts: RowParts, *, sharded: bool
 
     The validation rows have no part in them: what one pass gives the training rows must be equal.
     """
-    args, kwargs = _training_rows(call, parts)
+    args, kwargs = training_rows(call, parts)
     with as_in_training(root, sharded=sharded), torch.no_grad():
         return [t.detach() for t in tensors_in(root(*args, **kwargs))]
 
 
-def _training_rows(call: SplitCall, parts: RowParts) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def training_rows(call: SplitCall, parts: RowParts) -> tuple[tuple[Any, ...], dict[str, Any]]:
     flat = list(call.flat)
     for position, dim in call.dims.items():
         entries = flat[position].shape[dim] // call.batch
@@ -181,13 +183,9 @@ class OnePassCheck:
         tracer.mark_call(call)
         with tracing(tracer, self._root):
             outputs = outputs_with_rows(self._root, [call])
-            gradient, scores = gradients(
-                outputs, cotangents, self._parameters.trainable, True, probe
+            gradient, table = joined_gradients(
+                outputs, cotangents, self._parameters.trainable, probe, one_pass
             )
-        one_pass.finish()
-        table = torch.zeros_like(probe) if scores is None else scores.detach()
-        if one_pass.table is not None:
-            table = table + one_pass.table.to(table)
         tracer.release()
         found = {}
         for number in range(len(self._targets)):

@@ -123,7 +123,20 @@ class AdamScales:
         """A parameter's scale; zeros for what the optimizer does not move."""
         if name not in self._states:
             return torch.zeros_like(self._parameters[name])
-        return _scale(*self._states[name], self._kind)
+        second, start, eps = _moments(*self._states[name], self._kind)
+        scale: Tensor = ((second / start).sqrt() + eps).reciprocal()
+        return scale
+
+    def moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """What a scale is made of, for compiled code: v, and [its correction, eps]."""
+        if name not in self._states:
+            parameter = self._parameters[name]
+            return torch.full_like(parameter, torch.inf), parameter.new_ones(2)
+        second, start, eps = _moments(*self._states[name], self._kind)
+        numbers = second.new_ones(2)
+        numbers[0] = start
+        numbers[1] = eps
+        return second, numbers
 
 
 def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direction | None:
@@ -138,7 +151,10 @@ def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direc
     return {name: scales.get(name) for name in parameters}
 
 
-def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:
+def _moments(
+    state: dict[str, Any], group: dict[str, Any], kind: str
+) -> tuple[Tensor, float | Tensor, float]:
+    """A parameter's second moment, what corrects it for its start, and eps."""
     second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if second is None or "betas" not in group:
         raise without_second_moments(kind)
@@ -148,6 +164,4 @@ def _scale(state: dict[str, Any], group: dict[str, Any], kind: str) -> Tensor:
         # One that counts on an accelerator stays there: reading it would wait for the device.
         there = is_accelerator(step.device)
         step = step.to(second.device, second.dtype) if there else float(step)
-    root = (second / (1 - beta2**step)).sqrt()
-    scale: Tensor = (root + group["eps"]).reciprocal()
-    return scale
+    return second, 1 - beta2**step, group["eps"]

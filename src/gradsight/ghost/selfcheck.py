@@ -18,7 +18,8 @@ from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.parameters import ScoredParameters, TypesMet
 from gradsight.ghost.sample_axis import Key, LayoutMemory
-from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer, tracing
+from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
+from gradsight.ghost.tracing import tracing
 
 MOST_ROWS = 64
 """Samples of a batch that the twin looks at; of larger ones, evenly spread."""

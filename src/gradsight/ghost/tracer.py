@@ -10,13 +10,12 @@ not lie in rows (tokens routed to experts) the derivative is carried on as well,
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -27,6 +26,7 @@ from gradsight.errors import GradsightError
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
+from gradsight.ghost.in_place import changes_in_place, first_changed, out_of_place
 from gradsight.ghost.joined_operations import JoinedCall, run_joined
 from gradsight.ghost.joined_rules import JOINED_RULES
 from gradsight.ghost.kernels.product_kernel import ProductKernel
@@ -46,12 +46,6 @@ from gradsight.ghost.tangent_sources import (
 from gradsight.ghost.use import Use
 
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-IN_PLACE_OPERATORS = frozenset(
-    {
-        "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__",
-        "__ipow__",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +423,7 @@ class Tracer(TorchFunctionMode):
         before = [x.detach().clone() if isinstance(x, Tensor) else x for x in flat]
         out = call.func(*args, **kwargs)
         if changed._version != version:
-            run = replace(call, func=_first_changed(call.func))
+            run = replace(call, func=first_changed(call.func))
             tangents = [
                 (slot, outs[0]) for slot, outs in push_forward(run, before, carried).items()
             ]
@@ -443,89 +437,11 @@ class Tracer(TorchFunctionMode):
         return ref is not None and ref() is x
 
 
-@contextmanager
-def tracing(tracer: Tracer, root: nn.Module) -> Iterator[None]:
-    """Operations are seen in here, also those that activation checkpointing runs again."""
-    with recompute_seen(tracer, root), tracer:
-        yield
-
-
-@contextmanager
-def recompute_seen(tracer: Tracer, root: nn.Module) -> Iterator[None]:
-    """Operations that activation checkpointing runs again are seen in here."""
-    entered: list[nn.Module] = []
-
-    def before(module: nn.Module, args: Any) -> None:
-        if not tracer.active:
-            entered.append(module)
-            tracer.__enter__()
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if entered and entered[-1] is module:
-            entered.pop()
-            tracer.__exit__(None, None, None)
-
-    with ExitStack() as stack:
-        # A module with hooks of ours is slower to call, so they are put on only where a backward
-        # pass may run modules again.
-        def enter_with_modules() -> None:
-            for module in root.modules():
-                stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-                # always_call: checkpointing ends its recomputation early, by an exception.
-                stack.callback(module.register_forward_hook(after, always_call=True).remove)
-
-        tracer.on_recompute = enter_with_modules
-        stack.callback(setattr, tracer, "on_recompute", None)
-        yield
-
-
 def saves_are_packed() -> bool:
     """Whether activation checkpointing, or somebody else, takes the tensors that autograd keeps."""
     # A private name of torch's: where it is missing, hooks are put on, which is slower but right.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
-
-
-@contextmanager
-def paused(tracer: Tracer) -> Iterator[None]:
-    """Operations pass unseen in here."""
-    tracer.paused = True
-    try:
-        yield
-    finally:
-        tracer.paused = False
-
-
-def changes_in_place(func: Callable[..., Any]) -> bool:
-    """Whether a function changes its first argument, by torch's naming."""
-    name = function_name(func)
-    if name.startswith("__"):
-        return name in IN_PLACE_OPERATORS
-    return name.endswith("_") and not name.endswith("__")
-
-
-def out_of_place(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function that returns what this one changes its first argument to; None: none is known.
-
-    >>> out_of_place(Tensor.add_) is Tensor.add, out_of_place(Tensor.__iadd__) is Tensor.__add__
-    (True, True)
-    """
-    name = function_name(func)
-    if name.startswith("__i"):
-        return getattr(Tensor, f"__{name[3:]}", None)
-    return getattr(Tensor, name.rstrip("_"), None)
-
-
-def _first_changed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one that returns a changed copy of its first argument."""
-
-    def changed(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        copy = first.clone()
-        func(copy, *args, **kwargs)
-        return copy
-
-    changed.__name__ = f"{function_name(func)} (in place)"
-    return changed
 
 
 def _differentiable(y: Any) -> bool:

@@ -13,6 +13,7 @@ from gradsight.core.beside import beside_training, eager
 from gradsight.core.sharing import reshard, without_reduction
 from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.blocks import BlockScorer
+from gradsight.ghost.compiled_plan import shapes_of
 from gradsight.ghost.joined_batch import JoinedBatch
 from gradsight.ghost.loss_calls import (
     JoinedLossCall,
@@ -22,6 +23,7 @@ from gradsight.ghost.loss_calls import (
 )
 from gradsight.ghost.one_pass import OnePassRefusal
 from gradsight.ghost.one_pass_check import as_in_training
+from gradsight.ghost.open_pass import weakly
 from gradsight.ghost.pass_choice import PassChoice
 from gradsight.ghost.selfcheck import rounding
 from gradsight.ghost.targets import LossFn, check_loss
@@ -56,11 +58,11 @@ class TrainingPasses:
         one_pass = None
         if joined is None:
             size = None if announced.ids is None else len(announced.ids)
-            observation = blocks.begin(size, announced.step)
+            observation = blocks.begin(size, announced.step, shapes_of(announced.batch))
         else:
             splits = joined.calls.inside
             observation, one_pass = blocks.begin_joined(
-                joined.parts, announced.step, splits_loss=splits
+                joined.parts, announced.step, shapes_of(joined.joined.rows), splits_loss=splits
             )
         with self._given_up_on_failure():
             if joined is None or one_pass is None:
@@ -71,7 +73,9 @@ class TrainingPasses:
             check_loss(loss, "on the training batch")
             observation.judge(loss)
         observation.look_away()
-        observation.on_finished = partial(blocks.end_later, announced.ids, announced.domains)
+        observation.on_finished = partial(
+            weakly(blocks.end_later), announced.ids, announced.domains
+        )
         return loss
 
     def joined_pair(self, x: Any, y: Any, step: int | None) -> JoinedBatch | None:
