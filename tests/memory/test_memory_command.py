@@ -145,6 +145,9 @@ def test_plan(run: Callable[..., tuple[int, str, str]], models: str) -> None:
     assert "Plan:                    none" in out
     code, out, err = run("plan", f"{models}:build", "--budget", "1500kB", "--optimizer", "none")
     assert code == 0, err
+    assert err.startswith("Planning ")
+    assert "Weighing" in err
+    assert "ing " not in out.partition("Budget:")[0]  # progress is not among the results
     policy = re.search(r"Plan: +(\S+)", out)
     assert policy is not None
     assert (

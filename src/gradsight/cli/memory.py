@@ -237,10 +237,12 @@ def plan_command(
     parse_size(budget)  # a wrong size is refused before the model is built
     made = step.build(build)
     from gradsight.memory.plan import OverBudget, plan_checkpointing
+    from gradsight.memory.progress import heard_by
 
     console = Console()
     try:
-        with working(console, f"Planning {step.title(build)} for {budget}"):
+        with progress() as tell, heard_by(tell):
+            tell(f"Planning {step.title(build)} for {budget}")
             chosen = plan_checkpointing(
                 made,
                 budget,
@@ -251,18 +253,19 @@ def plan_command(
     except OverBudget as error:
         if build is not None:
             raise  # it makes its own batch
-        raise say_what_fits(console, step, error) from error
+        raise say_what_fits(step, error) from error
     show_plan(console, chosen, step.block_names)
     return 0
 
 
-def say_what_fits(console: Console, step: StepOptions, error: "OverBudget") -> GradsightError:
+def say_what_fits(step: StepOptions, error: "OverBudget") -> GradsightError:
     """The refusal with the largest batch of a built-in model that would fit."""
     from gradsight.memory.predict import largest_batch
 
     smallest = error.smallest
     assert step.architecture is not None
-    with working(console, "Looking for a batch that fits"):
+    with progress() as tell:
+        tell("Looking for a batch that fits")
         size = largest_batch(
             partial(step.sized, step.architecture),
             smallest.budget_bytes,

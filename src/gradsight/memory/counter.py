@@ -90,6 +90,11 @@ class StorageCounter(TorchDispatchMode):
         self._handles: list[RemovableHandle] = []
         self._patches = ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code is eager in here, and torch's guard against the compiler takes time."""
+        return False
+
     def __enter__(self) -> "StorageCounter":
         self._handles = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -265,6 +270,12 @@ class StorageCounter(TorchDispatchMode):
                 entry = self._open[storage._cdata][0]
                 if entry.kind not in LASTING:
                     entry.kind = kind
+
+    def see_before(self, values: Iterable[Any]) -> None:
+        """Count tensors from before, although no operator will show them."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._see(value, before=True)
 
     def mark_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Say of tensors, also of shards that no operator shows as such, that they are trained."""

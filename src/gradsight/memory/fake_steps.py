@@ -14,6 +14,7 @@ from gradsight.memory.blocks import NamedModule, find_blocks
 from gradsight.memory.checkpointed import CheckpointingHandle
 from gradsight.memory.choose import BlockOption, BlockProblem
 from gradsight.memory.counter import StorageCounter
+from gradsight.memory.equal_parameters import step_fakes, warm_up_fakes
 from gradsight.memory.operators import cost_per_byte
 from gradsight.memory.policy import NONE, Mode
 from gradsight.memory.predict import granule_of
@@ -26,7 +27,6 @@ from gradsight.memory.workload import (
     backward,
     make_optimizer,
     state_bytes,
-    warm_up,
 )
 
 MAX_LEVELS = 4
@@ -74,7 +74,7 @@ class FakeSteps:
         self._granule = granule_of(setting.device)
         self._gloo = setting.device == "cpu"
         self._optimizer = make_optimizer(setting.optimizer, workload.model, device=setting.device)
-        warm_up(self._optimizer)
+        warm_up_fakes(self._optimizer)
         self._bucket_bytes = bucket_bytes(workload.model, setting, self._granule)
         self.state_bytes = state_bytes(self._optimizer, self._granule) + self._bucket_bytes
         """What lies beside forward and backward: the optimizer's state, and DDP's buckets."""
@@ -130,7 +130,7 @@ class FakeSteps:
         """The peak of the optimizer's step; the batch lies beside it."""
         update = StorageCounter(self._granule)
         with update:
-            optimizer.step()
+            step_fakes(optimizer, update)
         inputs = [entry for entry in before.log if entry.born < 0 and entry.kind is None]
         return update.peak() + self._bucket_bytes + sum(entry.size for entry in inputs)
 

@@ -82,6 +82,11 @@ class KnownValues(TorchDispatchMode):
         """The reasons of all assumed values that something was decided by."""
         self._known: dict[int, _Known] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code is eager in here, and torch's guard against the compiler takes time."""
+        return False
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values are known."""
         return self._real(tensor) is not None

@@ -24,6 +24,7 @@ from gradsight.memory.caching_allocator import reserved_range
 from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
+from gradsight.memory.equal_parameters import step_fakes, warm_up_fakes
 from gradsight.memory.fake import data_dependence_refused, fake_tensors
 from gradsight.memory.known_values import KnownValues
 from gradsight.memory.leftovers import without_leftovers
@@ -31,7 +32,7 @@ from gradsight.memory.peak import memory_use, scratch_notes
 from gradsight.memory.ranks import bucket_bytes, group_of, shard, with_buckets
 from gradsight.memory.real_branches import real_branches
 from gradsight.memory.setting import ALONE, Ranks, StepSetting
-from gradsight.memory.workload import Build, backward, call_build, make_optimizer, warm_up
+from gradsight.memory.workload import Build, backward, call_build, make_optimizer
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
 
 _TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -110,14 +111,14 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
             shard(workload, setting, mesh)
             made_optimizer = make_optimizer(setting.optimizer, workload.model, device=device)
             values.paused = True
-            warm_up(made_optimizer)
+            warm_up_fakes(made_optimizer)
             values.paused = False
             counter = StorageCounter(granule_of(device), gloo=not is_cuda(device))
             with counter:
                 backward(workload)
                 values.paused = True
                 if made_optimizer is not None:
-                    made_optimizer.step()
+                    step_fakes(made_optimizer, counter)
                 counter.mark_parameters(workload.model.parameters())
         buckets = bucket_bytes(workload.model, setting, granule_of(device))
     notes = scratch_notes(counter, device=device)
