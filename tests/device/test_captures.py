@@ -16,7 +16,7 @@ from gradsight.session.captures import CAPTURED_STEP
 WARM, REPLAYED = 3, 4
 
 
-def train(speed: Speed, run_dir: Path, whole: bool) -> list[float]:
+def train(speed: Speed, run_dir: Path, whole: bool, warm: int = WARM) -> list[float]:
     """Some ordinary steps, a capture, and replays; the true norms of the replayed steps."""
     true = []
     with simulated(speed) as there:
@@ -24,7 +24,7 @@ def train(speed: Speed, run_dir: Path, whole: bool) -> list[float]:
         model = moved(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), there.device)
         options: Any = {"capturable": True, "foreach": True}
         optimizer = torch.optim.AdamW(model.parameters(), 0.1, **options)
-        data = torch.randn(WARM + REPLAYED, 8, 4)
+        data = torch.randn(warm + REPLAYED, 8, 4)
         static = torch.zeros(8, 4, device=there.device)
         with gradsight.watch(model, optimizer, run_dir=run_dir, quiet=True) as watched:
 
@@ -36,14 +36,14 @@ def train(speed: Speed, run_dir: Path, whole: bool) -> list[float]:
                     optimizer.step()
                 return loss
 
-            for batch in data[:WARM]:
+            for batch in data[:warm]:
                 static.copy_(batch)
                 passes()
                 if not whole:
                     optimizer.step()
             with capturing() as graph:
                 loss = passes()
-            for batch in data[WARM:]:
+            for batch in data[warm:]:
                 static.copy_(batch)
                 replay(graph)
                 squares = [peek(each.grad).square().sum() for each in model.parameters()]
@@ -67,9 +67,12 @@ def test_an_optimizer_outside_of_the_graph_is_seen_at_every_step(
     assert [problem.message for problem in run.problems()] == []
 
 
-def test_of_a_whole_step_in_the_graph_nothing_is_recorded_and_that_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("warm", [0, WARM])
+def test_of_a_whole_step_in_the_graph_nothing_is_recorded_and_that_is_said(
+    warm: int, tmp_path: Path
+) -> None:
     with pytest.warns(gradsight.errors.GradsightWarning, match="captured in a graph"):
-        train("slow", tmp_path, whole=True)
+        train("slow", tmp_path, whole=True, warm=warm)
     run = gradsight.open_run(tmp_path)
-    assert [step.step for step in run.steps()] == list(range(WARM))
+    assert [step.step for step in run.steps()] == list(range(warm))
     assert [problem.message for problem in run.problems()] == [CAPTURED_STEP]

@@ -91,6 +91,85 @@ def test_the_wrong_optimizer_and_one_that_never_steps(tmp_path: Path) -> None:
         model(torch.rand(4, 3)).square().mean().backward()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_step_that_is_compiled_as_a_whole_is_said_once_and_leaves_no_rows(
+    backend: str, tmp_path: Path
+) -> None:
+    model = net()
+    parameters = list(model.parameters())
+
+    @torch.compile(backend=backend)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(0.1 * gradient)
+        return loss
+
+    said = "is compiled as a whole.*optimizer.step.. outside of the compiled function"
+    with (
+        pytest.warns(GradsightWarning, match=said),
+        watch(model, torch.optim.SGD(parameters, lr=0.1), run_dir=tmp_path),
+    ):
+        losses = [float(step(torch.ones(4, 3)).detach()) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert list(open_run(tmp_path).steps()) == []
+    assert "is compiled as a whole" in problem(tmp_path)
+
+
+def test_a_compiled_step_that_calls_backward_is_seen_and_we_are_not_compiled(
+    tmp_path: Path,
+) -> None:
+    from torch._dynamo import convert_frame
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch._dynamo.reset()
+    before = len(convert_frame.input_codes.seen)
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with watch(model, optimizer, run_dir=tmp_path):
+        for _ in range(3):
+            step(torch.ones(4, 3))
+    steps = list(open_run(tmp_path).steps())
+    assert {each.gradient for each in steps} == {"true"}
+    norms = [each.total_norm for each in steps]
+    assert len(norms) == len(set(norms)) == 3
+    compiled = [reference() for reference in convert_frame.input_codes.seen[before:]]
+    files = [code.co_filename for code in compiled if code is not None]
+    assert files
+    assert [path for path in files if "/gradsight/" in path] == []
+
+
+def test_gradients_of_a_compiled_function_are_seen_at_the_optimizer(tmp_path: Path) -> None:
+    model = net()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    @torch.compile(backend="aot_eager")
+    def gradients(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(x).square().mean(), parameters)
+
+    true = []
+    with watch(model, optimizer, run_dir=tmp_path):
+        for batch in torch.rand(4, 4, 3):
+            for parameter, gradient in zip(parameters, gradients(batch), strict=True):
+                parameter.grad = gradient
+            true.append(float(nn.utils.get_total_norm([each.grad for each in parameters])))
+            optimizer.step()
+            optimizer.zero_grad()
+    run = open_run(tmp_path)
+    assert [step.total_norm for step in run.steps()] == pytest.approx(true, rel=1e-5)
+    assert {step.gradient for step in run.steps()} == {"at the optimizer"}
+    assert list(run.problems()) == []
+
+
 def test_a_run_that_fails_before_its_first_step_knows_why(tmp_path: Path) -> None:
     model = net()
     with (

@@ -151,6 +151,13 @@ def is_compiled(root: nn.Module) -> bool:
     )
 
 
+def process_compiles() -> bool:
+    """Whether this process compiles anything with torch."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
+
+
 def copied_arguments(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copies of the arguments, cut off from whatever made them: a model may change its own."""
     args, kwargs = tree_map_only(

@@ -40,6 +40,7 @@ from gradsight.core.carried import current_task, is_carried
 from gradsight.core.function_modes import take_off_ended
 from gradsight.core.guard import Guard, lock, put_back
 from gradsight.core.passes import PASS, Course, FollowedParameters, Passes
+from gradsight.core.uncompiled import keep_compiler_out, not_compiled
 
 MOMENTS = (
     "before_backward",
@@ -140,6 +141,7 @@ def is_written_elsewhere(followed: FollowedParameters) -> bool:
 
 
 def _install() -> None:
+    keep_compiler_out()
     scaler = torch.amp.GradScaler
     global _passes
     _passes = Passes()
@@ -152,7 +154,7 @@ def _install() -> None:
 
 def _replace(owner: Any, name: str, watched: Callable[[_Original], _Original]) -> None:
     original = getattr(owner, name)
-    ours = functools.wraps(original)(watched(original))
+    ours = not_compiled(functools.wraps(original)(watched(original)))
     get = functools.partial(getattr, owner, name)
     put = functools.partial(setattr, owner, name)
     put(ours)

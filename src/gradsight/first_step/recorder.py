@@ -5,7 +5,6 @@ One recorder serves a whole process. It hooks the models that somebody asks for,
 functions between a call of theirs and backward, and leaves when nobody asks any more.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
-from gradsight.core.beside import is_compiled
+from gradsight.core.beside import is_compiled, process_compiles
 from gradsight.core.calls import RecordedCall, is_suspended
 from gradsight.core.devices import accelerators
 from gradsight.core.function_modes import end_mode, take_off_ended
@@ -240,16 +239,9 @@ def _what_hides(module: nn.Module) -> str | None:
     if _get_current_function_mode_stack():
         # A mode that ends after ours began would take ours away instead of its own.
         return "a torch function mode of the script is on: operations cannot be seen beside it"
-    if _compiles():
+    if process_compiles():
         return "this process compiles with torch: operations are not looked at, they'd be traced"
     return None
-
-
-def _compiles() -> bool:
-    """Whether this process compiles anything: our mode would be traced along."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    backends = getattr(dynamo, "cached_backends", {})
-    return any(backend is not None for backend in backends.values())
 
 
 RECORDER = PassRecorder()

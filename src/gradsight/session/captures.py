@@ -32,6 +32,8 @@ class Captures:
         self._is_needed = bool(accelerators(parameters))
         self._optimizers = optimizers
         self._problems = problems
+        self.hides_steps = False
+        """Whether a whole step was captured, and that was said."""
         self.guard = Guard(problems, "captures", "captures are no longer noticed")
 
     def start(self) -> None:
@@ -48,4 +50,5 @@ class Captures:
 
     def _about_to_step(self, *_: Any) -> None:
         if is_anything_capturing():
+            self.hides_steps = True
             self._problems.report("captured-step", CAPTURED_STEP)

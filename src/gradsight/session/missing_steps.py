@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsight.core import moments
+from gradsight.core.beside import process_compiles
 from gradsight.core.group import rank
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
@@ -25,6 +26,11 @@ _NO_OPTIMIZER = (
     "watch() was given no optimizer, and Watch.step() was not called. Give it the optimizer, "
     "watch(model, optimizer), once there is one (Hugging Face's Trainer makes its own in train(): "
     "call trainer.create_optimizer() first), or call Watch.step() after backward() in your loop."
+)
+_COMPILED = (
+    "A step that is compiled as a whole, with torch.autograd.grad and the update inside, calls "
+    "nothing that a watch could see: compile forward and loss alone, and call backward() and "
+    "optimizer.step() outside of the compiled function; every step is recorded then."
 )
 
 
@@ -110,6 +116,8 @@ class MissingSteps:
         if not self._watched:
             return f"{seen}; {_NO_OPTIMIZER}"
         names = " and ".join(type(each).__name__ for each in self._watched)
+        if not self._saw_gradients and process_compiles():
+            return f"{seen}, and {names} never stepped. {_COMPILED}"
         return (
             f"{seen}, and {names} never stepped. Train the model that is watched, with the "
             "optimizer that watch() was given, before the watch is closed."

@@ -417,7 +417,8 @@ class Watch:
         self._ended_early = True
 
     def _say_what_is_missing(self) -> None:
-        if not self._ended_early:
+        # Of steps that a graph hides it was said already.
+        if not (self._ended_early or self._captures.hides_steps):
             self._missing_steps.report()
 
     def _stop_comparing(self) -> None:
