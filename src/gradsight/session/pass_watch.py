@@ -37,11 +37,15 @@ _KEPT = "gradsight.kept"
 _PASSES = 256
 
 
+CallSite = tuple[tuple[str, int], ...]
+"""Lines, and which instruction of each: two calls in one line are two."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One backward pass of the step under way."""
 
-    lines: tuple[str, ...]
+    lines: CallSite
     """The user's lines that it was called from, the innermost first."""
     form: LossForm
     rows: tuple[int, ...] = ()
@@ -71,8 +75,8 @@ class PassWatch:
         self._left: _Left | None = None
         self._is_used = False
         self._inside_step = False
-        self._thrown: dict[tuple[str, ...], int] = {}
-        self._used: set[tuple[str, ...]] = set()
+        self._thrown: dict[CallSite, int] = {}
+        self._used: set[CallSite] = set()
         self._threads: set[int] = set()
         self._checkpoints = CutCheckpoints(guard)
 
@@ -120,7 +124,7 @@ class PassWatch:
 
     def _repeated(self) -> RepeatedPass | None:
         """The line that ran backward most often, each time with a mean of a batch of its own."""
-        groups: dict[tuple[str, ...], list[_Pass]] = {}
+        groups: dict[CallSite, list[_Pass]] = {}
         for each in self._passes:
             groups.setdefault(each.lines, []).append(each)
         lines, passes = max(groups.items(), key=lambda pair: len(pair[1]), default=((), []))
@@ -214,7 +218,7 @@ class PassWatch:
 class _Left:
     """One gradient as a pass has left it, and its weight then: the smallest that is there."""
 
-    def __init__(self, parameter: Tensor, lines: tuple[str, ...]) -> None:
+    def __init__(self, parameter: Tensor, lines: CallSite) -> None:
         assert parameter.grad is not None
         self.lines = lines
         self._parameter = weakref.ref(parameter)
@@ -222,7 +226,7 @@ class _Left:
         self.was_zero = not bool(parameter.grad.any())
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], lines: tuple[str, ...]) -> "_Left | None":
+    def of(cls, parameters: Sequence[Tensor], lines: CallSite) -> "_Left | None":
         """Of some parameters; None where none will do."""
         dense = [
             each
@@ -248,14 +252,14 @@ class _Left:
         return parameter is None or not torch.equal(parameter.detach(), self._weight)
 
 
-def _lines() -> tuple[str, ...]:
-    lines: list[str] = []
+def _lines() -> CallSite:
+    lines: list[tuple[str, int]] = []
     for frame in users_frames():
-        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        lines.append((f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_lasti))
         if len(lines) == _FRAMES:
             break
     return tuple(lines)
 
 
-def _first(lines: Sequence[str]) -> str | None:
-    return lines[0] if lines else None
+def _first(lines: CallSite) -> str | None:
+    return lines[0][0] if lines else None
