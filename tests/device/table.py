@@ -46,6 +46,7 @@ SETTINGS = {
     "capturable": Settings(log=True, optimizer=_capturable),
     "learning rate as a tensor": Settings(log=True, optimizer=_with_tensor_rate),
     "histograms every step": Settings(log=True, watch={"histograms": _EVERY_STEP}),
+    "experts": Settings(log=True, experts=4, watch={"histograms": _EVERY_STEP}),
     "GhostEngine.observe": Settings(log=True, ghost=True),
     "a dump every step": Settings(log=True, clip=True, dump=True),
 }
