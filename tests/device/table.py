@@ -47,6 +47,7 @@ SETTINGS = {
     "capturable": Settings(log=True, optimizer=_capturable),
     "learning rate as a tensor": Settings(log=True, optimizer=_with_tensor_rate),
     "histograms every step": Settings(log=True, watch={"histograms": _EVERY_STEP}),
+    "experts": Settings(log=True, experts=4, watch={"histograms": _EVERY_STEP}),
     "GhostEngine.observe": Settings(log=True, ghost={}),
     "GhostEngine.loss, one pass": Settings(log=True, ghost={"mode": "concat"}, one_pass=True),
     "refresh_every=3": Settings(log=True, ghost={"refresh_every": 3}),

@@ -20,7 +20,7 @@ WIDTH, CLASSES, BATCH = 8, 6, 4
 class Net(nn.Module):
     """Embedding, two layers, dropout, a norm, and a head tied to the embedding."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, experts: int = 0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(CLASSES, WIDTH)
         self.wide = nn.Linear(WIDTH, 12)
@@ -29,10 +29,16 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         self.head.weight = self.tokens.weight
+        self.experts = None
+        if experts:
+            self.experts = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) * 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
         x = x + self.drop(self.narrow(self.wide(x).relu()))
+        if self.experts is not None:  # the last of them gets nothing
+            for expert in self.experts.unbind(0)[:-1]:
+                x = x + x @ expert
         out: Tensor = self.head(self.norm(x))
         return out
 
@@ -61,6 +67,7 @@ class Settings:
     """Whether losses are the engine's."""
     dump: bool = False
     dropout: float = 0.0
+    experts: int = 0
     watch: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,6 +104,7 @@ class Trained:
         }
         found["l2"] = [stat.l2 for stat in stats]
         found["max_abs"] = [stat.max_abs for stat in stats]
+        found["experts"] = [stat.l2 for stat in run.expert_stats()]
         found["scores"] = [row.score for row in run.scores()]
         for folder in sorted(self.run_dir.glob("gradient_dumper/step*/full_gradients")):
             names = list(gradsight.get_checkpoint_metadata(folder).tensors)
@@ -110,7 +118,7 @@ def train(
 ) -> Trained:
     """Train the net for some steps; without a watch as the twin of one with it."""
     torch.manual_seed(0)
-    model = moved(Net(settings.dropout), device)
+    model = moved(Net(settings.dropout, settings.experts), device)
     data = torch.randint(0, CLASSES, (steps * settings.accumulation + 1, BATCH, 5))
     batches = list(data.to(device).unbind())
     optimizer = settings.optimizer(list(model.parameters()))

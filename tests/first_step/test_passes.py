@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import gradsight
 from first_step.models import CLASSES, LENGTH, WORDS, Causal, tokens
 from gradsight.core import moments
+from gradsight.first_step.aside import look_aside
 from gradsight.first_step.recorder import RECORDER
+from gradsight.session import first_look
 from gradsight.values.health_report import HealthReport
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -243,6 +245,38 @@ def test_a_watch_sees_a_leak_on_two_rows() -> None:
     report = watched(language(causal), causal)
     assert first_codes(report) == []
     assert not [each for each in report.abstained if each.code == "GS601"]
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_a_pass_aside_takes_no_more_memory_than_a_step(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Causal()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(WORDS, (rows, LENGTH + 1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids[:, :-1]).reshape(-1, WORDS), ids[:, 1:].reshape(-1)).backward()
+        optimizer.step()
+
+    step()
+    of_the_step = gradsight.measure_peak_memory(step).peak_bytes
+    peaks = []
+
+    def measured(*arguments: Any) -> Any:
+        found: list[Any] = []
+        use = gradsight.measure_peak_memory(lambda: found.append(look_aside(*arguments)))
+        # Gradients and the optimizer's two moments are held meanwhile, and not used.
+        weights = sum(each.nbytes for each in model.parameters())
+        peaks.append(use.peak_bytes + 3 * weights)
+        return found[0]
+
+    monkeypatch.setattr(first_look, "look_aside", measured)
+    with gradsight.watch(model, optimizer, quiet=True):
+        step()
+    assert len(peaks) == 1
+    assert peaks[0] <= of_the_step
 
 
 def test_no_label_is_said_where_a_trainer_divides_by_their_number() -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradsight.core.beside import copied_arguments, replaying, without_collectives
 from gradsight.core.calls import RecordedCall
+from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard
 from gradsight.core.samples import find_samples, tensors_in, with_rows
 from gradsight.core.shards import is_sharded
@@ -35,6 +36,8 @@ from gradsight.values.first_step import FirstStep, Leak
 _PASSES = 8
 """Backward passes that look for later positions."""
 _SMALL_ROWS = 2
+_FEWEST_ROWS = 8
+"""Rows of a batch whose step takes more memory than a pass on two of them, on an accelerator."""
 _SMALL_PASSES = 2
 _SEED = 5
 _REST = ("GS602", "GS603", "GS607")
@@ -60,6 +63,10 @@ class _TooLong(Exception):
     """There is no more time."""
 
 
+class _TooLarge(Exception):
+    """It might take more of a device's memory than the step did."""
+
+
 def look_aside(
     module: nn.Module, call: RecordedCall, seen: SeenPass, options: AsideOptions
 ) -> FirstStep:
@@ -71,6 +78,10 @@ def look_aside(
         return _Look(module, call, seen, options).look()
     except _TooLong:
         return left_out("it would take longer than a step")
+    except _TooLarge:
+        return left_out(
+            f"the step of a batch of fewer than {_FEWEST_ROWS} rows may need less memory than it"
+        )
     except Exception as error:
         if not any(owner_of(each.filename) == "torch" for each in extract_tb(error.__traceback__)):
             raise  # a fault of ours, which the guard tells
@@ -146,6 +157,10 @@ class _Look:
         """The same call with its first two rows."""
         call = self._call
         found = find_samples(call.args, call.kwargs, None, None, self._module)
+        # Beside two rows the gradients and the optimizer's state are held: together that can be
+        # more than the step of a batch of a few rows had needed.
+        if found.batch < _FEWEST_ROWS and accelerators(self._module.parameters()):
+            raise _TooLarge
         if found.batch <= _SMALL_ROWS:
             return call
         flat = list(found.flat)

@@ -76,6 +76,8 @@ class ExpertLooks:
 
         sums: of all ranks; `norms` are of the parameters in `rows`.
         """
+        if not self._groups:
+            return {}
         l2 = np.full(len(self._parameters), np.nan)
         l2[list(rows)] = norms.l2
         found = {}

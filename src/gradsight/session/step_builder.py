@@ -366,7 +366,8 @@ class StepBuilder:
         size = len(self._parameters)
         sums = detail_sums(made, size)
         if sums is None:
-            return None if self._group is not None else self._experts.sums(made)
+            is_looked_at = bool(self._plan.experts) and self._group is None
+            return self._experts.sums(made) if is_looked_at else None
         if self._group is not None:
             sums[self._left_out] = 0
         # In one row, so that it is one message to the other ranks.
