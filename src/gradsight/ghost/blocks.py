@@ -27,10 +27,9 @@ from gradsight.ghost.compiled_trial import CompiledTrial
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
 from gradsight.ghost.joined_calls import JoinedCalls
-from gradsight.ghost.loss_scales import LossScales
 from gradsight.ghost.observation import Expected, Observation
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
-from gradsight.ghost.open_pass import OpenPass, weakly
+from gradsight.ghost.open_pass import LossScales, OpenPass, weakly
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refresh import RefreshSchedule
 from gradsight.ghost.refusals import PassGuard

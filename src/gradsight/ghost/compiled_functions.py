@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Sizes = tuple[int, ...]
-Scores = list[Tensor]
+TargetScores = list[Tensor]
 """By target, those of the training rows."""
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_float(x: Tensor) -> Tensor:
     """In fp32, or wider where it is so already."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -48,22 +48,22 @@ def scale_of(second: Tensor, correction: Tensor) -> Tensor:
     return ((second / correction[0]).sqrt() + correction[1]).reciprocal()
 
 
-def table(scores: Scores, dtype: torch.dtype) -> Tensor:
+def probe_gradient(scores: TargetScores, dtype: torch.dtype) -> Tensor:
     """The gradient of a probe."""
     return torch.stack(scores).to(dtype)
 
 
-def matrices(x: Tensor, rows: int) -> Tensor:
+def sample_matrices(x: Tensor, rows: int) -> Tensor:
     """[samples, positions, features]."""
     return x.reshape(rows, -1, x.shape[-1])
 
 
-def product_of(left: Tensor, right: Tensor) -> Tensor:
+def traced_product(left: Tensor, right: Tensor) -> Tensor:
     """The sum of left^T right over samples and positions."""
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
 
-class Product(torch.autograd.Function):
+class TracedProduct(torch.autograd.Function):
     """x W^T + b; with wires where the weight is an embedding's too, in one pass."""
 
     @staticmethod
@@ -105,8 +105,8 @@ class Product(torch.autograd.Function):
             x, weight, *kept = ctx.saved_tensors
             sizes = ctx.sizes
             n = sizes[0]
-            slopes = matrices(grad, sum(sizes))
-            inputs = matrices(x, sum(sizes))
+            slopes = sample_matrices(grad, sum(sizes))
+            inputs = sample_matrices(x, sum(sizes))
             tokens = kept.pop(0) if ctx.wires else None
             for_weight = kept[: ctx.count]
             for_bias = kept[ctx.count :]
@@ -116,23 +116,25 @@ class Product(torch.autograd.Function):
             bias_table: Any = None
             wires: list[Tensor | None] = []
             if ctx.scores_weight:
-                dw = product_of(slopes[:n], inputs[:n])
+                dw = traced_product(slopes[:n], inputs[:n])
                 made = [
-                    product_of(target_rows(slopes, sizes, k), target_rows(inputs, sizes, k))
+                    traced_product(target_rows(slopes, sizes, k), target_rows(inputs, sizes, k))
                     for k in range(len(sizes) - 1)
                 ]
-                along = directions_of(lambda k: wide(made[k]), sizes, for_weight)
-                weight_table = table(
-                    [projection(inputs[:n], slopes[:n], each) for each in along], ctx.dtype
+                along = directions_of(lambda k: at_least_float(made[k]), sizes, for_weight)
+                weight_table = probe_gradient(
+                    [projected_dots(inputs[:n], slopes[:n], each) for each in along], ctx.dtype
                 )
                 if tokens is not None:
                     owed = torch.einsum("bts,btd->bsd", slopes[:n][:, :, tokens], inputs[:n])
                     wires = [torch.stack(made), owed, None]
             if ctx.scores_bias:
-                sums = wide(slopes).sum(1)
+                sums = at_least_float(slopes).sum(1)
                 db = sums[:n].sum(0).to(grad.dtype)
                 along = directions_of(lambda k: target_rows(sums, sizes, k).sum(0), sizes, for_bias)
-                bias_table = table([sums[:n] @ wide(each) for each in along], ctx.dtype)
+                bias_table = probe_gradient(
+                    [sums[:n] @ at_least_float(each) for each in along], ctx.dtype
+                )
             dx = grad @ weight
             if ctx.shares:
                 weight_table = weight_table + bias_table
@@ -141,13 +143,13 @@ class Product(torch.autograd.Function):
         return dx, dw, db, weight_table, bias_table, None, None, None, None, *wires, *nothing
 
 
-def projection(inputs: Tensor, slopes: Tensor, direction: Tensor) -> Tensor:
+def projected_dots(inputs: Tensor, slopes: Tensor, direction: Tensor) -> Tensor:
     """<B_i^T A_i, D> of every sample, as <A_i D^T, B_i>: its gradient is not made."""
     shown = inputs @ direction.to(inputs.dtype).t()
-    return (wide(shown) * wide(slopes)).sum((1, 2))
+    return (at_least_float(shown) * at_least_float(slopes)).sum((1, 2))
 
 
-def scatter(grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
+def table_gradient(grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
     """The gradient of a table of so many rows."""
     made: Tensor = torch.ops.aten.embedding_dense_backward(
         grad.contiguous(), index, rows, padding, False
@@ -155,15 +157,15 @@ def scatter(grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
     return made
 
 
-def looked_up(index: Tensor, grad: Tensor, direction: Tensor, padding: int) -> Tensor:
+def traced_lookups(index: Tensor, grad: Tensor, direction: Tensor, padding: int) -> Tensor:
     """<D[index], B> of every sample, nothing at padding_idx."""
-    dots = (F.embedding(index, wide(direction)) * wide(grad)).sum(-1)
+    dots = (F.embedding(index, at_least_float(direction)) * at_least_float(grad)).sum(-1)
     if padding >= 0:
         dots = dots.masked_fill(index == padding, 0.0)
     return dots.flatten(1).sum(1)
 
 
-class Lookup(torch.autograd.Function):
+class TracedLookup(torch.autograd.Function):
     """W[index]."""
 
     @staticmethod
@@ -182,18 +184,18 @@ class Lookup(torch.autograd.Function):
         index, *given = ctx.saved_tensors
         sizes = ctx.sizes
         n = sizes[0]
-        dw = scatter(grad[:n], index[:n], ctx.rows, ctx.padding)
+        dw = table_gradient(grad[:n], index[:n], ctx.rows, ctx.padding)
 
         def direction(k: int) -> Tensor:
             rows = target_rows(grad, sizes, k), target_rows(index, sizes, k)
-            return scatter(*rows, ctx.rows, ctx.padding)
+            return table_gradient(*rows, ctx.rows, ctx.padding)
 
         along = directions_of(direction, sizes, given)
-        scores = [looked_up(index[:n], grad[:n], each, ctx.padding) for each in along]
-        return None, dw, table(scores, ctx.dtype), None, None, *[None for _ in given]
+        scores = [traced_lookups(index[:n], grad[:n], each, ctx.padding) for each in along]
+        return None, dw, probe_gradient(scores, ctx.dtype), None, None, *[None for _ in given]
 
 
-class TiedLookup(torch.autograd.Function):
+class TracedTiedLookup(torch.autograd.Function):
     """W[index] in one pass, and the wires for a head that is tied to W."""
 
     @staticmethod
@@ -216,11 +218,13 @@ class TiedLookup(torch.autograd.Function):
         index, *given = ctx.saved_tensors
         sizes = ctx.sizes
         n = sizes[0]
-        dw = scatter(grad[:n], index[:n], ctx.rows, ctx.padding)
+        dw = table_gradient(grad[:n], index[:n], ctx.rows, ctx.padding)
 
         def direction(k: int) -> Tensor:
             rows = target_rows(grad, sizes, k), target_rows(index, sizes, k)
-            return wide(scatter(*rows, ctx.rows, ctx.padding)) + wide(head[k])
+            return at_least_float(table_gradient(*rows, ctx.rows, ctx.padding)) + at_least_float(
+                head[k]
+            )
 
         along = directions_of(direction, sizes, given)
         scores = []
@@ -228,19 +232,19 @@ class TiedLookup(torch.autograd.Function):
         for k, each in enumerate(along):
             tokens = target_rows(index, sizes, k).reshape(-1)
             # The direction has the rows gv_s at the tokens s, which the head's gradients meet.
-            rows = wide(target_rows(grad, sizes, k).reshape(-1, grad.shape[-1]))
+            rows = at_least_float(target_rows(grad, sizes, k).reshape(-1, grad.shape[-1]))
             if given:
                 rows = rows * scale_of(given[0][tokens], given[1])
             if ctx.padding >= 0:
                 rows = rows.masked_fill((tokens == ctx.padding).unsqueeze(-1), 0.0)
-            mine = wide(owed[:, start : start + tokens.shape[0]])
+            mine = at_least_float(owed[:, start : start + tokens.shape[0]])
             start = start + tokens.shape[0]
             cross = torch.einsum("bsd,sd->b", mine, rows)
-            scores.append(looked_up(index[:n], grad[:n], each, ctx.padding) + cross)
-        return None, dw, table(scores, ctx.dtype), None, None, *[None for _ in given]
+            scores.append(traced_lookups(index[:n], grad[:n], each, ctx.padding) + cross)
+        return None, dw, probe_gradient(scores, ctx.dtype), None, None, *[None for _ in given]
 
 
-class Scaled(torch.autograd.Function):
+class TracedScale(torch.autograd.Function):
     """x p, the parameter being broadcast over samples."""
 
     @staticmethod
@@ -255,14 +259,16 @@ class Scaled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Gradients of the training rows, and the scores."""
         x, parameter, *given = ctx.saved_tensors
-        sums = sums_of_rows(wide(grad) * wide(x), parameter.shape, sum(ctx.sizes))
+        sums = sums_of_rows(
+            at_least_float(grad) * at_least_float(x), parameter.shape, sum(ctx.sizes)
+        )
         own, scores = small_parts(sums, ctx.sizes, given)
         own = own.view(parameter.shape).to(parameter.dtype)
         dx = (grad * parameter).to(x.dtype)
-        return dx, own, table(scores, ctx.dtype), None, *[None for _ in given]
+        return dx, own, probe_gradient(scores, ctx.dtype), None, *[None for _ in given]
 
 
-class Shifted(torch.autograd.Function):
+class TracedShift(torch.autograd.Function):
     """x + p, the parameter being broadcast over samples."""
 
     @staticmethod
@@ -279,10 +285,10 @@ class Shifted(torch.autograd.Function):
         """Gradients of the training rows, and the scores."""
         given = ctx.saved_tensors
         of_x, of_parameter, of_scores = ctx.types
-        sums = sums_of_rows(wide(grad), ctx.shape, sum(ctx.sizes))
+        sums = sums_of_rows(at_least_float(grad), ctx.shape, sum(ctx.sizes))
         own, scores = small_parts(sums, ctx.sizes, given)
         own = own.view(ctx.shape).to(of_parameter)
-        return grad.to(of_x), own, table(scores, of_scores), None, *[None for _ in given]
+        return grad.to(of_x), own, probe_gradient(scores, of_scores), None, *[None for _ in given]
 
 
 def sums_of_rows(slopes: Tensor, shape: Sequence[int], rows: int) -> Tensor:
@@ -298,12 +304,12 @@ def sums_of_rows(slopes: Tensor, shape: Sequence[int], rows: int) -> Tensor:
     return slopes.reshape(rows, -1)
 
 
-def small_parts(sums: Tensor, sizes: Sizes, given: Sequence[Tensor]) -> tuple[Tensor, Scores]:
+def small_parts(sums: Tensor, sizes: Sizes, given: Sequence[Tensor]) -> tuple[Tensor, TargetScores]:
     """The training rows' gradient [n] and their scores, from every row's own gradient [rows, n]."""
     n = sizes[0]
     flat = [each.reshape(-1) for each in given]
     along = directions_of(lambda k: target_rows(sums, sizes, k).sum(0), sizes, flat)
-    return sums[:n].sum(0), [sums[:n] @ wide(each) for each in along]
+    return sums[:n].sum(0), [sums[:n] @ at_least_float(each) for each in along]
 
 
 class SplitLoss(torch.autograd.Function):

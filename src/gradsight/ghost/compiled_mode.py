@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from gradsight.core.samples import LOSSES
 from gradsight.errors import GradsightError
 from gradsight.ghost.compiled_functions import (
-    Lookup,
-    Product,
-    Scaled,
-    Shifted,
     SplitLoss,
-    TiedLookup,
+    TracedLookup,
+    TracedProduct,
+    TracedScale,
+    TracedShift,
+    TracedTiedLookup,
 )
 from gradsight.ghost.joined_calls import DROPOUTS, refuse_other_terms
 from gradsight.ghost.one_pass import OnePassRefusal
@@ -55,7 +55,7 @@ class Scored:
         """Whether one pass has it as an embedding and as a head."""
 
 
-def scored(x: Any) -> Any:
+def known_of(x: Any) -> Any:
     """What is known of a parameter; None for every other tensor."""
     return getattr(x, ATTRIBUTE, None) if isinstance(x, nn.Parameter) else None
 
@@ -94,38 +94,38 @@ class TraceableMode(TorchFunctionMode):
 
         if func is F.linear:
             x, weight, bias = given(0, "input"), given(1, "weight"), given(2, "bias")
-            if scored(weight) is not None or scored(bias) is not None:
+            if known_of(weight) is not None or known_of(bias) is not None:
                 return self.product(x, weight, bias)
         elif func is torch.addmm and len(args) == 3 and not kwargs:
-            if scored(args[2]) is not None and args[0].dim() == 1:
+            if known_of(args[2]) is not None and args[0].dim() == 1:
                 return self.product(args[1], args[2], args[0], turned=True)
         elif func in PRODUCTS and len(args) == 2:
-            if scored(args[1]) is not None and args[1].dim() == 2:
+            if known_of(args[1]) is not None and args[1].dim() == 2:
                 return self.product(args[0], args[1], None, turned=True)
         elif func is F.embedding:
-            if scored(given(1, "weight")) is not None:
+            if known_of(given(1, "weight")) is not None:
                 refuse_odd_lookup(given)
                 return self.embedding(
                     given(0, "input"), given(1, "weight"), given(2, "padding_idx")
                 )
         elif func is F.layer_norm:
             weight, bias = given(2, "weight"), given(3, "bias")
-            if scored(weight) is not None or scored(bias) is not None:
+            if known_of(weight) is not None or known_of(bias) is not None:
                 eps = given(4, "eps", 1e-5)
                 shape = given(1, "normalized_shape")
                 normalised = F.layer_norm(given(0, "input"), shape, None, None, eps)
                 return self.affine(normalised, weight, bias)
         elif func is F.rms_norm or func is torch.rms_norm:
             weight = given(2, "weight")
-            if scored(weight) is not None:
+            if known_of(weight) is not None:
                 shape = given(1, "normalized_shape")
                 normalised = F.rms_norm(given(0, "input"), shape, None, given(3, "eps"))
                 return self.affine(normalised, weight, None)
         elif (func in SCALES or func in SHIFTS) and len(args) == 2 and not kwargs:
-            rule = Scaled if func in SCALES else Shifted
-            if scored(args[1]) is not None:
+            rule = TracedScale if func in SCALES else TracedShift
+            if known_of(args[1]) is not None:
                 return self.elementwise(rule, args[0], args[1])
-            if scored(args[0]) is not None and isinstance(args[1], Tensor):
+            if known_of(args[0]) is not None and isinstance(args[1], Tensor):
                 return self.elementwise(rule, args[1], args[0])
         elif func in BACKWARD:
             self.refuse_unsplit(args[0])
@@ -145,7 +145,7 @@ class TraceableMode(TorchFunctionMode):
     def product(self, x: Tensor, weight: Any, bias: Any, *, turned: bool = False) -> Any:
         """A linear layer; `turned`: its weight is [inputs, outputs]."""
         self.refuse_other_rows(x)
-        of_weight, of_bias = scored(weight), scored(bias)
+        of_weight, of_bias = known_of(weight), known_of(bias)
         if of_weight is None and weight.requires_grad:
             raise GradsightError("a weight is made of parameters")
         if of_bias is None and bias is not None and bias.requires_grad:
@@ -170,12 +170,12 @@ class TraceableMode(TorchFunctionMode):
             probes[1] = of_bias.probe
         scores_bias = of_bias is not None
         rest = self.sizes, scores_bias, wires, count
-        return Product.apply(x, weight, bias, *probes, *rest, *tensors)
+        return TracedProduct.apply(x, weight, bias, *probes, *rest, *tensors)
 
     def embedding(self, index: Tensor, weight: Any, padding: int | None) -> Any:
         """A lookup; one that a head is tied to leaves wires."""
         rows = sum(self.sizes)
-        known = scored(weight)
+        known = known_of(weight)
         if index.shape[0] != rows:
             if index.dim() > 2 or (index.dim() == 2 and index.shape[0] != 1):
                 raise GradsightError("samples are not in dimension 0 of what a table is asked for")
@@ -187,8 +187,8 @@ class TraceableMode(TorchFunctionMode):
             padding = padding + weight.shape[0]
         rest = known.probe, self.sizes, padding, *known.given
         if not known.tied:
-            return Lookup.apply(index, weight, *rest)
-        found, head, owed = TiedLookup.apply(index, weight, *rest)
+            return TracedLookup.apply(index, weight, *rest)
+        found, head, owed = TracedTiedLookup.apply(index, weight, *rest)
         self.head = head
         self.owed = owed
         self.tokens = index[self.sizes[0] :].reshape(-1)
@@ -197,18 +197,18 @@ class TraceableMode(TorchFunctionMode):
     def affine(self, normalised: Tensor, weight: Any, bias: Any) -> Any:
         """What is left of a norm."""
         if weight is not None:
-            normalised = self.elementwise(Scaled, normalised, weight)
+            normalised = self.elementwise(TracedScale, normalised, weight)
         if bias is not None:
-            normalised = self.elementwise(Shifted, normalised, bias)
+            normalised = self.elementwise(TracedShift, normalised, bias)
         return normalised
 
     def elementwise(self, rule: Any, x: Tensor, parameter: Any) -> Any:
         """A scale or a shift."""
-        known = scored(parameter)
+        known = known_of(parameter)
         if known is None:
             if parameter.requires_grad:
                 raise GradsightError("a scale or a shift is made of parameters")
-            return x * parameter if rule is Scaled else x + parameter
+            return x * parameter if rule is TracedScale else x + parameter
         self.refuse_other_rows(x)
         inside = parameter.dim() < x.dim() or (
             parameter.dim() == x.dim() and parameter.shape[0] == 1
@@ -308,7 +308,7 @@ def refuse_parameters(func: Callable[..., Any], args: Any, kwargs: Mapping[str, 
     for x in (*args, *kwargs.values()):
         inner = x if isinstance(x, (list, tuple)) else (x,)
         for each in inner:
-            if scored(each) is None or func.__name__ in ASKED:
+            if known_of(each) is None or func.__name__ in ASKED:
                 continue
             if not in_compiled_graph():
                 raise GradsightError(f"{func.__name__} with a parameter is not known to it")

@@ -70,13 +70,13 @@ class CompiledTrial:
             compiled = self._compiled(call)
             after = torch_states()
             set_torch_states(start)
-            wrong = difference(compiled, self._eager(call), limit)
+            wrong = what_differs(compiled, self._eager(call), limit)
             if wrong is None or not self._root.training:
                 return wrong
         # It may be dropout alone: compilers draw other random numbers. So without it; and with it
         # against the training rows in the model's own compiled code.
         with beside_training(self._root, evaluating=True):
-            wrong = difference(self._compiled(call), self._eager(call), limit)
+            wrong = what_differs(self._compiled(call), self._eager(call), limit)
             if wrong is not None:
                 return wrong
         with beside_training(self._root):
@@ -84,7 +84,7 @@ class CompiledTrial:
             plain = self._plain(call)
             if not _same_states(torch_states(), after):
                 return "it draws other random numbers than plain training"
-            return difference(self._of_training(compiled), plain, limit)
+            return what_differs(self._of_training(compiled), plain, limit)
 
     def _compiled(self, call: SplitCall) -> Found:
         parts = self._parts
@@ -202,7 +202,7 @@ def with_gradient(output: Any) -> list[Tensor]:
     return [y for y in tensors_in(output) if y.is_floating_point() and y.requires_grad]
 
 
-def difference(found: Found, right: Found, limit: float) -> str | None:
+def what_differs(found: Found, right: Found, limit: float) -> str | None:
     """What is not as it should be; None where only rounding is."""
     if len(found.outputs) != len(right.outputs):
         return "it returns other outputs"

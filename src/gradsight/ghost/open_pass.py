@@ -1,11 +1,18 @@
-"""The pass that is being observed, and how it ends where its engine is gone."""
+"""The pass that is being observed: how it ends, and what a GradScaler gave its loss."""
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from gradsight.core.guard import Guard
+from gradsight.core.moments import listen
 from gradsight.ghost.compiled_pass import CompiledObservation
 from gradsight.ghost.observation import Observation
+
+if TYPE_CHECKING:
+    from gradsight.ghost.blocks import BlockScorer
 
 
 class OpenPass:
@@ -30,3 +37,19 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if alive is None else alive(*args)
 
     return call
+
+
+class LossScales:
+    """Hears of scaled losses for as long as an engine is there."""
+
+    def __init__(self, blocks: "BlockScorer") -> None:
+        self._blocks = weakref.ref(blocks)
+        guard = Guard(None, "loss scales", "scores cannot be divided by the loss scale", Exception)
+        listen(self, guard, own_thread=True)
+        self.close = weakref.finalize(blocks, guard.close)
+
+    def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """A GradScaler has multiplied a loss."""
+        blocks = self._blocks()
+        if blocks is not None:
+            blocks.loss_scaled(scaler)

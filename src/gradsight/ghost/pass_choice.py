@@ -1,10 +1,10 @@
 """One pass over training and validation rows, or two: which is right, and which is cheaper.
 
 A step of n micro-batches of B rows, with V validation rows, runs n (B + V) rows in one pass and
-n B + V in two. Two passes cost about as much more per row as TWO_PASSES_COST says (their separate
-validation pass, which fills a machine less well, and the copy of the gradient), so one pass is
-chosen where n (B + V) is less than that many times n B + V. It also holds the activations of B + V
-rows at once, so V may not be more than MOST_VALIDATION times B.
+n B + V in two. On equal rows both were measured even, within a few percent, and two passes keep a
+copy of the gradient besides: one pass is chosen where n (B + V) is no more than MOST_ROWS times
+n B + V. It also holds the activations of B + V rows at once, so V may not be more than
+MOST_VALIDATION times B.
 """
 
 import warnings
@@ -12,8 +12,8 @@ import warnings
 from gradsight.errors import GradsightWarning
 from gradsight.ghost.one_pass import OnePassRefusal
 
-TWO_PASSES_COST = 1.05
-"""What a row costs in two passes, over what it costs in one (benchmarks/ghost.py)."""
+MOST_ROWS = 1.05
+"""Rows of one pass over those of two up to which it is taken (benchmarks/ghost.py)."""
 MOST_VALIDATION = 4
 """Validation rows per training row from which one pass holds too much at once."""
 
@@ -28,7 +28,7 @@ def is_bargain(train: int, validation: int, micro_batches: int) -> bool:
         return False
     one = micro_batches * (train + validation)
     two = micro_batches * train + validation
-    return one <= TWO_PASSES_COST * two
+    return one <= MOST_ROWS * two
 
 
 class PassChoice:
