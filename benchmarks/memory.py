@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**SHAPE, "intermediate_size": 256}),
     "gpt2": ("GPT2", {"vocab_size": 1000, "n_embd": 128, "n_layer": 6, "n_head": 4}),
     "mixtral": ("Mixtral", {**SHAPE, "intermediate_size": 128, "num_local_experts": 4}),
+    "vit": ("ViT", {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}),
     "bart": ("Bart", {"vocab_size": 1000, "d_model": 128, "encoder_layers": 3}),
 }
 PLANNER = """
@@ -53,11 +54,16 @@ with FakeTensorMode():
 
 
 def build_of(name: str) -> Build:
-    """The model of a name with a batch of tokens."""
+    """The model of a name with a batch of tokens, or of images."""
     kind, options = MODELS[name]
 
     def build() -> tuple[Any, Any]:
         config = getattr(transformers, f"{kind}Config")(**options)
+        if kind == "ViT":
+            images = torch.randn(TOKENS[0], 3, config.image_size, config.image_size)
+            labels = torch.zeros(TOKENS[0], dtype=torch.long)
+            model = transformers.ViTForImageClassification(config)
+            return model, {"pixel_values": images, "labels": labels}
         model = transformers.AutoModelForCausalLM.from_config(config)
         tokens = torch.randint(3, 1000, TOKENS)
         return model, {"input_ids": tokens, "labels": tokens}

@@ -2,6 +2,7 @@
 """A model's blocks, weighed on fake tensors in one mode after the other."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +70,6 @@ class FakeSteps:
     ) -> None:
         self.blocks: list[NamedModule] = find_blocks(workload.model, setting.blocks)
         shard(workload, setting, mesh)
-        self._sharded = mesh is not None
         self._workload = workload
         self._granule = granule_of(setting.device)
         self._gloo = setting.device == "cpu"
@@ -80,6 +80,7 @@ class FakeSteps:
         """What lies beside forward and backward: the optimizer's state, and DDP's buckets."""
         self.update_peak = 0
         """The peak of the optimizer's step, which no mode of any block changes."""
+        self._costs = _CostCollector()
         self._steps: dict[tuple[Mode, ...], FakeStep] = {}
 
     def run(self, modes: Sequence[Mode]) -> FakeStep:
@@ -98,14 +99,8 @@ class FakeSteps:
 
         Where there are many, a few stand for them.
         """
-        collector = _CostCollector()
-        with collector:
-            loss = self._workload.loss()
-        if self._sharded:
-            # FSDP2 remembers the order of layers until their backward: none may be left out.
-            loss.backward()
-            self._workload.model.zero_grad(set_to_none=True)
-        levels = sorted(collector.costs, reverse=True)
+        self.uniform(NONE)
+        levels = sorted(self._costs.found, reverse=True)
         if len(levels) <= MAX_LEVELS:
             return levels
         stride = (len(levels) - 1) / (MAX_LEVELS - 1)
@@ -116,7 +111,7 @@ class FakeSteps:
         counter = StorageCounter(self._granule, gloo=self._gloo)
         checkpointing = CheckpointingHandle(list(zip(self.blocks, modes, strict=True)))
         with checkpointing, _BlockClock(self.blocks, counter) as block_clock:
-            with counter:
+            with counter, self._collecting(modes):
                 backward(self._workload)
                 counter.mark_parameters(self._workload.model.parameters())
             peak = counter.peak() + self.state_bytes
@@ -125,6 +120,12 @@ class FakeSteps:
         for parameter in self._workload.model.parameters():
             parameter.grad = None
         return FakeStep(max(peak, self.update_peak), counter.flops, counter, block_clock.times)
+
+    def _collecting(self, modes: tuple[Mode, ...]) -> AbstractContextManager[Any]:
+        """Costs are collected in the plain step, which is run in any case."""
+        if all(mode == NONE for mode in modes):
+            return self._costs
+        return nullcontext()
 
     def _update(self, before: StorageCounter, optimizer: torch.optim.Optimizer) -> int:
         """The peak of the optimizer's step; the batch lies beside it."""
@@ -245,18 +246,24 @@ class _BlockClock:
 
 
 class _CostCollector(TorchDispatchMode):
-    """Collects what the results of expensive operators cost per byte."""
+    """Collects what the results of expensive operators of the forward pass cost per byte."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.costs: set[float] = set()
+        self.found: set[float] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code is eager in here, and torch's guard against the compiler takes time."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if is_expensive(func, args, kwargs):
+        in_forward = torch._C._current_graph_task_id() == -1
+        if in_forward and is_expensive(func, args, kwargs):
             # A little below the cost, and in three digits: a threshold of this text must keep the
             # operator that it came from.
             threshold = 0.995 * cost_per_byte(func, args, kwargs, out)
-            self.costs.add(float(f"{threshold:.3g}"))
+            self.found.add(float(f"{threshold:.3g}"))
         return out
