@@ -124,6 +124,19 @@ def thrown_away(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             optimizer.step()
 
 
+def cleared_before_the_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, to_none: bool = True
+) -> None:
+    for x, y in batches(6):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        optimizer.step()
+
+
+def zeroed_before_the_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    cleared_before_the_step(model, optimizer, to_none=False)
+
+
 def two_in_a_line(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """As a discriminator has it: of what is real, and of what is not."""
     for x, y in batches(6):
@@ -173,6 +186,8 @@ FAULTS: dict[str, tuple[str, Callable[[], HealthReport]]] = {
     "not divided": ("GS609", lambda: watched(accumulated(1.0))),
     "a sum": ("GS610", lambda: watched(summed, rate=0.2)),
     "thrown away": ("GS611", lambda: watched(thrown_away)),
+    "cleared before the step": ("GS611", lambda: watched(cleared_before_the_step)),
+    "zeroed before the step": ("GS611", lambda: watched(zeroed_before_the_step)),
 }
 HEALTHY: dict[str, Callable[[], HealthReport]] = {
     "plain": lambda: watched(plain),

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from gradsight.core import moments
+from gradsight.core.devices import is_accelerator
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
 from gradsight.core.loss_graph import LossForm, form_of
@@ -206,7 +207,12 @@ class PassWatch:
         """The gradients were used, even where the step is left out."""
         self._is_used = True
 
-    def _step_begins(self, *_: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        left = self._left
+        if left is not None and not self._is_used and left.is_lost_to(optimizer):
+            # Cleared between backward and the step, which now has nothing to go by.
+            self._thrown[left.lines] = self._thrown.get(left.lines, 0) + 1
+            self._left = None
         self._inside_step = True
         self._is_used = True
 
@@ -245,6 +251,19 @@ class _Left:
         if parameter is None or self.was_zero:
             return False
         return parameter.grad is None or not bool(parameter.grad.any())
+
+    def is_lost_to(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer that holds the parameter finds its gradient cleared."""
+        parameter = self._parameter()
+        if parameter is None or self.was_zero:
+            return False
+        held = any(
+            each is parameter for group in optimizer.param_groups for each in group["params"]
+        )
+        if not held or parameter.grad is None:
+            return held
+        # Zeros would have to be waited for elsewhere.
+        return not is_accelerator(parameter.device) and not bool(parameter.grad.any())
 
     def has_moved(self) -> bool:
         """Whether its weight was changed, by an optimizer or by hand."""

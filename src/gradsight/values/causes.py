@@ -43,7 +43,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     "GS207": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403"),
     "GS208": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403", "GS207"),
     "GS301": ("GS607", "GS606", "GS403", "GS207"),
-    "GS304": ("GS407", "GS402", "GS405"),
+    "GS304": ("GS611", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),
     "GS402": ("GS407", "GS405", "GS403", "GS204", "GS105", "GS107"),
     "GS404": (*_BROKEN, "GS401"),
