@@ -133,10 +133,23 @@ def thrown_away(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             optimizer.step()
 
 
-def cleared_too_early(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def cleared_too_early(to_none: bool) -> Loop:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in batches(6):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.zero_grad(set_to_none=to_none)
+            optimizer.step()
+
+    return loop
+
+
+def last_layer_held_still(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """By taking its gradient away, as recipes do in the first epoch."""
     for x, y in batches(6):
-        F.cross_entropy(model(x), y).backward()
         optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for parameter in list(model.parameters())[-2:]:
+            parameter.grad = None
         optimizer.step()
 
 
@@ -198,7 +211,8 @@ FAULTS: dict[str, tuple[str, Callable[[], HealthReport]]] = {
     "not divided": ("GS609", lambda: watched(accumulated(1.0))),
     "a sum": ("GS610", lambda: watched(summed, rate=0.2)),
     "thrown away": ("GS611", lambda: watched(thrown_away)),
-    "cleared too early": ("GS611", lambda: watched(cleared_too_early)),
+    "cleared too early": ("GS611", lambda: watched(cleared_too_early(True))),
+    "zeroed too early": ("GS611", lambda: watched(cleared_too_early(False))),
 }
 HEALTHY: dict[str, Callable[[], HealthReport]] = {
     "plain": lambda: watched(plain),
@@ -212,6 +226,7 @@ HEALTHY: dict[str, Callable[[], HealthReport]] = {
     "a pass to warm up": lambda: watched(warmed_up),
     "a closure": lambda: watched(with_closure),
     "steps by hand": lambda: watched(by_hand),
+    "a layer held still": lambda: watched(last_layer_held_still),
     "gradients from elsewhere": lambda: watched(from_elsewhere),
 }
 

@@ -68,8 +68,8 @@ class PassWatch:
         self._scale: HostCopy | None = None
         self._left: _Left | None = None
         self._is_used = False
-        self._is_missed = False
-        """Whether an optimizer steps without the gradient that was left for it."""
+        self._missed: bool | HostCopy = False
+        """Whether an optimizer steps without the gradients that were left for it."""
         self._inside_step = False
         self._threads: set[int] = set()
         self._checkpoints = CutCheckpoints(guard)
@@ -176,7 +176,7 @@ class PassWatch:
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         left = self._left
         if left is not None and not self._is_used and self._looks():
-            self._is_missed = left.is_missed_by(optimizer)
+            self._missed = left.are_missed_by(optimizer)
         self._inside_step = True
         self._is_used = True
 
@@ -186,28 +186,31 @@ class PassWatch:
         self._is_used = True
 
     def _note_missed(self) -> None:
-        """Its weight tells whether the optimizer had the gradient from elsewhere."""
         left = self._left
-        if left is None or not self._is_missed:
+        missed = self._missed
+        self._missed = False
+        if left is None or missed is False:
             return
-        self._is_missed = False
-        self._left = None
-        gap = NotedGap(left.lines, left.was_zero, True, False, left.has_moved(), is_missed=True)
+        # Where there is none, its weight tells whether the optimizer had it from elsewhere.
+        has_moved = left.has_moved() if missed is True else False
+        gap = NotedGap(left.lines, left.was_zero, missed, False, has_moved, is_missed=True)
         self._noted.append(gap)
 
 
 class _Left:
-    """One gradient as a pass has left it, and its weight then: the smallest that is there."""
+    """What a pass has left: the smallest gradient, and its weight then; where the others are."""
 
-    def __init__(self, parameter: Tensor, lines: tuple[str, ...]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], lines: Lines) -> None:
+        parameter = min(parameters, key=Tensor.numel)
         assert parameter.grad is not None
         self.lines = lines
+        self._written = [weakref.ref(each) for each in parameters]
         self._parameter = weakref.ref(parameter)
         self._weight = parameter.detach().clone()
         self.was_zero = _is_zero(parameter.grad)
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], lines: tuple[str, ...]) -> "_Left | None":
+    def of(cls, parameters: Sequence[Tensor], lines: Lines) -> "_Left | None":
         """Of some parameters; None where none will do."""
         dense = [
             each
@@ -217,8 +220,7 @@ class _Left:
             and not is_sharded(each.grad)
             and each.grad.layout is torch.strided
         ]
-        smallest = min(dense, key=lambda each: each.numel(), default=None)
-        return None if smallest is None else cls(smallest, lines)
+        return cls(dense, lines) if dense else None
 
     def is_gone(self) -> bool | HostCopy:
         """Whether it is not there any more, or all zero."""
@@ -227,14 +229,24 @@ class _Left:
             return False
         return True if parameter.grad is None else _is_zero(parameter.grad)
 
-    def is_missed_by(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is about to step with its weight, and finds no gradient."""
-        parameter = self._parameter()
-        if parameter is None or parameter.grad is not None:
+    def are_missed_by(self, optimizer: Optimizer) -> bool | HostCopy:
+        """Whether this optimizer is about to step, and finds none of the pass's gradients.
+
+        Of them all: recipes freeze a layer by taking its gradient away.
+        """
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        there = [each for ref in self._written if (each := ref()) is not None and id(each) in held]
+        gradients = [each.grad for each in there if each.grad is not None]
+        if not gradients:
+            return bool(there)
+        plain = [each for each in gradients if not is_sharded(each)]
+        if len(gradients) < len(there) or len(plain) < len(gradients):
             return False
-        return any(
-            each is parameter for group in optimizer.param_groups for each in group["params"]
-        )
+        if any(each.layout is not torch.strided for each in plain):
+            return False
+        ends = sorted(plain, key=Tensor.numel)
+        # The smallest and the largest: all would be as many kernels as parameters.
+        return _is_zero(ends[0], ends[-1])
 
     def has_moved(self) -> bool | HostCopy:
         """Whether its weight was changed, by an optimizer or by hand."""
@@ -245,8 +257,9 @@ class _Left:
         return HostCopy.of((parameter.detach() != self._weight).any().reshape(1))
 
 
-def _is_zero(gradient: Tensor) -> HostCopy:
-    return HostCopy.of((gradient.detach() == 0).all().reshape(1))
+def _is_zero(*gradients: Tensor) -> HostCopy:
+    flags = [(each.detach() == 0).all().to(gradients[0].device) for each in gradients]
+    return HostCopy.of(torch.stack(flags).all().reshape(1))
 
 
 def _called_from() -> tuple[Lines, tuple[int, ...]]:
