@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                  all tables
     python benchmarks/memory.py --models llama   one model
+    python benchmarks/memory.py --speed          CPU seconds of one thread for large models
 
 Truth is the measured peak of a real step with AdamW on the CPU. torch's MemTracker runs the same
 step on fake tensors; accelerate's estimate is four times the weights; torch's planner of selective
@@ -148,6 +149,53 @@ def checkpointed(names: list[str]) -> Table:
     return table
 
 
+def gpt2_large() -> tuple[Any, Any]:
+    """774M parameters, one row of 1024 tokens."""
+    tokens = torch.zeros(1, 1024, dtype=torch.long)
+    config = transformers.GPT2Config(n_embd=1280, n_layer=36, n_head=20)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+
+
+def llama_7b() -> tuple[Any, Any]:
+    """In bf16, one row of 2048 tokens."""
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
+    return model.to(torch.bfloat16), {"input_ids": tokens, "labels": tokens}
+
+
+def llama_of_48() -> tuple[Any, Any]:
+    """48 blocks of width 1024, four rows of 1024 tokens."""
+    tokens = torch.zeros(4, 1024, dtype=torch.long)
+    config = transformers.LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+    )
+    return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def seconds() -> Table:
+    """CPU seconds of one thread, without what is imported on the first use."""
+    torch.set_num_threads(1)
+    for name in ("llama", "gpt2"):
+        plan_checkpointing(build_of(name), predict_peak_memory(build_of(name)).peak_bytes)
+    table = Table("what", "CPU s")
+    plain = predict_peak_memory(llama_of_48).peak_bytes
+    full = predict_peak_memory(llama_of_48, policy="full").peak_bytes
+    tasks: dict[str, Callable[[], object]] = {
+        "GPT-2 Large, predicted": lambda: predict_peak_memory(gpt2_large),
+        "Llama 7B, predicted": lambda: predict_peak_memory(llama_7b),
+        "48 blocks, planned": lambda: plan_checkpointing(llama_of_48, (plain + 2 * full) // 3),
+    }
+    for name, task in tasks.items():
+        started = time.process_time()
+        task()
+        table.add_row(name, f"{time.process_time() - started:.1f}")
+    return table
+
+
 def planner() -> str:
     """Whether torch's planner of selective checkpointing runs here."""
     command = [sys.executable, "-c", PLANNER]
@@ -158,11 +206,14 @@ def planner() -> str:
     return f"torch's SAC estimator does not run here (exit {done.returncode}): {last}"
 
 
-def main(models: list[str] | None = None) -> None:
+def main(models: list[str] | None = None, *, speed: bool = False) -> None:
     """Print the tables."""
     transformers.logging.set_verbosity_error()
     names = models or list(MODELS)
     console = Console()
+    if speed:
+        console.print(seconds())
+        return
     console.print(accuracy(names))
     console.print(checkpointed(names))
     console.print(planner(), markup=False)
