@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gradsight.show.experts import ExpertNorms, expert_table, experts_of
-from gradsight.show.page.experts import expert_section
+from gradsight.show.page.sections import expert_section
 
 
 class Looked:

@@ -17,8 +17,7 @@ from gradsight.ghost.compiled_plan import PassPlan
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.joined_calls import JoinedCalls
-from gradsight.ghost.joined_gradients import joined_gradients
-from gradsight.ghost.one_pass import OnePass
+from gradsight.ghost.one_pass import OnePass, joined_gradients
 from gradsight.ghost.one_pass_check import training_rows
 from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.row_parts import RowParts

@@ -10,7 +10,7 @@ such uses need for their scores waits until the stand-ins have theirs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -233,3 +233,32 @@ class OnePass:
                 size = self.directions.slots, self.parts.train
                 self.table = torch.zeros(size, dtype=wide, device=mine.device)
             self.table[slot] += mine.to(self.table)
+
+
+def joined_gradients(
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
+    probe: Tensor,
+    one_pass: OnePass | None,
+) -> tuple[Direction, Tensor]:
+    """The gradient of sum <cotangent, output> by parameter, and the table of scores.
+
+    No .grad is touched and no hook of a parameter runs, which may be an optimizer's step.
+    """
+    leaves = [] if one_pass is None else one_pass.leaves()
+    inputs = [*parameters.values(), probe, *(leaf for _, _, leaf in leaves)]
+    slopes = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    own = len(parameters)
+    named = zip(parameters, slopes[:own], strict=True)
+    gradient = {name: slope.detach() for name, slope in named if slope is not None}
+    table = torch.zeros_like(probe) if slopes[own] is None else slopes[own].detach()
+    if one_pass is None:
+        return gradient, table
+    with torch.no_grad():  # as in the hooks of a backward pass
+        for (name, number, _), slope in zip(leaves, slopes[own + 1 :], strict=True):
+            one_pass.take(name, number, slope)
+        one_pass.finish()
+    if one_pass.table is not None:
+        table = table + one_pass.table.to(table)
+    return gradient, table

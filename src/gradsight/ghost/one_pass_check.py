@@ -17,8 +17,7 @@ from gradsight.core.samples import SplitCall, nearly_equal, tensors_in
 from gradsight.core.sharing import reshard
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot, gradients
-from gradsight.ghost.joined_gradients import joined_gradients
-from gradsight.ghost.one_pass import OnePass, OnePassRefusal
+from gradsight.ghost.one_pass import OnePass, OnePassRefusal, joined_gradients
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.row_parts import RowParts
 from gradsight.ghost.sample_axis import Key

@@ -13,6 +13,9 @@ from gradsight.values.texts import in_code
 _MOST_LOOKS = 160
 _MOST_GROUPS = 400
 _MOST_ROWS = 40
+_PER_OCTAVE = 16
+_EVEN = 128
+_NOT_FINITE = 255
 
 
 class RunWithExperts(Protocol):
@@ -42,6 +45,17 @@ class ExpertNorms:
             scaled = norms / largest
             shares: npt.NDArray[np.float64] = scaled / np.sqrt((scaled**2).mean(1, keepdims=True))
         return shares
+
+    def codes(self) -> npt.NDArray[np.uint8]:
+        """A byte for every expert at each look.
+
+        0 has no gradient; 128 has an even share, and 16 more are twice that; 255 is not finite.
+        """
+        shares = self.shares()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            codes = np.clip(np.round(_EVEN + _PER_OCTAVE * np.log2(shares)), 1, 254)
+        codes = np.where(np.isfinite(shares), codes, _NOT_FINITE)
+        return np.where(np.array(self.norms) == 0, 0, codes).astype(np.uint8)
 
     def without_gradient(self) -> list[int]:
         """At each look: how many experts had none."""

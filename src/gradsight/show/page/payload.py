@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from gradsight.show.markdown import no_text
 from gradsight.show.page.encode import encoded_level
-from gradsight.show.page.experts import expert_section
 from gradsight.show.page.heat import MeasuredRun, encoded_levels, heat_map
 from gradsight.show.page.heights import HeatRows
 from gradsight.show.page.histograms import (
@@ -24,6 +23,7 @@ from gradsight.show.page.sections import (
     blind_spots,
     cost_rows,
     dump_rows,
+    expert_section,
     finding_section,
     incident_section,
     measured_on,

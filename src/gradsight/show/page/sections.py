@@ -1,9 +1,11 @@
 """The words of the page: findings, samples, memory, incidents, what could not be seen. No torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gradsight.show.experts import ExpertNorms
 from gradsight.show.influence import Influence
+from gradsight.show.page.encode import packed
 from gradsight.show.page.series import number
 from gradsight.show.samples import TextOf
 from gradsight.show.summary import Summary
@@ -15,6 +17,7 @@ from gradsight.values.health_report import Abstention, worst
 from gradsight.values.plain import counted, plain
 from gradsight.values.sizes import format_size
 from gradsight.values.steps import Scalar
+from gradsight.values.texts import for_terminal
 from gradsight.values.wording import diagnosis_lines, named, short_place
 
 _MOST_NAMES = 200
@@ -249,3 +252,16 @@ def measured_on(summary: Summary) -> str:
         kinds = ", ".join(sorted({step.gradient for step in other}))
         text += f"; but on {counted(len(other), 'step')}: {kinds}"
     return f"{text}."
+
+
+def expert_section(experts: Mapping[str, ExpertNorms]) -> list[dict[str, Any]]:
+    """By group of experts: its looks, and a code for every expert at each of them."""
+    return [
+        {
+            "name": for_terminal(name),
+            "size": group.size,
+            "steps": group.steps,
+            "codes": packed(group.codes()),
+        }
+        for name, group in experts.items()
+    ]

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from gradsight.errors import GradsightError, RunError
 from gradsight.show.page.encode import encoded_level
-from gradsight.show.page.experts import expert_section
 from gradsight.show.page.heat import DETAIL_MAPS, MOST_COLUMNS
 from gradsight.show.page.histograms import histograms_over_time, looks_at, zero_shares
 from gradsight.show.page.payload import SCHEMA, WholeRun, row_list, run_words
 from gradsight.show.page.pyramid import Columns, grid_factor
+from gradsight.show.page.sections import expert_section
 from gradsight.show.page.series import clipping, skipped_steps
 from gradsight.show.run_statistics import RunStatistics
 from gradsight.show.serve.live_run import LiveRun
