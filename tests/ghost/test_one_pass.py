@@ -95,7 +95,9 @@ def test_stock_gpt2_with_dropout_in_fp32() -> None:
 def test_routed_samples_are_refused_or_scored_in_two_passes(name: str) -> None:
     case = build(name)
     engine = GhostEngine(case.model, case.loss_fn, case.validation, mode="concat")
-    with pytest.raises(GradsightError, match=r"samples are not in rows .* mode='two_pass'"):
+    with pytest.raises(
+        GradsightError, match=r"picks rows by values of the batch .*mode='two_pass'"
+    ):
         engine.loss(case.batch)
     engine = GhostEngine(case.model, case.loss_fn, case.validation)
     with warnings.catch_warnings(record=True) as said:
@@ -104,7 +106,7 @@ def test_routed_samples_are_refused_or_scored_in_two_passes(name: str) -> None:
             engine.loss(case.batch).backward()
     told = [str(each.message) for each in said if "two_pass" in str(each.message)]
     assert len(told) == 1
-    assert "samples are not in rows" in told[0]
+    assert "picks rows by values of the batch" in told[0]
     assert engine.scores.mode == "two_pass"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.rules import RULES
-from gradsight.ghost.sample_axis import LayoutMemory, SampleLayout, candidates
+from gradsight.ghost.sample_axis import LayoutMemory, Place, SampleLayout, candidates
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
 
 B = 3
@@ -224,11 +224,15 @@ def test_matrices_hold_the_rows_of_each_sample(layout: SampleLayout) -> None:
 def test_layouts_are_remembered_where_shapes_mislead() -> None:
     memory = LayoutMemory()
     key = ("linear", "w")
-    assert memory.find(key, torch.Size([7, 4]), 4) == SampleLayout(1)
-    assert memory.unproven == {key}
-    memory.prove()
-    assert memory.find(key, torch.Size([4, 4]), 4) == SampleLayout(1)
-    assert not memory.unproven
+    first = Place(key, (7, 4), 4, 0)
+    assert memory.find(first) == SampleLayout(1)
+    assert not memory.is_proven(first)
+    memory.prove([first])
+    assert memory.is_proven(first)
+    square, picked = Place(key, (4, 4), 4, 0), Place(key, (7, 4), 4, 5)
+    assert memory.find(square) == SampleLayout(1)
+    assert not memory.is_proven(square), "other shapes"
+    assert not memory.is_proven(picked), "other rows"
     assert candidates(torch.Size([8, 3]), 4) == [
         SampleLayout(0, "major"),
         SampleLayout(0, "minor"),

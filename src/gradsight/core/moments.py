@@ -175,7 +175,8 @@ def _watched_backward(original: _Original) -> _Original:
         has_returned = False
         try:
             tensors = args[0] if args else kwargs.get("tensors")
-            course = passes.guard.run(_begin_pass, passes, tensors)
+            seeds = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+            course = passes.guard.run(_begin_pass, passes, tensors, seeds)
             result = original(*args, **kwargs)
             has_returned = True
         finally:
@@ -189,9 +190,9 @@ def _watched_backward(original: _Original) -> _Original:
     return backward
 
 
-def _begin_pass(passes: Passes, tensors: Any) -> Course:
+def _begin_pass(passes: Passes, tensors: Any, seeds: Any) -> Course:
     take_off_ended()
-    course = Course(tensors)
+    course = Course(tensors, seeds)
     # Not a copy: a watch that is opened by one of these is to hear of this pass too.
     for ear in _told["before_backward"]:
         if ear.thread is None or ear.thread == get_ident():

@@ -113,6 +113,8 @@ class BackwardPass:
 
     tensors: Any
     """What backward was called on."""
+    seeds: Any
+    """The gradients that it was given for these; None for 1."""
     thread: int
     """The one that called, wherever the engine works."""
     notes: dict[object, Any]
@@ -126,8 +128,8 @@ class Course:
 
     __slots__ = ("before", "begun", "missed", "written")
 
-    def __init__(self, tensors: Any) -> None:
-        self.begun = BackwardPass(tensors, this_thread(), {}, {})
+    def __init__(self, tensors: Any, seeds: Any) -> None:
+        self.begun = BackwardPass(tensors, seeds, this_thread(), {}, {})
         self.before: dict[FollowedParameters, list[GradientState | None]] = {}
         """Whose gradients can be read while it runs, and what they were; empty: there were none.
 

@@ -3,9 +3,9 @@
 
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -114,19 +114,29 @@ def drawing_again(states: Mapping[str, Tensor] | None) -> Iterator[None]:
         set_torch_states(before)
 
 
+def all_states(modules: Iterable[nn.Module] = ()) -> list[tuple[Callable[[Any], None], Any]]:
+    """The states of all generators: torch's, numpy's, Python's, and those these modules hold."""
+    states: list[tuple[Callable[[Any], None], Any]] = [
+        (set_torch_states, torch_states()),
+        (np.random.set_state, np.random.get_state()),
+        (random.setstate, random.getstate()),
+    ]
+    held = [each for module in modules for each in vars(module).values()]
+    sources = [each for each in held if _is_source(each.__class__)]
+    return states + [(partial(set_source_state, each), source_state(each)) for each in sources]
+
+
+def set_all_states(states: Iterable[tuple[Callable[[Any], None], Any]]) -> None:
+    """Put every generator back into a state that `all_states` gave."""
+    for put, state in states:
+        put(state)
+
+
 @contextmanager
 def randomness_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Leave every generator as it was: torch's, numpy's, Python's, and those these modules hold."""
-    sources = [
-        value
-        for module in modules
-        for value in vars(module).values()
-        if _is_source(value.__class__)
-    ]
-    with ExitStack() as stack:
-        stack.callback(set_torch_states, torch_states())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(random.setstate, random.getstate())
-        for source in sources:
-            stack.callback(set_source_state, source, source_state(source))
+    states = all_states(modules)
+    try:
         yield
+    finally:
+        set_all_states(states)

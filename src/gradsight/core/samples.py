@@ -1,5 +1,6 @@
 """Where the samples are in a call of a model: in its arguments, its outputs, its loss functions."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ LOSSES = frozenset(
 
 class NotSeparable(GradsightError):
     """Samples cannot be taken apart in this model, or are not independent in it."""
+
+
+class OtherShapes(NotSeparable):
+    """The output of the batch is not as many times that of one sample as there are samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +201,9 @@ def rows_of_sample(
     if whole.dim() == alone.dim():
         dims = [d for d in range(alone.dim()) if whole.shape[d] != alone.shape[d]]
     if len(dims) != 1 or whole.shape[dims[0]] != batch * alone.shape[dims[0]]:
-        raise NotSeparable(
+        raise OtherShapes(
             f"the model's output has shape {tuple(whole.shape)} for {batch} samples but "
-            f"{tuple(alone.shape)} for one: the rows of a sample cannot be told in it"
+            f"{tuple(alone.shape)} for one"
         )
     dim = dims[0]
     size = alone.shape[dim]
@@ -211,6 +216,51 @@ def rows_of_sample(
         "this model (statistics over the batch, or routing that depends on it), or the samples are "
         "not where they were looked for"
     )
+
+
+def parts_by_sample(
+    whole: Tensor, alone: Sequence[Tensor], within: float | None = None
+) -> list[tuple[slice, ...]]:
+    """Where in the batch's output each sample's is, proven by the outputs of single samples.
+
+    Samples may have different numbers of entries, one after the other or padded to one length.
+
+    >>> whole = torch.arange(5.0)
+    >>> parts_by_sample(whole, [whole[:3], whole[3:]])
+    [(slice(0, 3, None),), (slice(3, 5, None),)]
+    """
+    if len(alone) == 1:
+        return [()]
+    ranks = {each.dim() for each in alone}
+    if ranks == {whole.dim()}:
+        for parts in _ways_to_part(whole, alone):
+            pairs = zip(parts, alone, strict=True)
+            if all(_begins_with(whole[part], own, within) for part, own in pairs):
+                return parts
+    raise NotSeparable(
+        f"the model's output of shape {tuple(whole.shape)} for {len(alone)} samples is not made of "
+        "the outputs of single samples: samples are not independent in this model (statistics over "
+        "the batch, a contrastive loss, routing that depends on the batch), or their entries are "
+        "in no order that is known here"
+    )
+
+
+def _ways_to_part(whole: Tensor, alone: Sequence[Tensor]) -> Iterator[list[tuple[slice, ...]]]:
+    for dim in range(whole.dim()):
+        sizes = [each.shape[dim] for each in alone]
+        ends = list(itertools.accumulate(sizes))
+        before = (slice(None),) * dim
+        if ends[-1] == whole.shape[dim]:
+            rows = zip(sizes, ends, strict=True)
+            yield [(*before, slice(end - size, end)) for size, end in rows]
+            yield [(*before, slice(i, None, len(alone))) for i in range(len(alone))]
+
+
+def _begins_with(part: Tensor, own: Tensor, within: float | None) -> bool:
+    """Whether a sample's own output stands at the beginning of its part, with padding behind."""
+    if any(mine > all_ for mine, all_ in zip(own.shape, part.shape, strict=True)):
+        return False
+    return nearly_equal(part[tuple(slice(size) for size in own.shape)], own, within)
 
 
 def nearly_equal(a: Tensor, b: Tensor, within: float | None = None) -> bool:

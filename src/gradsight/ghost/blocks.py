@@ -39,7 +39,7 @@ from gradsight.ghost.score_log import BlockScores, ScoreLog
 from gradsight.ghost.scores import Scores
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.targets import Targets
-from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
+from gradsight.ghost.tracer import RuleOptions, TraceOptions
 from gradsight.measure.host_copy import HostCopy
 
 AT_ONCE = 4
@@ -47,7 +47,7 @@ AT_ONCE = 4
 
 
 class GhostNotice(GradsightWarning):
-    """Said once: which parameters have no fast rule."""
+    """Scores are exact but take longer, because there is no fast rule; given once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,8 @@ class BlockScorer:
         self._losses_of = -1
         self._samples = 0
         self._noticed: set[str] = set()
+        """Operations without a fast rule that the user knows of."""
+        self._noticed_passes = False
         self._compiled = CompiledChoice(self._against_compiling())
         self._kind = PassKind(joined=False, splits_loss=False, direction="plain")
         self._shapes: Shapes | None = None
@@ -292,7 +294,15 @@ class BlockScorer:
         self, directions: Directions, guard: PassGuard, one_pass: OnePass | None
     ) -> TraceOptions:
         scratch = self._scratch if one_pass is None else self._joined_scratch
-        return TraceOptions(directions, self._memory, self._options.rules, one_pass, guard, scratch)
+        return TraceOptions(
+            directions,
+            self._memory,
+            self._options.rules,
+            one_pass,
+            guard,
+            scratch,
+            trusts_shapes=not self._options.self_check,
+        )
 
     def _observe(self, options: TraceOptions, expected: Expected) -> Observation:
         observation = Observation(self.parameters, options, expected, self._check)
@@ -339,8 +349,9 @@ class BlockScorer:
         self.parameters = self.parameters.renewed()
         if not self.targets.directions:
             self.targets.refresh(self.parameters)
-        options = TraceOptions(self._directions(), self._memory, self._options.rules)
-        return Observation(self.parameters, options, Expected(None, self._options.batch_dim))
+        options = self._trace(self._directions(), PassGuard(None, judges_loss=False), None)
+        expected = Expected(None, self._options.batch_dim)
+        return Observation(self.parameters, options, expected, self._check)
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A GradScaler has multiplied a loss."""
@@ -379,11 +390,9 @@ class BlockScorer:
         table = observation.scores().clone()
         table = table.view(len(self.targets.names), -1, table.shape[1])
         if isinstance(observation, Observation):
-            observed = ObservedPass(
-                table.sum(1), observation.scale, observation.calls, observation.tracer.keys
-            )
-            self._judge(observed)
-            self._notice_slow(observation.tracer)
+            self._judge(ObservedPass(table.sum(1), observation.scale, observation.calls))
+            self._memory.forget_unproven()
+            self._notice_slow(observation)
             if is_compiled(self.model):
                 self._compiled.ran_eagerly(observation, self._kind, self._shapes)
         elif self._one_pass is not None:
@@ -450,13 +459,23 @@ class BlockScorer:
         compiled = self._ran_compiled
         self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode, compiled)
 
-    def _notice_slow(self, tracer: Tracer) -> None:
-        """Name, once, the parameters that no fast rule covers."""
-        new = set(tracer.slow) - self._noticed
+    def _notice_slow(self, observation: Observation) -> None:
+        """Name, once, what takes longer than it would with fast rules."""
+        if observation.passes_by_sample is not None:
+            if not self._noticed_passes:
+                self._noticed_passes = True
+                text = (
+                    f"{observation.passes_by_sample}. Every sample of such a batch is scored by a "
+                    "backward pass of its own: its score is exact, but takes that much longer"
+                )
+                warnings.warn(text, GhostNotice, stacklevel=5)
+            return
+        slow = observation.tracer.slow
+        new = set(slow) - self._noticed
         if not new:
             return
         self._noticed |= new
-        names = sorted({parameter for operation in new for parameter in tracer.slow[operation]})
+        names = sorted({parameter for operation in new for parameter in slow[operation]})
         listed = ", ".join(names[:4])
         if len(names) > 4:
             listed += f" and {len(names) - 4} more"

@@ -12,6 +12,7 @@ from gradsight.core.samples import SplitCall
 from gradsight.errors import GradsightWarning
 from gradsight.ghost.compiled_plan import Shapes
 from gradsight.ghost.observation import Observation
+from gradsight.ghost.sample_axis import Place
 
 MOST_SHAPES = 8
 """Shapes that are compared; each may be a graph of its own, of which torch keeps that many."""
@@ -95,7 +96,9 @@ class CompiledChoice:
 
     def ran_eagerly(self, observation: Observation, kind: PassKind, shapes: Shapes | None) -> None:
         """Remember a block that did not run compiled; say so, unless a first one had to."""
-        if observation.tracer.packed:
+        if observation.passes_by_sample is not None:
+            self._against = observation.passes_by_sample
+        elif observation.tracer.packed:
             self._against = "activation checkpointing does not ask a function mode in compiled code"
         if len(observation.calls) != 1:
             self._against = f"it is called {len(observation.calls)} times in a pass"
@@ -126,8 +129,9 @@ class CompiledChoice:
         )
 
 
-def tied_weights(uses: Mapping[tuple[str, ...], tuple[str, ...]]) -> frozenset[str]:
+def tied_weights(places: Mapping[Place, tuple[str, ...]]) -> frozenset[str]:
     """Parameters that are both looked up and multiplied with."""
-    looked_up = {name for key, names in uses.items() if key[0] == "embedding" for name in names}
-    multiplied = {name for key, names in uses.items() if key[0] == "linear" for name in names}
-    return frozenset(looked_up & multiplied)
+    by_function: dict[str, set[str]] = {}
+    for place, names in places.items():
+        by_function.setdefault(place.use[0], set()).update(names)
+    return frozenset(by_function.get("embedding", set()) & by_function.get("linear", set()))

@@ -1,21 +1,23 @@
 """Whether a run's scores are right: the self-check, and the sum of the first block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from gradsight.core.samples import SplitCall
+from gradsight.core.samples import OtherShapes, SplitCall
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot
+from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.one_pass_check import OnePassCheck
 from gradsight.ghost.parameters import ScoredParameters
-from gradsight.ghost.sample_axis import Key, LayoutMemory
-from gradsight.ghost.selfcheck import SelfCheck, rounding
+from gradsight.ghost.row_moves import described_value
+from gradsight.ghost.sample_axis import LayoutMemory
+from gradsight.ghost.selfcheck import MOST_ROWS, ROWS_OF_NEW_SHAPES, NoLayout, SelfCheck, rounding
 from gradsight.ghost.tracer import RuleOptions, Tracer
 from gradsight.ghost.tracing import paused
 
@@ -28,12 +30,18 @@ class ObservedPass:
     """[targets, B], loss scale divided out."""
     scale: Tensor | None
     calls: Sequence[SplitCall]
-    uses: Mapping[Key, tuple[str, ...]]
-    """The uses that the pass met, with their parameters."""
+
+
+MOST_SHAPES = 2_000
+"""Shapes of batches that are remembered; above that, all are proven again as they come."""
 
 
 class FirstBlockCheck:
-    """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right."""
+    """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right.
+
+    It is asked about the first batch, and again about every batch of other shapes: what was proven
+    for some shapes says nothing of others.
+    """
 
     def __init__(
         self, group: ModelGroup, memory: LayoutMemory, rules: RuleOptions, *, enabled: bool
@@ -42,8 +50,10 @@ class FirstBlockCheck:
         self._memory = memory
         self._rules = rules
         self._enabled = enabled
-        self._checked: set[bool] = set()
-        self._one_pass_proven = False
+        self._found: dict[int, str | None] = {}
+        """By the shapes of a call, why its samples need passes of their own; None: they do not."""
+        self._joined: set[tuple[int, tuple[int, ...]]] = set()
+        """Shapes and numbers of rows for which one pass was proven."""
         self._blocks = 0
         self._base: list[Tensor] | None = None
 
@@ -59,23 +69,82 @@ class FirstBlockCheck:
         if self.first and (directions or fresh):
             self._base = self._explained(parameters, directions)
 
-    def before_call(self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer) -> None:
-        """Ask the twin about the first batch, and about the first of more than one sample."""
-        if not self._enabled:
-            return
-        # A batch of one proves no layout: everything in it belongs to the one sample.
-        several = call.batch > 1
-        if several not in self._checked:
-            with paused(tracer):
-                self._self_check(parameters).run([call])
-            self._memory.prove()
-            self._checked |= {several, False}
+    def before_call(
+        self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer
+    ) -> str | None:
+        """Ask the twin about a call of new shapes.
+
+        Returns why every sample needs a backward pass of its own; None where fast scores are right.
+        """
+        reason = self._without_rules(parameters)
+        if reason is None and self._enabled:
+            reason = self._proven(call, parameters, tracer)
         one_pass = tracer.options.one_pass
-        if one_pass is not None and not self._one_pass_proven and not self._group.sharded:
+        if one_pass is None:
+            return reason
+        if reason is not None:
+            raise OnePassRefusal(f"{reason}.")
+        if self._enabled and not self._group.sharded:
+            self._prove_one_pass(call, parameters, tracer, one_pass)
+        return None
+
+    def is_new(self, call: SplitCall, parts: Sequence[int]) -> bool:
+        """Whether one pass has not been proven for a call of these shapes."""
+        return self._enabled and (_shapes(call), tuple(parts)) not in self._joined
+
+    def _proven(self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer) -> str | None:
+        shapes = _shapes(call)
+        # A batch of one proves no layout: everything in it belongs to the one sample.
+        is_new = shapes not in self._found and (call.batch > 1 or not self._found)
+        if self._group.sharded:
+            # Sharded models run in step: a process that has nothing to prove takes part.
+            is_new = float(self._group.sum(torch.tensor(float(is_new)))) > 0
+        if is_new:
+            if len(self._found) > MOST_SHAPES:
+                self._found.clear()
+                self._joined.clear()
+                self._memory.clear()
+            rows = ROWS_OF_NEW_SHAPES if self._found else MOST_ROWS
             with paused(tracer):
-                OnePassCheck(parameters, tracer.options, one_pass).run(call)
-            self._memory.prove()
-            self._one_pass_proven = True
+                self._found[shapes] = self._fault(call, parameters, rows)
+        return self._found.get(shapes)
+
+    def _fault(self, call: SplitCall, parameters: ScoredParameters, rows: int) -> str | None:
+        """Why fast scores are not right for a call; an error where the samples are mixed."""
+        try:
+            SelfCheck(parameters, self._group, self._memory, self._rules).run([call], rows)
+        except (NoLayout, OtherShapes) as refusal:
+            reason = str(refusal)
+        except (GradsightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            first = " ".join(str(error).strip().splitlines()[:1])
+            reason = f"the fast rules fail on this model ({type(error).__name__}: {first})"
+        else:
+            return None
+        if self._group.sharded:
+            raise GradsightError(
+                f"{reason}. A model under fully_shard is scored by fast rules or not at all: "
+                "freeze these parameters, or train without the engine."
+            )
+        return reason
+
+    def _without_rules(self, parameters: ScoredParameters) -> str | None:
+        """Why no rule knows this model, whatever its batches are."""
+        for name, parameter in parameters.trainable.items():
+            if parameter.is_complex():
+                return f"{name} is complex, and the fast rules know real numbers only"
+        return None
+
+    def _prove_one_pass(
+        self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer, one_pass: OnePass
+    ) -> None:
+        known = _shapes(call), one_pass.parts.sizes
+        if known not in self._joined:
+            rows = ROWS_OF_NEW_SHAPES if self._joined else MOST_ROWS
+            with paused(tracer):
+                OnePassCheck(parameters, tracer.options, one_pass).run(call, rows)
+            self._joined.add(known)
 
     def end_block(
         self,
@@ -83,7 +152,7 @@ class FirstBlockCheck:
         parameters: ScoredParameters,
         directions: Sequence[Direction],
     ) -> None:
-        """The first block must add up to what backward added to .grad; new uses must be proven."""
+        """The first block must add up to what backward added to .grad."""
         if self._base is not None:
             scores_in_grad = observed.scores
             if observed.scale is not None:
@@ -100,32 +169,6 @@ class FirstBlockCheck:
                 "run. Call the model itself, or pass self_check=False if the scores were verified "
                 "in another way."
             )
-        if self._enabled and self._memory.unproven:
-            self._prove_new_uses(observed, parameters)
-
-    def _prove_new_uses(self, observed: ObservedPass, parameters: ScoredParameters) -> None:
-        """Trust new uses where their shapes leave no choice, else ask the twin again."""
-        unsure = self._memory.ambiguous()
-        names = {name for key in unsure for name in observed.uses.get(key, ())}
-        new = ", ".join(sorted(names)[:3])
-        if unsure and self._group.sharded:
-            raise GradsightError(
-                f"{new} is used in a new way after the self-check: its scores are not proven"
-            )
-        if unsure:
-            assumed = self._memory.snapshot()
-            met = self._self_check(parameters).run(observed.calls[:1])
-            self._memory.prove()
-            if self._memory.snapshot() != assumed or unsure - met:
-                raise GradsightError(
-                    f"where the samples are at {new} cannot be told from this block's shapes: its "
-                    "scores are discarded. Pass batch_dim to GhostEngine, or begin with a batch "
-                    "whose size differs from its other dimensions."
-                )
-        self._memory.prove()
-
-    def _self_check(self, parameters: ScoredParameters) -> SelfCheck:
-        return SelfCheck(parameters, self._group, self._memory, self._rules)
 
     def _explained(
         self, parameters: ScoredParameters, directions: Sequence[Direction]
@@ -145,6 +188,17 @@ class FirstBlockCheck:
             ]
             sums.append(torch.stack(dots).sum() if dots else zero)
         return sums
+
+
+def _shapes(call: SplitCall) -> int:
+    """A number for the shapes of a call, and for all of its arguments that are no tensors."""
+    described: list[object] = []
+    for position, x in enumerate(call.flat):
+        if isinstance(x, Tensor):
+            described.append((tuple(x.shape), str(x.dtype), call.dims.get(position)))
+        else:
+            described.append(x if isinstance(x, bool | int | str) else type(x).__name__)
+    return hash((call.batch, str(call.spec), described_value(described)))
 
 
 def refuse_unexplained(change: float, scores: Tensor, parameters: ScoredParameters) -> None:

@@ -1,17 +1,18 @@
 # mypy: allow-untyped-calls
 """Operations that joined rows must not share: dropout, random numbers, and the loss."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.core.samples import LOSSES
+from gradsight.core.samples import LOSSES, tensors_in
 from gradsight.ghost.derivative import function_name
 from gradsight.ghost.joined_operations import run_sliced, sliced_apart
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
+from gradsight.ghost.row_moves import DRAWING
 from gradsight.ghost.row_parts import pieces_of
 from gradsight.ghost.sample_axis import LEADING, SampleLayout, candidates
 from gradsight.ghost.use import DECLINED, argument_of
@@ -28,17 +29,6 @@ DROPOUTS = frozenset(
 )  # fmt: skip
 """Functions of (input, p, training) that drop out entries."""
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-DRAWING = frozenset(
-    {
-        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like",
-        "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "poisson", "uniform_",
-        "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "rrelu", "rrelu_",
-        "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_",
-        "feature_alpha_dropout_", "fractional_max_pool2d", "fractional_max_pool3d", "binomial",
-        "gumbel_softmax",
-    }
-)  # fmt: skip
-"""Names of other functions that draw random numbers."""
 
 
 class JoinedCalls:
@@ -59,6 +49,8 @@ class JoinedCalls:
         tracer: "Tracer",
     ) -> Any:
         """What the call gives where rows must be told apart in it; DECLINED for all others."""
+        if func in LOSSES or func in DROPOUTS or func is F.scaled_dot_product_attention:
+            self.refuse_picked_rows(tracer, tensors_in(*args, *kwargs.values()))
         if func in LOSSES:
             if self.splits_loss and torch.is_grad_enabled():
                 return self._split_loss(func, list(args), dict(kwargs))
@@ -75,6 +67,12 @@ class JoinedCalls:
         if name in RECURRENT:
             self._refuse_recurrent_dropout(name, args)
         return DECLINED
+
+    def refuse_picked_rows(self, tracer: "Tracer", tensors: Iterable[Tensor]) -> None:
+        """An error if values of the batch have picked rows: nobody knows which are training's."""
+        by_values = tracer.moves.of(tensors).by_values
+        if by_values is not None:
+            raise OnePassRefusal(f"{by_values} picks rows by values of the batch.")
 
     def _drop_out(
         self,

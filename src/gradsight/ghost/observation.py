@@ -1,7 +1,7 @@
 # mypy: allow-untyped-calls
 """One observed training pass: from entering observe() to leaving it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,10 @@ from gradsight.core.calls import suspended
 from gradsight.core.function_modes import end_mode, take_off_ended
 from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
+from gradsight.core.passes import BackwardPass
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
+from gradsight.ghost.by_sample import TrainingPass, scores_by_sample
 from gradsight.ghost.compiled_plan import Shapes, shapes_of
 from gradsight.ghost.first_block_check import FirstBlockCheck
 from gradsight.ghost.one_pass import OnePass
@@ -66,6 +68,10 @@ class Observation:
         """Of what the model was called with."""
         self.began_backward = False
         """Whether there was one, of whatever model."""
+        self.passes_by_sample: str | None = None
+        """Why each sample has had a backward pass of its own; None where none has."""
+        self._tables: list[Tensor] = []
+        """The scores that such passes have found, one table for each backward pass."""
         self._parameters = parameters
         self._root = parameters.root
         self._expected = expected
@@ -132,7 +138,7 @@ class Observation:
             if guard.judges_loss and self.tracer.bound:
                 with paused(self.tracer):
                     guard.judge_loss(loss, self.tracer.batch)
-            guard.before_backward(loss)
+            guard.before_backward(loss, keeps_outputs=self.tracer.needs_passes_by_sample)
 
     def refuse_unsplit(self, loss: Tensor) -> None:
         """An error if a loss was not split by rows in this pass."""
@@ -149,15 +155,51 @@ class Observation:
     def release(self) -> None:
         """Let go of every tensor of the pass."""
         self.calls.clear()
+        self._tables.clear()
         if self.tracer.options.guard is not None:
-            self.tracer.options.guard.outputs.clear()
+            self.tracer.options.guard.forget_outputs()
         if self._hook is not None:
             self._hook.remove()
         self.tracer.release()
 
-    def before_backward(self, tensors: object) -> None:
-        """A backward pass begins."""
+    def before_backward(self, begun: BackwardPass) -> None:
+        """A backward pass begins: the last moment at which samples can be scored one by one."""
         self.began_backward = True
+        if self.tracer.needs_passes_by_sample and self.calls:
+            try:
+                self.score_by_sample(tensors_in(begun.tensors), begun.seeds)
+            except GradsightError as error:
+                self._refused()
+                # Out of the user's backward, as it would be out of a block.
+                error.passes_guard = True  # type: ignore[attr-defined]
+                raise
+
+    def score_by_sample(self, losses: Sequence[Tensor], seeds: Any = None) -> Tensor | None:
+        """The scores [slots, B], by a backward pass for each sample; the graph stays as it is."""
+        guard = self.tracer.options.guard
+        assert guard is not None
+        if self._parameters.sharded:
+            raise GradsightError(
+                f"{self.tracer.unscored}. A model under fully_shard is scored by fast rules or not "
+                "at all: freeze these parameters, or train without the engine."
+            )
+        given = None if seeds is None else tensors_in(seeds)
+        seen = [*guard.outputs, *guard.loss_inputs]
+        training = TrainingPass(self.calls, seen, losses, given)
+        with suspended():
+            # Where activation checkpointing runs the pass again, it is seen as it was at first.
+            table = scores_by_sample(
+                training,
+                self._parameters,
+                self.tracer.options.directions,
+                rounding(self._parameters),
+                paused(self.tracer),
+            )
+        if table is not None:
+            self._tables.append(table)
+            self.passes_by_sample = self.passes_by_sample or self.tracer.unscored
+            guard.forget_outputs()
+        return table
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """Remember the factor, as a tensor of its own: the scaler changes its own in place."""
@@ -183,7 +225,8 @@ class Observation:
                 "there was a backward pass in this block, but the model that GhostEngine was "
                 f"given ({type(self._root).__name__}) was not called: expected "
                 "loss_fn(model, batch) with that very model, not with another or with a copy of "
-                "it. Nothing of this block is scored; training can go on without observe()."
+                "it. If loss_fn calls parts of the model, put what it calls into the forward of "
+                "one module, and give that to GhostEngine. Nothing of this block is scored."
             )
         if self.backwards != 1:
             came = "without a backward pass"
@@ -201,6 +244,8 @@ class Observation:
 
     def _table(self) -> Tensor:
         """The scores as the backward pass has left them."""
+        if self._tables:
+            return self._tables[0]
         probe = self.tracer.probe
         table = torch.zeros_like(probe) if probe.grad is None else probe.grad
         if self._one_pass is not None:
@@ -217,6 +262,8 @@ class Observation:
         """How many backward passes came through the model."""
         if self._one_pass is not None:
             return self._one_pass.backwards
+        if self.tracer.needs_passes_by_sample:
+            return len(self._tables)
         return self.passes_back
 
     @property
@@ -267,9 +314,9 @@ class Observation:
             call = self._split(args, kwargs)
         if not self.calls:
             self.tracer.options.memory.preferred = next(iter(call.dims.values()))
-            if self._check is not None:
-                self._check.before_call(call, self._parameters, self.tracer)
-                self._rehearse(call)
+        if self._check is not None:
+            self._prove(call, self._check)
+        if not self.calls:
             if self._expected.size is None:
                 self._set_probe(call.batch)
         elif call.batch != self.tracer.batch:
@@ -281,6 +328,24 @@ class Observation:
         self.call_shapes = shapes_of(args, kwargs)
         self.calls.append(call)
         self.tracer.mark_call(call)
+        if self.tracer.options.guard is not None:
+            self.tracer.options.guard.inside_model = True
+
+    def _prove(self, call: SplitCall, check: FirstBlockCheck) -> None:
+        """Before a call of new shapes: are fast scores right for it, and is one pass?"""
+        one_pass = self._one_pass
+        # Sharded models have to run in step: the training rows alone are run in the first block.
+        is_new = check.first
+        if one_pass is not None and not self._parameters.sharded:
+            is_new = check.is_new(call, one_pass.parts.sizes)
+        reason = check.before_call(call, self._parameters, self.tracer)
+        if reason is not None:
+            self.tracer.unscored = self.tracer.unscored or reason
+            # Later calls of the same pass stay as the first: checkpointing may repeat them all.
+            self.tracer.runs_plain |= not self.calls
+        if one_pass is not None and is_new:
+            with paused(self.tracer):
+                self._rehearsed = self._alone(call, one_pass.parts)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitCall:
         """Find the samples in the arguments, or say what the user can do."""
@@ -292,17 +357,13 @@ class Observation:
                 f"{error} Check sample_ids, or pass batch_dim to GhostEngine."
             ) from None
 
-    def _rehearse(self, call: SplitCall) -> None:
-        """In the first block of one pass, run the training rows alone as well."""
-        if self._one_pass is not None and self._check is not None and self._check.first:
-            with paused(self.tracer):
-                self._rehearsed = self._alone(call, self._one_pass.parts)
-
     def _alone(self, call: SplitCall, parts: RowParts) -> list[Tensor]:
         return rehearse(self._root, call, parts, sharded=self._parameters.sharded)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         guard = self.tracer.options.guard
+        if guard is not None and not self._busy:
+            guard.inside_model = False
         if guard is None or self._busy or self.tracer.looks_away or not self.tracer.active:
             take_off_ended()  # a refusal inside of the model: here torch has let go of the mode
             return
@@ -315,4 +376,6 @@ class Observation:
             except GradsightError:
                 self._refused()
                 raise
+        if guard.joined is not None:
+            guard.joined.refuse_picked_rows(self.tracer, tensors_in(output))
         guard.outputs += tensors_in(output)

@@ -89,6 +89,6 @@ class TypesMet(TorchFunctionMode):
 
 def _widest(parameters: Iterable[Tensor]) -> torch.dtype:
     widest = torch.float32
-    for dtype in {parameter.dtype for parameter in parameters}:
+    for dtype in {parameter.dtype.to_real() for parameter in parameters}:
         widest = torch.promote_types(widest, dtype)
     return widest

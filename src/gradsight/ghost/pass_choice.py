@@ -9,7 +9,7 @@ MOST_VALIDATION times B.
 
 import warnings
 
-from gradsight.errors import GradsightWarning
+from gradsight.errors import GradsightError, GradsightWarning
 from gradsight.ghost.one_pass import OnePassRefusal
 
 MOST_ROWS = 1.05
@@ -55,11 +55,12 @@ class PassChoice:
         if self.mode == "auto" and self._against is not None:
             self._say(self._against)
 
-    def refused(self, error: OnePassRefusal, *, for_good: bool) -> None:
+    def refused(self, error: GradsightError, *, for_good: bool) -> None:
         """One pass was refused: raised again where the user asked for it, else told once."""
         if self.mode == "concat":
             raise error
-        reason = error.reason.rstrip(".")
+        reason = error.reason if isinstance(error, OnePassRefusal) else str(error)
+        reason = reason.rstrip(".")
         if for_good:
             self._against = reason
         self._say(reason)

@@ -31,6 +31,9 @@ class PassGuard:
         """
         self.outputs: list[Tensor] = []
         """The model's outputs, until the backward pass begins."""
+        self.loss_inputs: list[Tensor] = []
+        """What loss functions were given inside of the model, likewise."""
+        self.inside_model = False
         self.joined = joined
         """Told of every operation in a pass over joined rows."""
 
@@ -44,6 +47,8 @@ class PassGuard:
         """A replaced call's result, or DECLINED; an error if the call mixes samples."""
         if func is F.batch_norm:
             refuse_batch_statistics(args, kwargs)
+        if self.inside_model and func in LOSSES:
+            self.loss_inputs.append(argument_of(args, kwargs, 0, "input", None))
         if self.joined is None:
             return DECLINED
         return self.joined.intercept(func, args, kwargs, tracer)
@@ -59,7 +64,7 @@ class PassGuard:
                 "own. Train without the engine, or use a mean over samples."
             )
 
-    def before_backward(self, loss: Tensor) -> None:
+    def before_backward(self, loss: Tensor, *, keeps_outputs: bool = False) -> None:
         """Refuse a loss that was not split, and let go of the outputs: they may be large."""
         if self.joined is not None and not self.joined.one_pass.losses:
             known = ", ".join(sorted(loss.__name__ for loss in LOSSES))
@@ -70,7 +75,13 @@ class PassGuard:
             )
         if self.joined is not None:
             refuse_other_terms(loss)
+        if not keeps_outputs:
+            self.forget_outputs()
+
+    def forget_outputs(self) -> None:
+        """Let go of what the model returned."""
         self.outputs.clear()
+        self.loss_inputs.clear()
 
 
 def refuse_batch_norm(root: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Where the samples are in a tensor."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +18,6 @@ class SampleLayout:
 
     dim: int = 0
     kind: str = "plain"
-
-    def fits(self, shape: torch.Size, batch: int) -> bool:
-        """Whether a tensor of this shape can hold `batch` samples this way."""
-        if self.kind == "all":
-            return batch == 1
-        if self.dim >= len(shape):
-            return False
-        if self.kind == "plain":
-            return shape[self.dim] == batch
-        return shape[self.dim] > 0 and shape[self.dim] % batch == 0
 
     def rows(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor with one leading entry per sample; a view.
@@ -61,14 +52,29 @@ LEADING = frozenset({"plain", "major", "all"})
 ALL = SampleLayout(kind="all")
 
 Key = tuple[str, ...]
+"""A use of parameters: the operation, and the names of the parameters."""
 
 
-def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[SampleLayout | None]:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A use of parameters in a pass: all that the layout of the samples there may depend on."""
+
+    use: Key
+    shape: tuple[int, ...]
+    """Of the tensor that holds the samples."""
+    batch: int
+    """How many samples there are."""
+    path: int
+    """How rows were picked before this use; 0 where they were not."""
+
+
+def candidates(shape: Iterable[int], batch: int, preferred: int = 0) -> list[SampleLayout | None]:
     """Every way such a tensor could hold the samples, likeliest first; None stands for none."""
-    fitting = (d for d in range(len(shape)) if shape[d] == batch)
+    sizes = tuple(shape)
+    fitting = (d for d in range(len(sizes)) if sizes[d] == batch)
     dims = sorted(fitting, key=lambda d: (d != preferred, d))
     ways: list[SampleLayout | None] = [SampleLayout(d) for d in dims]
-    if shape and shape[0] > batch and shape[0] % batch == 0:
+    if sizes and sizes[0] > batch and sizes[0] % batch == 0:
         flat = [SampleLayout(0, "major"), SampleLayout(0, "minor")]
         if preferred != 0:
             flat.reverse()
@@ -77,63 +83,62 @@ def candidates(shape: torch.Size, batch: int, preferred: int = 0) -> list[Sample
 
 
 class LayoutMemory:
-    """What is known of the layout at each use of a parameter, kept over the run.
+    """Where the samples are at each place, kept over the run.
 
-    A layout is a property of the model's code, so what was proven once holds for later batches
-    whose shapes could mislead (a sequence as long as the batch is large). `unproven` holds the uses
-    that no self-check has covered yet.
+    A layout is trusted at the very place where it was proven and at no other. At a new place the
+    layouts that were proven for the same use are tried first: in a batch that is as large as its
+    rows are long, the shapes alone would mislead.
     """
 
     def __init__(self, preferred: int = 0) -> None:
         self.preferred = preferred
-        self.unproven: set[Key] = set()
-        self._known: dict[Key, list[SampleLayout | None]] = {}
-        self._seen: dict[Key, tuple[torch.Size, int, int]] = {}
+        """The likely dimension of the samples."""
+        self._assumed: dict[Place, SampleLayout | None] = {}
+        self._ways: dict[Place, list[SampleLayout | None]] = {}
+        """The layouts to try at places that are not proven, likeliest first."""
+        self._proven: dict[Key, SampleLayout | None] = {}
+        """The layout that was last proven for each use."""
 
-    def find(
-        self, key: Key, shape: torch.Size, batch: int, preferred: int | None = None
-    ) -> SampleLayout | None:
-        """The layout of a tensor met at this use; None: the samples are not in rows here."""
-        if batch == 1:
+    def find(self, place: Place, preferred: int | None = None) -> SampleLayout | None:
+        """The layout at a place; None: the samples are not in rows there."""
+        if place.batch == 1:
             return ALL
-        fitting = [way for way in self._known.get(key, []) if way is None or way.fits(shape, batch)]
-        if len(fitting) > 1:
-            self.unproven.add(key)
-        if fitting:
-            return fitting[0]
-        likely = self.preferred if preferred is None else preferred
-        layout = candidates(shape, batch, likely)[0]
-        if layout is None:
-            # The samples are routed: other shapes at this use that fit a layout fit it by chance.
-            self._known[key] = []
-        self._known.setdefault(key, []).append(layout)
-        self._seen[key] = (shape, batch, likely)
-        self.unproven.add(key)
-        return layout
+        if place not in self._assumed:
+            likely = self.preferred if preferred is None else preferred
+            ways = candidates(place.shape, place.batch, likely)
+            known = self._proven.get(place.use, ways[0])
+            if known in ways:
+                ways.sort(key=lambda way: way != known)
+            self._ways[place] = ways
+            self._assumed[place] = ways[0]
+        return self._assumed[place]
 
-    def advance(self, key: Key) -> bool:
-        """Assume the next likely layout at an unproven use; False when that is the first again."""
-        if key not in self.unproven or key not in self._seen:
+    def is_proven(self, place: Place) -> bool:
+        """Whether the layout at a place was proven there."""
+        return place.batch == 1 or (place in self._assumed and place not in self._ways)
+
+    def advance(self, place: Place) -> bool:
+        """Assume the next layout at an unproven place; False when that is the first again."""
+        ways = self._ways.get(place)
+        if ways is None:
             return False
-        ways = candidates(*self._seen[key])
-        position = (ways.index(self._known[key].pop()) + 1) % len(ways)
-        self._known[key].append(ways[position])
+        position = (ways.index(self._assumed[place]) + 1) % len(ways)
+        self._assumed[place] = ways[position]
         return position > 0
 
-    def snapshot(self) -> dict[Key, list[SampleLayout | None]]:
-        """What is assumed now."""
-        return {key: list(ways) for key, ways in self._known.items()}
+    def prove(self, places: Iterable[Place]) -> None:
+        """Trust what is assumed at these places."""
+        for place in places:
+            if self._ways.pop(place, None) is not None:
+                self._proven[place.use] = self._assumed[place]
 
-    def ambiguous(self) -> set[Key]:
-        """The unproven uses whose shapes allow more than one layout."""
-        unsure = set()
-        for key in self.unproven:
-            # One way and none at all leave no choice: where there are rows, they are the way.
-            if key not in self._seen or len(candidates(*self._seen[key])) > 2:
-                unsure.add(key)
-        return unsure
+    def forget_unproven(self) -> None:
+        """Drop the assumptions that were not proven."""
+        for place in self._ways:
+            del self._assumed[place]
+        self._ways.clear()
 
-    def prove(self) -> None:
-        """Take every layout found so far for proven."""
-        self.unproven.clear()
-        self._seen.clear()
+    def clear(self) -> None:
+        """Forget every place; what was proven for a use is still tried first."""
+        self._assumed.clear()
+        self._ways.clear()

@@ -17,14 +17,24 @@ from gradsight.ghost.directions import Direction, Directions
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.parameters import ScoredParameters, TypesMet
-from gradsight.ghost.sample_axis import Key, LayoutMemory
+from gradsight.ghost.sample_axis import LayoutMemory, Place
 from gradsight.ghost.tracer import RuleOptions, TraceOptions, Tracer
 from gradsight.ghost.tracing import tracing
 
 MOST_ROWS = 64
 """Samples of a batch that the twin looks at; of larger ones, evenly spread."""
+ROWS_OF_NEW_SHAPES = 8
+"""Samples that it looks at in a batch of other shapes than the first."""
 MOST_ATTEMPTS = 24
 """Combinations of layouts that are tried where the likeliest ones are wrong."""
+
+
+SMALL = 1e-3
+"""Scores below this fraction of the largest are compared as if they were as large: rounding."""
+
+
+class NoLayout(GradsightError):
+    """Under no layout of the samples does the engine find what the twin finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +49,17 @@ class Comparison:
     """<D, the batch's gradient> by plain autograd: what the scores must add up to."""
 
     def errors(self) -> dict[str, float]:
-        """By parameter: the largest difference, over the largest score of the whole comparison."""
-        largest_score = max((_largest(t) for t in self.twin.values()), default=0.0)
-        largest_sum = max((float(t.abs()) for t in self.whole.values()), default=0.0)
-        scale = max(largest_score, largest_sum, 1e-30)
+        """By parameter: the largest difference, relative to the parameter's largest score."""
+        sizes = {
+            name: max(_largest(scores), float(self.whole[name].abs()))
+            for name, scores in self.twin.items()
+        }
+        least = SMALL * max(sizes.values(), default=0.0)
         errors = {}
         for name, scores in self.twin.items():
             rows = _largest(self.engine[name] - scores)
             sums = float((self.summed[name] - self.whole[name]).abs())
-            errors[name] = max(rows, sums) / scale
+            errors[name] = max(rows, sums) / max(sizes[name], least, 1e-30)
         return errors
 
 
@@ -86,8 +98,8 @@ class SelfCheck:
         self._direction = random_direction(parameters)
         self._slots = {name: slot for slot, name in enumerate(parameters.trainable)}
 
-    def run(self, calls: Sequence[SplitCall]) -> set[Key]:
-        """Find layouts under which engine and twin agree, or refuse; returns the uses met."""
+    def run(self, calls: Sequence[SplitCall], most_rows: int = MOST_ROWS) -> None:
+        """Prove layouts under which engine and twin agree, or raise NoLayout."""
         # Dropout is off: stock GPT-2 has it on, and a comparison in flight would reject it.
         device = self._parameters.device.type
         with (
@@ -98,21 +110,23 @@ class SelfCheck:
             autocast_to(device, autocast_dtype(device)),
         ):
             outputs, cotangents = self._outputs(calls)
-            rows = spread(calls[0].batch)
+            rows = spread(calls[0].batch, most_rows)
             twin = self._twin(calls, outputs, cotangents, rows)
-            del outputs
             for _ in range(MOST_ATTEMPTS):
-                assumed = self._memory.snapshot()
-                comparison, keys = self._compare(calls, cotangents, twin, rows)
+                comparison, places = self._compare(calls, cotangents, twin, rows)
                 wrong = self._wrong(comparison)
-                if not wrong:
-                    return set(keys)
-                # A pass may end with other layouts than it began with: they are tried as they are.
-                if self._agreed(self._memory.snapshot() != assumed):
-                    continue
-                if not self._agreed(assume_otherwise(self._memory, wrong, keys)):
+                picked = len(rows) < calls[0].batch and any(place.path for place in places)
+                if not wrong and self._agreed(picked):
+                    # Where rows are picked, some samples say nothing of the others.
+                    rows = range(calls[0].batch)
+                    twin = self._twin(calls, outputs, cotangents, rows)
+                elif not wrong:
+                    self._memory.prove(places)
+                    return
+                elif not self._agreed(assume_otherwise(self._memory, wrong, places)):
                     break
-        raise GradsightError(refusal(comparison, wrong))
+        self._memory.forget_unproven()
+        raise NoLayout(refusal(comparison, wrong))
 
     def _agreed(self, flag: bool) -> bool:
         """Whether it holds on any process: sharded models have to go the same way everywhere."""
@@ -173,7 +187,7 @@ class SelfCheck:
         cotangents: list[Tensor],
         twin: dict[str, Tensor],
         rows: Sequence[int],
-    ) -> tuple[Comparison, dict[Key, tuple[str, ...]]]:
+    ) -> tuple[Comparison, dict[Place, tuple[str, ...]]]:
         batch = calls[0].batch
         probe = torch.zeros(
             len(self._slots),
@@ -199,6 +213,8 @@ class SelfCheck:
                 outputs, cotangents, self._parameters.trainable, self._group.sharded, probe
             )
         tracer.release()
+        if self._agreed(tracer.unscored is not None):
+            raise NoLayout(tracer.unscored or "another process cannot tell its samples apart")
         table = scores
         if table is None:  # no parameter met a sample
             table = torch.zeros_like(probe)
@@ -249,17 +265,17 @@ def turns_of(rows: Sequence[int], group: ModelGroup) -> list[tuple[int, bool]]:
 
 
 def assume_otherwise(
-    memory: LayoutMemory, wrong: set[str], keys: Mapping[Key, tuple[str, ...]]
+    memory: LayoutMemory, wrong: set[str], places: Mapping[Place, tuple[str, ...]]
 ) -> bool:
     """Assume the next combination of layouts at the wrong parameters; False after the last."""
-    moved: set[Key] = set()
+    moved: set[Place] = set()
     changed = False
     for name in sorted(wrong):
-        mine = [key for key, origins in keys.items() if name in origins]
+        mine = [place for place, origins in places.items() if name in origins]
         if moved & set(mine):
             continue
         moved |= set(mine)
-        changed |= any(memory.advance(key) for key in mine)
+        changed |= any(memory.advance(place) for place in mine)
     return changed
 
 
@@ -273,15 +289,15 @@ def cotangents_for(outputs: Sequence[Tensor]) -> list[Tensor]:
     return cotangents
 
 
-def spread(batch: int) -> list[int]:
+def spread(batch: int, most: int = MOST_ROWS) -> Sequence[int]:
     """The rows that the twin looks at.
 
-    >>> spread(3)
-    [0, 1, 2]
+    >>> list(spread(3)), spread(16, 4)
+    ([0, 1, 2], [0, 5, 10, 15])
     """
-    if batch <= MOST_ROWS:
-        return list(range(batch))
-    return [i * batch // MOST_ROWS for i in range(MOST_ROWS)]
+    if batch <= most:
+        return range(batch)
+    return [i * (batch - 1) // (most - 1) for i in range(most)]
 
 
 def refusal(comparison: Comparison, wrong: set[str]) -> str:
@@ -290,9 +306,7 @@ def refusal(comparison: Comparison, wrong: set[str]) -> str:
     worst = sorted(wrong, key=lambda name: -errors[name])[:3]
     listed = ", ".join(f"{name} ({errors[name]:.1e})" for name in worst)
     return (
-        f"the self-check refuses this model: the scores of {len(wrong)} of {len(errors)} "
-        "parameters differ from those of the exact twin by more than rounding, most of all "
-        f"{listed}. Either the samples are routed or mixed in a way that cannot be told from the "
-        "shapes, or a parameter is used where torch functions are not seen (a custom autograd "
-        "function). Freeze these parameters, or train without the engine."
+        f"the fast scores of {len(wrong)} of {len(errors)} parameters are wrong, most of all "
+        f"those of {listed}: the samples cannot be told from the shapes, or a parameter is used "
+        "where torch functions are not seen (a custom autograd function)"
     )

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.core.autocast import autocast_dtype
+from gradsight.core.carried import current_task
 from gradsight.core.samples import SplitCall, tensors_in
 from gradsight.core.shards import is_sharded
 from gradsight.errors import GradsightError
@@ -32,8 +33,9 @@ from gradsight.ghost.joined_rules import JOINED_RULES
 from gradsight.ghost.kernels.product_kernel import ProductKernel
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.refusals import PassGuard
+from gradsight.ghost.row_moves import DRAWING, NOT_PICKED, RowMoves, described_value, memory_of
 from gradsight.ghost.rules import DECLINED, RULES, descend
-from gradsight.ghost.sample_axis import Key, LayoutMemory, SampleLayout
+from gradsight.ghost.sample_axis import Key, LayoutMemory, Place, SampleLayout
 from gradsight.ghost.scratch import Scratch
 from gradsight.ghost.tangent_sources import (
     FixedTangents,
@@ -45,6 +47,8 @@ from gradsight.ghost.tangent_sources import (
 )
 from gradsight.ghost.use import Use
 
+MOST_INDICES = 1_000_000
+"""Entries of an argument without samples up to which its contents are compared."""
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -73,6 +77,10 @@ class TraceOptions:
     """Asked before every operation; None in passes beside training."""
     scratch: Scratch = field(default_factory=Scratch)
     """Memory for the products of a layer."""
+    trusts_shapes: bool = True
+    """Whether layouts that no proof has covered may be assumed: in the proof itself, and where the
+    user has switched it off.
+    """
 
     def __post_init__(self) -> None:
         # Whoever makes products is handed the memory for them, and so the kernel.
@@ -90,8 +98,15 @@ class Tracer(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.options = options
-        self.keys: dict[Key, tuple[str, ...]] = {}
-        """The uses met in the pass, with their parameters."""
+        self.keys: dict[Place, tuple[str, ...]] = {}
+        """The places met in the pass, with their parameters."""
+        self.unscored: str | None = None
+        """Why the table of scores cannot be used; None where it can."""
+        self.runs_plain = False
+        """Whether every operation runs as it is, and nothing is scored on the way."""
+        self.moves = RowMoves(self._without_samples)
+        self._picked = NOT_PICKED
+        """The rows that the operation at hand is about."""
         self.slow: dict[str, set[str]] = {}
         """Operations that went the universal way, with their parameters."""
         self.paused = False
@@ -101,7 +116,12 @@ class Tracer(TorchFunctionMode):
         self._name = name
         # Weak references: a tensor's id is reused as soon as it is gone.
         self._carried: dict[int, tuple[weakref.ref[Tensor], TangentSource]] = {}
-        self._constant: dict[int, weakref.ref[Tensor]] = {}
+        self._constant: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """Tensors without samples, and how each was made."""
+        self._written: set[int] = set()
+        """Memory of such tensors that samples were written to later."""
+        self._layouts: dict[tuple[Key, tuple[int, ...]], set[SampleLayout | None]] = {}
+        """The layouts met in the forward pass, for activation checkpointing's second run."""
         self._parameters: dict[str, ParameterTangents] = {}
         self.on_recompute: Callable[[], None] | None = None
         """Called once, when an operation is met that a backward pass may run again."""
@@ -162,24 +182,27 @@ class Tracer(TorchFunctionMode):
         self._probe = None
         self._carried.clear()
         self._constant.clear()
+        self._layouts.clear()
+        self.moves.release()
         self._parameters.clear()
         self._stand_ins.clear()
         if self.options.one_pass is not None:
             self.options.one_pass.release()
 
     def mark_constant(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that hold no samples."""
-        for tensor in tensors:
-            self._constant[id(tensor)] = weakref.ref(tensor)
+        """Tensors of the model that hold no samples."""
+        for number, tensor in enumerate(tensors):
+            self._constant[id(tensor)] = (weakref.ref(tensor), hash(("model", number)))
 
     def mark_call(self, call: SplitCall) -> None:
         """Tell a call's arguments with samples in them from constants, whoever made them."""
+        self.moves.begin(call.batch)
         for position, x in enumerate(call.flat):
             if isinstance(x, Tensor):
                 if position in call.dims:
                     self._constant.pop(id(x), None)
                 else:
-                    self.mark_constant([x])
+                    self._constant[id(x)] = (weakref.ref(x), _content(x))
 
     def source(self, x: Any) -> TangentSource | None:
         """A tensor's source of derivatives: as a trainable parameter, a derived one, or None."""
@@ -208,11 +231,31 @@ class Tracer(TorchFunctionMode):
         if self.looks_away:
             return func(*args, **(kwargs or {}))
         try:
-            return self._see(func, types, args, kwargs or {})
+            return self._follow(func, types, args, kwargs or {})
         except GradsightError:
             if self.on_refusal is not None:
                 self.on_refusal()
             raise
+
+    def _follow(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run one operation, and note which rows its result has."""
+        tensors = tensors_in(*args, *kwargs.values())
+        if not self.bound or self.runs_plain or current_task() != -1:
+            return self._see(func, types, args, kwargs, tensors)
+        picked = self.moves.note(func, args, kwargs, tensors)
+        self._picked = picked
+        out = self._see(func, types, args, kwargs, tensors)
+        if picked.path:
+            self.moves.mark(tensors_in(out), picked)
+            if changes_in_place(func) and args and isinstance(args[0], Tensor):
+                self.moves.mark_memory(args[0], picked)
+        return out
 
     def _see(
         self,
@@ -220,6 +263,7 @@ class Tracer(TorchFunctionMode):
         types: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        tensors: list[Tensor],
     ) -> Any:
         guard = self.options.guard
         if func in BACKWARD:
@@ -230,8 +274,8 @@ class Tracer(TorchFunctionMode):
             replaced = guard.intercept(func, args, kwargs, self)
             if replaced is not DECLINED:
                 return replaced
-        # The arguments are flattened only if a parameter is among them: most operations have none.
-        tensors = tensors_in(*args, *kwargs.values())
+        if self.runs_plain:
+            return func(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._expect_recompute()
             return self._plain(func, args, kwargs, tensors)
@@ -253,10 +297,35 @@ class Tracer(TorchFunctionMode):
                 rules = JOINED_RULES
                 one_pass.count(name for source in sources for name in source.origins)
             if func in rules:
-                scored = rules[func](Use(self, func, args, kwargs, origins_of(sources)))
+                use = Use(self, func, args, kwargs, origins_of(sources))
+                scored = self._attempt(rules[func], use)
                 if scored is not DECLINED:
                     return scored
-        return self._general(func, args, kwargs)
+        return self._attempt(self._general, Use(self, func, args, kwargs, origins_of(sources)))
+
+    def _attempt(self, score: Callable[[Use], Any], use: Use) -> Any:
+        """What a rule gives; where it fails, the operation as it is, and no scores."""
+        try:
+            return score(use)
+        except (GradsightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if current_task() != -1:
+                raise  # activation checkpointing ends its second run by an exception
+            out = use.plain()  # where the operation itself is wrong, its own error is raised
+            first = str(error).strip().splitlines()[:1]
+            self.refuse_unscored(
+                f"{function_name(use.func)} with {_listed(use.origins)} cannot be split by samples "
+                f"({type(error).__name__}: {' '.join(first)})"
+            )
+            return out
+
+    def refuse_unscored(self, reason: str) -> None:
+        """Nothing that this pass finds for its samples can be used: an error in one pass."""
+        if self.options.one_pass is not None:
+            raise OnePassRefusal(f"{reason}.")
+        if self.unscored is None:
+            self.unscored = reason
 
     def _out_of_place(
         self,
@@ -270,7 +339,9 @@ class Tracer(TorchFunctionMode):
         plain = out_of_place(func)
         if plain is None or self.source(first) is not None:
             raise OnePassRefusal(f"{function_name(func)} changes a tensor in place.")
-        changed = self.__torch_function__(plain, types, (first.clone(), *args[1:]), kwargs)
+        copy = first.clone()
+        self.moves.mark([copy], self.moves.of([first]))
+        changed = self.__torch_function__(plain, types, (copy, *args[1:]), kwargs)
         return first.copy_(changed)
 
     def stand_ins(self, x: Any) -> list[Tensor]:
@@ -308,7 +379,12 @@ class Tracer(TorchFunctionMode):
         loss = losses if isinstance(losses, Tensor) else losses[0]
         if guard.judges_loss and self.bound:
             guard.judge_loss(loss, self.batch)
-        guard.before_backward(loss)
+        guard.before_backward(loss, keeps_outputs=self.needs_passes_by_sample)
+
+    @property
+    def needs_passes_by_sample(self) -> bool:
+        """Whether the scores have to come from a backward pass for each sample."""
+        return self.runs_plain or self.unscored is not None
 
     def _inside(
         self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -337,13 +413,28 @@ class Tracer(TorchFunctionMode):
         tensors: list[Tensor],
     ) -> Any:
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and all(self._is_constant(x) for x in tensors):
-            self._constant[id(out)] = weakref.ref(out)
+        if all(self._is_constant(x) for x in tensors):
+            changed = args[0] if args and changes_in_place(func) else out
+            if isinstance(changed, Tensor):
+                made = self._how_made(func, args, kwargs)
+                self._constant[id(changed)] = (weakref.ref(changed), made)
+                if changed is not out and changed._is_view():
+                    self._written.add(memory_of(changed))
+        elif changes_in_place(func) and args and isinstance(args[0], Tensor):
+            self._written.add(memory_of(args[0]))
         return out
 
-    def _general(
+    def _how_made(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    ) -> int:
+        name = function_name(func)
+        if name in DRAWING:
+            return described_value(object())
+        return hash((name, described_value((args, dict(kwargs)), self._recipe)))
+
+    def _general(self, use: Use) -> Any:
+        """The universal way, for operations without a rule."""
+        func, args, kwargs = use.func, use.args, use.kwargs
         operation, tensors = self.joined_call(func, args, kwargs)
         call, carried = operation.call, operation.carried
         flat = list(operation.flat)
@@ -396,9 +487,37 @@ class Tracer(TorchFunctionMode):
 
     def layout(self, key: Key, shape: torch.Size, origins: tuple[str, ...]) -> SampleLayout | None:
         """Where the samples are in a tensor met at this use of these parameters."""
-        key = (*key, f"rank {len(shape)}")
-        self.keys[key] = origins
-        return self.options.memory.find(key, shape, self.batch, self.preferred)
+        sizes = tuple(shape)
+        if current_task() != -1:
+            return self._layout_again(key, sizes, origins)
+        memory = self.options.memory
+        place = Place(key, sizes, self.batch, self._picked.path)
+        self.keys[place] = origins
+        layout = memory.find(place, self.preferred)
+        self._layouts.setdefault((key, sizes), set()).add(layout)
+        if self.batch > 1 and self._picked.by_values is not None:
+            self.refuse_unscored(
+                f"{self._picked.by_values} picks rows by values of the batch before "
+                f"{_listed(origins)} is used"
+            )
+        elif not self.options.trusts_shapes and not memory.is_proven(place):
+            self.refuse_unscored(
+                f"{_listed(origins)} is used in training as it was not used in the self-check"
+            )
+        return layout
+
+    def _layout_again(
+        self, key: Key, shape: tuple[int, ...], origins: tuple[str, ...]
+    ) -> SampleLayout | None:
+        """The layout of a use that activation checkpointing runs again in the backward pass."""
+        met = self._layouts.get((key, shape), set())
+        if len(met) != 1:
+            raise GradsightError(
+                f"activation checkpointing runs {_listed(origins)} again, with samples of shape "
+                f"{shape} that the forward pass has not shown, or has shown in several ways: the "
+                "samples of this step cannot be told apart. Nothing of it is scored."
+            )
+        return next(iter(met))
 
     def _carry(self, x: Tensor, source: TangentSource) -> None:
         self._carried[id(x)] = (weakref.ref(x), source)
@@ -429,12 +548,41 @@ class Tracer(TorchFunctionMode):
             ]
             pairs = tuple((slot, tangent) for slot, tangent in tangents if tangent is not None)
             self._constant.pop(id(changed), None)
+            self._written.add(memory_of(changed))
             self._carry(changed, FixedTangents(origins_of(carried.values()), pairs))
         return out
 
     def _is_constant(self, x: Tensor) -> bool:
-        ref = self._constant.get(id(x))
-        return ref is not None and ref() is x
+        return self._recipe(x) is not None
+
+    def _without_samples(self, x: Tensor) -> int | None:
+        """How a tensor was made of constants and parameters; None where samples took part."""
+        source = self.source(x)
+        if source is not None and not source.rows:
+            return hash((source.origins, tuple(x.shape)))
+        return self._recipe(x)
+
+    def _recipe(self, x: Tensor) -> int | None:
+        """How a tensor without samples was made; None for all others."""
+        entry = self._constant.get(id(x))
+        if entry is None or entry[0]() is not x:
+            return None
+        if self._written and memory_of(x) in self._written:
+            return None
+        return entry[1]
+
+
+def _content(x: Tensor) -> int:
+    """A number for what an argument without samples holds, where that is cheap to read."""
+    if x.is_floating_point() or x.is_complex():
+        return hash(("floats", tuple(x.shape)))  # they pick no rows
+    if x.device.type != "cpu" or x.numel() > MOST_INDICES:
+        return described_value(object())
+    return described_value(x.numpy())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
 
 
 def saves_are_packed() -> bool:

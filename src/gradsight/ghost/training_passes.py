@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from gradsight.core.beside import beside_training, eager
+from gradsight.core.random_state import all_states, set_all_states
 from gradsight.core.sharing import reshard, without_reduction
+from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.blocks import BlockScorer
+from gradsight.ghost.compiled_pass import CompiledObservation
 from gradsight.ghost.compiled_plan import shapes_of
 from gradsight.ghost.joined_batch import JoinedBatch
 from gradsight.ghost.loss_calls import (
@@ -21,6 +24,7 @@ from gradsight.ghost.loss_calls import (
     find_loss_calls,
     refuse_other_losses,
 )
+from gradsight.ghost.observation import Observation
 from gradsight.ghost.one_pass import OnePassRefusal
 from gradsight.ghost.one_pass_check import as_in_training
 from gradsight.ghost.open_pass import weakly
@@ -52,31 +56,55 @@ class TrainingPasses:
 
     def loss(self, announced: Announced) -> Tensor:
         """The loss of a batch; when its backward pass has returned, the scores are there."""
-        blocks = self._blocks
-        blocks.abandon()
+        self._blocks.abandon()
         joined = self._joined(announced)
-        one_pass = None
-        if joined is None:
-            size = None if announced.ids is None else len(announced.ids)
-            observation = blocks.begin(size, announced.step, shapes_of(announced.batch))
-        else:
-            splits = joined.calls.inside
+        loss = None if joined is None else self._loss_of_one_pass(joined, announced)
+        return self._loss_of_two_passes(announced) if loss is None else loss
+
+    def _loss_of_one_pass(self, joined: JoinedLossCall, announced: Announced) -> Tensor | None:
+        """None where two passes have to be taken instead: nothing of this one is left then."""
+        blocks = self._blocks
+        states = all_states(blocks.parameters.root.modules())
+        try:
             observation, one_pass = blocks.begin_joined(
-                joined.parts, announced.step, shapes_of(joined.joined.rows), splits_loss=splits
+                joined.parts,
+                announced.step,
+                shapes_of(joined.joined.rows),
+                splits_loss=joined.calls.inside,
             )
-        with self._given_up_on_failure():
-            if joined is None or one_pass is None:
-                with calling_loss_fn("on the training batch", announced.batch):
-                    loss = self._loss_fn(blocks.model, announced.batch)
-            else:
+            with self._given_up_on_failure():
                 loss = joined.run(one_pass)
+                check_loss(loss, "on the training batch")
+                observation.judge(loss)
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except GradsightError as error:
+            if blocks.group.size > 1:
+                raise  # several processes must go the same way
+            self._choice.refused(error, for_good=False)
+            set_all_states(states)
+            return None
+        self._end_with_backward(observation, announced)
+        return loss
+
+    def _loss_of_two_passes(self, announced: Announced) -> Tensor:
+        size = None if announced.ids is None else len(announced.ids)
+        observation = self._blocks.begin(size, announced.step, shapes_of(announced.batch))
+        with self._given_up_on_failure():
+            with calling_loss_fn("on the training batch", announced.batch):
+                loss = self._loss_fn(self._blocks.model, announced.batch)
             check_loss(loss, "on the training batch")
             observation.judge(loss)
+        self._end_with_backward(observation, announced)
+        return loss
+
+    def _end_with_backward(
+        self, observation: Observation | CompiledObservation, announced: Announced
+    ) -> None:
         observation.look_away()
         observation.on_finished = partial(
-            weakly(blocks.end_later), announced.ids, announced.domains
+            weakly(self._blocks.end_later), announced.ids, announced.domains
         )
-        return loss
 
     def joined_pair(self, x: Any, y: Any, step: int | None) -> JoinedBatch | None:
         """The rows of a pair (X, Y) with every target's; None where two passes are right."""

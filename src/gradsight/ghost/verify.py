@@ -200,8 +200,11 @@ def compare_with_twin(
             if not observation.calls:
                 raise UsageError("verify(): loss_fn did not call the model")
             probe = observation.tracer.probe
-            sharded = targets.group.sharded
-            _, table = gradients([loss], None, parameters.trainable, sharded, probe)
+            if observation.tracer.needs_passes_by_sample:
+                table: Tensor | None = observation.score_by_sample([loss])
+            else:
+                sharded = targets.group.sharded
+                _, table = gradients([loss], None, parameters.trainable, sharded, probe)
         finally:
             observation.stop()
         reshard(model)

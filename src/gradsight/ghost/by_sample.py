@@ -1,0 +1,178 @@
+"""Scores by a backward pass for each sample, where its rows cannot be told on the way.
+
+Sample i's share of the gradient is what its rows of the model's outputs send back. So the gradient
+of the loss at the outputs is cut into the samples' parts, and each part is pulled back through the
+graph of the pass itself, with its dropout and its routing. No rule and no layout is involved. It
+takes one backward pass for each sample, and the graph stays as it was.
+
+Which part of an output is whose is found by running every sample alone, in evaluation mode. That
+also proves that the samples do not depend on each other.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.core.beside import beside_training, eager
+from gradsight.core.samples import (
+    NotSeparable,
+    SplitCall,
+    collecting_loss_inputs,
+    parts_by_sample,
+    tensors_in,
+)
+from gradsight.errors import GradsightError
+from gradsight.ghost.directions import Directions
+from gradsight.ghost.gradients import dot, gradients
+from gradsight.ghost.parameters import ScoredParameters
+
+Parts = list[tuple[slice, ...]]
+"""Where each sample is in a tensor."""
+CUT_TOLERANCE = 1e-5
+"""The relative difference up to which the outputs are said to carry the whole gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPass:
+    """A training pass that is about to go backward."""
+
+    calls: Sequence[SplitCall]
+    seen: Sequence[Tensor]
+    """The model's outputs, then what loss functions were given inside of it."""
+    losses: Sequence[Tensor]
+    """What backward is called on."""
+    seeds: Sequence[Tensor] | None
+    """The gradients that it was given for these; None for 1."""
+
+
+def scores_by_sample(
+    training: TrainingPass,
+    parameters: ScoredParameters,
+    directions: Directions,
+    within: float,
+    unseen: AbstractContextManager[None],
+) -> Tensor | None:
+    """The table of scores [slots, B]; None where the pass does not come to the model.
+
+    unseen: in it, no tracer looks at what is run.
+    """
+    whole = _pull(training.losses, training.seeds, parameters)
+    if not whole:
+        return None
+    with unseen:
+        parts = _parts(parameters.root, training, within)
+    batch = training.calls[0].batch
+    table = torch.zeros(
+        directions.slots, batch, device=parameters.device, dtype=parameters.score_dtype
+    )
+    for chosen in _cuts(training.seen, parts):
+        tensors = [training.seen[i] for i in chosen]
+        slopes = torch.autograd.grad(
+            training.losses, tensors, training.seeds, retain_graph=True, allow_unused=True
+        )
+        cotangents = [
+            torch.zeros_like(y) if slope is None else slope
+            for y, slope in zip(tensors, slopes, strict=True)
+        ]
+        if not _same(_pull(tensors, cotangents, parameters), whole):
+            continue
+        for sample in range(batch):
+            own = [
+                _only(cotangent, parts[i][sample])
+                for i, cotangent in zip(chosen, cotangents, strict=True)
+            ]
+            for name, gradient in _pull(tensors, own, parameters).items():
+                for slot, direction in directions.tangents(name):
+                    table[slot, sample] += dot(direction, gradient).to(table)
+        return table
+    raise GradsightError(
+        f"no output of {type(parameters.root).__name__} carries the whole gradient of the loss: a "
+        "part of it belongs to no sample (a regulariser in the loss?), or the loss uses parts of "
+        "the model that are not among its outputs. Leave that part out of the observed loss; "
+        "weight decay belongs in the optimizer."
+    )
+
+
+def _pull(
+    tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None, parameters: ScoredParameters
+) -> dict[str, Tensor]:
+    if not any(tensor.requires_grad for tensor in tensors):
+        return {}
+    return gradients(tensors, cotangents, parameters.trainable, sharded=False, keep_graph=True)[0]
+
+
+def _parts(root: nn.Module, training: TrainingPass, within: float) -> dict[int, Parts]:
+    """Where the samples are in what was seen, for each tensor in which that can be told."""
+    batch = training.calls[0].batch
+    with beside_training(root, evaluating=True), eager(), torch.no_grad():
+        whole = _outputs(root, training.calls, None)
+        alone = [_outputs(root, training.calls, sample) for sample in range(batch)]
+    reasons: list[str] = []
+    parts = {}
+    for number, y in enumerate(training.seen):
+        if not _has_rows(y):
+            continue
+        try:
+            own = [each[number] for each in alone]
+            if whole[number].shape != y.shape:
+                raise NotSeparable(
+                    f"an output has shape {tuple(y.shape)} in training and "
+                    f"{tuple(whole[number].shape)} in evaluation mode"
+                )
+            parts[number] = parts_by_sample(whole[number], own, within)
+        except IndexError:
+            reasons.append("the model returns other outputs for single samples")
+        except NotSeparable as error:
+            reasons.append(str(error))
+    if not parts:
+        reasons.append("the model returns no tensor with rows of samples")
+        raise NotSeparable(
+            f"the samples of this batch cannot be told apart: {reasons[0]}. Train without the "
+            "engine, or let the model return one row for each sample."
+        )
+    return parts
+
+
+def _outputs(root: nn.Module, calls: Sequence[SplitCall], sample: int | None) -> list[Tensor]:
+    inside: list[Tensor] = []
+    found: list[Tensor] = []
+    with collecting_loss_inputs(inside):
+        for call in calls:
+            args, kwargs = call.whole() if sample is None else call.row(sample)
+            found += tensors_in(root(*args, **kwargs))
+    return [*found, *inside]
+
+
+def _cuts(seen: Sequence[Tensor], parts: dict[int, Parts]) -> Iterator[list[int]]:
+    """Outputs that may carry the whole gradient: each alone, then all."""
+    for number in parts:
+        yield [number]
+    if len(parts) > 1:
+        yield list(parts)
+
+
+def _has_rows(y: Any) -> bool:
+    return (
+        isinstance(y, Tensor)
+        and (y.is_floating_point() or y.is_complex())
+        and y.requires_grad
+        and y.dim() > 0
+    )
+
+
+def _only(cotangent: Tensor, part: tuple[slice, ...]) -> Tensor:
+    own = torch.zeros_like(cotangent)
+    own[part] = cotangent[part]
+    return own
+
+
+def _same(found: dict[str, Tensor], whole: dict[str, Tensor]) -> bool:
+    if found.keys() != whole.keys():
+        return False
+    size = sum(float(dot(g, g)) for g in whole.values())
+    off = sum(float(dot(found[n] - g, found[n] - g)) for n, g in whole.items())
+    return off <= CUT_TOLERANCE**2 * size
