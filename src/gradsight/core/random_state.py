@@ -126,6 +126,17 @@ def all_states(modules: Iterable[nn.Module] = ()) -> list[tuple[Callable[[Any], 
     return states + [(partial(set_source_state, each), source_state(each)) for each in sources]
 
 
+def seed_foreign(seed: int) -> None:
+    """Seed numpy's and Python's own generators."""
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def foreign_states() -> tuple[bytes, bytes]:
+    """The states of numpy's and Python's own generators, to be compared."""
+    return as_bytes(np.random.get_state()), as_bytes(random.getstate())
+
+
 def set_all_states(states: Iterable[tuple[Callable[[Any], None], Any]]) -> None:
     """Put every generator back into a state that `all_states` gave."""
     for put, state in states:

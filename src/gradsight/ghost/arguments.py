@@ -14,6 +14,8 @@ from gradsight.core.samples import LOSSES
 from gradsight.errors import GradsightError, UsageError, UserCodeError
 from gradsight.values.whole_numbers import LARGEST
 
+LONGEST_TEXT = 160
+"""Characters of another error's text that ours repeat: some of torch's fill a page."""
 ONLY_TARGET = "validation"
 """The name of the target that is given as val_data."""
 _WANTED = "a function loss_fn(model, batch) that returns the scalar mean loss of the batch"
@@ -61,10 +63,31 @@ def calling_loss_fn(where: str, batch: object) -> Iterator[None]:
         raise  # whoever catches a full device must find it
     except Exception as error:
         raise UserCodeError(
-            f"loss_fn(model, batch) failed {where}: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. It was called with the model and {described(batch)}; "
+            f"loss_fn(model, batch) failed {where}: {in_one_line(error)}. "
+            f"It was called with the model and {described(batch)}; "
             f"expected {_WANTED}, for batches of training and of targets alike"
         ) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """An error's kind and the first line of its text.
+
+    >>> in_one_line(ValueError("no.\\nMore of it."))
+    'ValueError: no'
+    """
+    first = " ".join(str(error).strip().splitlines()[:1])
+    if len(first) > LONGEST_TEXT:
+        first = f"{first[:LONGEST_TEXT]} ..."
+    return f"{type(error).__name__}: {first}".rstrip(" .:")
+
+
+def refusal_of(error: Exception, what: str) -> Exception:
+    """An error as it comes out of the user's own backward: one of ours, past every guard."""
+    ours = error
+    if not isinstance(error, GradsightError | torch.OutOfMemoryError):
+        ours = GradsightError(f"{what}: {in_one_line(error)}")
+    setattr(ours, "passes_guard", True)  # noqa: B010
+    return ours
 
 
 def named_targets(val_data: Any, targets: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradsight.core.beside import beside_training, eager
 from gradsight.core.samples import (
@@ -26,6 +27,7 @@ from gradsight.core.samples import (
     tensors_in,
 )
 from gradsight.errors import GradsightError
+from gradsight.ghost.arguments import in_one_line
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.parameters import ScoredParameters
@@ -64,7 +66,7 @@ def scores_by_sample(
     if not whole:
         return None
     with unseen:
-        parts = _parts(parameters.root, training, within)
+        parts, reasons = _parts(parameters.root, training, within)
     batch = training.calls[0].batch
     table = torch.zeros(
         directions.slots, batch, device=parameters.device, dtype=parameters.score_dtype
@@ -89,6 +91,11 @@ def scores_by_sample(
                 for slot, direction in directions.tangents(name):
                     table[slot, sample] += dot(direction, gradient).to(table)
         return table
+    if reasons:
+        raise NotSeparable(
+            f"the samples of this batch cannot be told apart: {reasons[0]}. Train without the "
+            "engine, or let the model return one row for each sample."
+        )
     raise GradsightError(
         f"no output of {type(parameters.root).__name__} carries the whole gradient of the loss: a "
         "part of it belongs to no sample (a regulariser in the loss?), or the loss uses parts of "
@@ -105,12 +112,23 @@ def _pull(
     return gradients(tensors, cotangents, parameters.trainable, sharded=False, keep_graph=True)[0]
 
 
-def _parts(root: nn.Module, training: TrainingPass, within: float) -> dict[int, Parts]:
-    """Where the samples are in what was seen, for each tensor in which that can be told."""
+def _parts(
+    root: nn.Module, training: TrainingPass, within: float
+) -> tuple[dict[int, Parts], list[str]]:
+    """Where the samples are in each tensor that was seen, and why that is not known of others."""
     batch = training.calls[0].batch
     with beside_training(root, evaluating=True), eager(), torch.no_grad():
         whole = _outputs(root, training.calls, None)
-        alone = [_outputs(root, training.calls, sample) for sample in range(batch)]
+        try:
+            alone = [_outputs(root, training.calls, sample) for sample in range(batch)]
+        except (GradsightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise NotSeparable(
+                f"the samples of this batch cannot be told apart: {type(root).__name__} fails on "
+                f"one sample alone ({in_one_line(error)}). {_undivided(training.calls)}Give the "
+                "model tensors with the samples in dimension 0, or train without the engine."
+            ) from error
     reasons: list[str] = []
     parts = {}
     for number, y in enumerate(training.seen):
@@ -128,13 +146,25 @@ def _parts(root: nn.Module, training: TrainingPass, within: float) -> dict[int, 
             reasons.append("the model returns other outputs for single samples")
         except NotSeparable as error:
             reasons.append(str(error))
-    if not parts:
+    if not parts and not reasons:
         reasons.append("the model returns no tensor with rows of samples")
-        raise NotSeparable(
-            f"the samples of this batch cannot be told apart: {reasons[0]}. Train without the "
-            "engine, or let the model return one row for each sample."
-        )
-    return parts
+    return parts, reasons
+
+
+def _undivided(calls: Sequence[SplitCall]) -> str:
+    """Which arguments every sample was given whole, for an error."""
+    found = []
+    for call in calls:
+        args, kwargs = call.whole()
+        leaves, _ = tree_flatten_with_path((args, kwargs))
+        for number, (path, value) in enumerate(leaves):
+            if isinstance(value, Tensor) and number not in call.dims:
+                name = keystr(path[1:]) if path[:1] else keystr(path)
+                found.append(f"{name} of shape {tuple(value.shape)}")
+    if not found:
+        return ""
+    more = "" if len(found) <= 3 else f" and {len(found) - 3} more"
+    return f"No samples were found in {', '.join(found[:3])}{more}. "
 
 
 def _outputs(root: nn.Module, calls: Sequence[SplitCall], sample: int | None) -> list[Tensor]:

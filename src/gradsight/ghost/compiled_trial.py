@@ -13,6 +13,7 @@ from gradsight.core.beside import beside_training, eager
 from gradsight.core.random_state import set_torch_states, torch_states
 from gradsight.core.samples import SplitCall, nearly_equal, tensors_in
 from gradsight.errors import GradsightError
+from gradsight.ghost.arguments import in_one_line
 from gradsight.ghost.compiled_plan import PassPlan
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import gradients
@@ -185,8 +186,7 @@ def reason_of(error: Exception) -> str:
     traced = str(error.__cause__ or "").removeprefix("raised exception ")
     if traced.startswith(GradsightError.__name__):
         return traced.removeprefix(GradsightError.__name__).strip("()'\"")
-    first = " ".join(str(error).strip().splitlines()[:1]).rstrip(".")
-    return first if isinstance(error, GradsightError) else f"{type(error).__name__}: {first}"
+    return str(error).rstrip(".") if isinstance(error, GradsightError) else in_one_line(error)
 
 
 def _same_states(a: Any, b: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradsight.core.samples import OtherShapes, SplitCall
 from gradsight.core.sharing import ModelGroup
 from gradsight.errors import GradsightError
+from gradsight.ghost.arguments import in_one_line
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
@@ -118,8 +119,7 @@ class FirstBlockCheck:
         except (GradsightError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            first = " ".join(str(error).strip().splitlines()[:1])
-            reason = f"the fast rules fail on this model ({type(error).__name__}: {first})"
+            reason = f"the fast rules fail on this model ({in_one_line(error)})"
         else:
             return None
         if self._group.sharded:
@@ -142,8 +142,13 @@ class FirstBlockCheck:
         known = _shapes(call), one_pass.parts.sizes
         if known not in self._joined:
             rows = ROWS_OF_NEW_SHAPES if self._joined else MOST_ROWS
-            with paused(tracer):
-                OnePassCheck(parameters, tracer.options, one_pass).run(call, rows)
+            try:
+                with paused(tracer):
+                    OnePassCheck(parameters, tracer.options, one_pass).run(call, rows)
+            except (GradsightError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise OnePassRefusal(f"it fails on this model ({in_one_line(error)}).") from error
             self._joined.add(known)
 
     def end_block(

@@ -18,6 +18,7 @@ from gradsight.core.moments import listen
 from gradsight.core.passes import BackwardPass
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
+from gradsight.ghost.arguments import refusal_of
 from gradsight.ghost.by_sample import TrainingPass, scores_by_sample
 from gradsight.ghost.compiled_plan import Shapes, shapes_of
 from gradsight.ghost.first_block_check import FirstBlockCheck
@@ -168,11 +169,9 @@ class Observation:
         if self.tracer.needs_passes_by_sample and self.calls:
             try:
                 self.score_by_sample(tensors_in(begun.tensors), begun.seeds)
-            except GradsightError as error:
+            except Exception as error:
                 self._refused()
-                # Out of the user's backward, as it would be out of a block.
-                error.passes_guard = True  # type: ignore[attr-defined]
-                raise
+                raise refusal_of(error, "the samples of this pass could not be scored") from error
 
     def score_by_sample(self, losses: Sequence[Tensor], seeds: Any = None) -> Tensor | None:
         """The scores [slots, B], by a backward pass for each sample; the graph stays as it is."""

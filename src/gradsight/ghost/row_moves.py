@@ -292,7 +292,7 @@ class RowMoves:
 def memory_of(tensor: Tensor) -> int:
     """A number for a tensor's memory, the same for all views of it; 0 where it has none."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors
         return 0
 

@@ -141,8 +141,9 @@ class SelfCheck:
         if not outputs:
             raise TwinError(
                 "the self-check found no output with rows of samples: the model returns only a "
-                "loss, and computes it with no loss function of torch. Return the predictions too, "
-                "or pass self_check=False."
+                "loss, and computes it with no loss function of torch. Call the part of the model "
+                "that makes the predictions, and compute the loss from them in loss_fn; or pass "
+                "self_check=False."
             )
         return [y.detach() for y in outputs], cotangents_for(outputs)
 

@@ -1,7 +1,7 @@
 """The validation targets and their gradients, the directions that samples are scored along."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from gradsight.core.beside import beside_training, eager, is_compiled
 from gradsight.core.shards import local_part
 from gradsight.core.sharing import ModelGroup, without_reduction
 from gradsight.errors import GradsightError, UsageError
-from gradsight.ghost.arguments import calling_loss_fn
+from gradsight.ghost.arguments import calling_loss_fn, in_one_line
 from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.gram import FactorCache, FactorRecorder
@@ -128,7 +128,8 @@ class Targets:
             with calling_loss_fn(f"on target {name!r}", batch):
                 loss = self._loss_fn(self._model, batch)
             check_loss(loss, f"on target {name!r}")
-            direction, _ = gradients([loss], None, parameters.trainable, self.group.sharded)
+            with _explained(name, parameters.root):
+                direction, _ = gradients([loss], None, parameters.trainable, self.group.sharded)
         factors = {} if recorder is None else recorder.found
         self.factors.take(name, factors, direction)
         if recorder is not None and not factors:
@@ -172,6 +173,23 @@ class Targets:
             self._unread.append(UnreadNorms(name, list(parts), copy))
         else:
             _refuse_norms(name, list(parts), copy)
+
+
+@contextmanager
+def _explained(target: str, root: nn.Module) -> Iterator[None]:
+    """A backward pass that fails says that it ran in evaluation mode: the user asked for none."""
+    try:
+        yield
+    except (GradsightError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise GradsightError(
+            f"{type(root).__name__} cannot go backward in evaluation mode, in which the validation "
+            f"pass of target {target!r} runs: {in_one_line(error)}. Some models do so once a "
+            "setting is off (use_cache=False in Hugging Face's); others, as reversible networks, "
+            "go backward in training mode alone and cannot be scored. Training itself can go on "
+            "without the engine."
+        ) from error
 
 
 def _refuse_norms(target: str, names: list[str], norms: HostCopy) -> None:

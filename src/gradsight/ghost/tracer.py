@@ -24,6 +24,7 @@ from gradsight.core.carried import current_task
 from gradsight.core.samples import SplitCall, tensors_in
 from gradsight.core.shards import is_sharded
 from gradsight.errors import GradsightError
+from gradsight.ghost.arguments import in_one_line
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
@@ -313,10 +314,9 @@ class Tracer(TorchFunctionMode):
             if current_task() != -1:
                 raise  # activation checkpointing ends its second run by an exception
             out = use.plain()  # where the operation itself is wrong, its own error is raised
-            first = str(error).strip().splitlines()[:1]
             self.refuse_unscored(
                 f"{function_name(use.func)} with {_listed(use.origins)} cannot be split by samples "
-                f"({type(error).__name__}: {' '.join(first)})"
+                f"({in_one_line(error)})"
             )
             return out
 

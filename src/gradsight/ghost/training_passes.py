@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.beside import beside_training, eager
-from gradsight.core.random_state import all_states, set_all_states
+from gradsight.core.random_state import all_states, foreign_states, seed_foreign, set_all_states
 from gradsight.core.sharing import reshard, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.arguments import calling_loss_fn
@@ -142,7 +142,7 @@ class TrainingPasses:
             joined: JoinedLossCall = self._agreed(join)
             if first or joined.calls.inside not in self._tried:
                 self._agreed(partial(self._try, joined, batch))
-        except OnePassRefusal as error:
+        except GradsightError as error:
             # Several processes must go the same way: later refusals are each one's own.
             if not first and self._blocks.group.size > 1:
                 raise
@@ -159,10 +159,10 @@ class TrainingPasses:
         if self._tried or self._blocks.group.size == 1:
             return action()
         result = None
-        fault: OnePassRefusal | None = None
+        fault: GradsightError | None = None
         try:
             result = action()
-        except OnePassRefusal as error:
+        except GradsightError as error:
             fault = error
         refused = self._blocks.group.sum(torch.tensor(float(fault is not None)))
         if float(refused) > 0:
@@ -195,10 +195,18 @@ class TrainingPasses:
             joined.parts, splits_loss=joined.calls.inside
         )
         observation.start()
+        # From a state of our own: a model that seeds numpy in every call leaves one state behind.
+        seed_foreign(8_675_309)
+        before = foreign_states()
         try:
             loss = joined.run(one_pass)
             check_loss(loss, "on the training batch")
             observation.refuse_unsplit(loss)
+            if foreign_states() != before:
+                raise OnePassRefusal(
+                    "the model draws random numbers from numpy or Python, and would draw them for "
+                    "validation rows as in training."
+                )
             if joined.joined.pads_training and observation.dropped_out:
                 raise OnePassRefusal(
                     "training rows would be padded to the length of validation rows, and dropout "

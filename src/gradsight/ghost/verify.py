@@ -17,7 +17,7 @@ from gradsight.core.sharing import ModelGroup, reshard, without_reduction
 from gradsight.errors import UsageError
 from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.directions import Direction
-from gradsight.ghost.gradients import gradients
+from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.observation import Observation
 from gradsight.ghost.oracle import TwinError, twin_scores
 from gradsight.ghost.parameters import ScoredParameters, TypesMet
@@ -157,9 +157,7 @@ class LossTwin:
         sums = {}
         for target, direction in self.directions.items():
             parts = [
-                (local_part(direction[n]).double() * local_part(g).double()).sum()
-                for n, g in slopes.items()
-                if n in direction
+                dot(_widest(direction[n]), _widest(g)) for n, g in slopes.items() if n in direction
             ]
             total = torch.zeros((), dtype=torch.float64)
             if parts:
@@ -175,6 +173,11 @@ def _or_zeros(tensors: Sequence[Tensor], slopes: Sequence[Tensor | None]) -> lis
     """The gradients of these tensors, zeros for those that autograd has none for."""
     pairs = zip(tensors, slopes, strict=True)
     return [torch.zeros_like(y) if slope is None else slope for y, slope in pairs]
+
+
+def _widest(tensor: Tensor) -> Tensor:
+    part = local_part(tensor)
+    return part.to(torch.promote_types(part.dtype, torch.float64))
 
 
 def adds_up(parts: Tensor, whole: Tensor) -> bool:
