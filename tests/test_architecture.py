@@ -264,10 +264,16 @@ def test_unknown_name_lists_the_known_ones() -> None:
         _ = gradsight.wacth
 
 
+def test_unknown_integration_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"no integration 'keras'; there are accelerate, hf"):
+        _ = gradsight.integrations.keras
+
+
 @pytest.mark.parametrize(
     "code",
     [
         "import gradsight",
+        "import gradsight; gradsight.integrations",
         "import gradsight.store.reader",
         "import gradsight.show.markdown",
         "from gradsight.cli import main; main(['--help'])",

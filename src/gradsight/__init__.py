@@ -1,13 +1,15 @@
 """Gradsight: what gradients do, which samples push the model where, what backward costs in memory.
 
-The names below are the whole public surface. They are loaded when first used, so that importing the
-package imports neither torch nor numpy; editors and type checkers see them as they are.
+The names below and `gradsight.integrations` are the whole public surface. They are loaded when
+first used, so that importing the package imports neither torch nor numpy; editors and type checkers
+see them as they are.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradsight import integrations as integrations
     from gradsight.dump.dumper import GradientDumper
     from gradsight.dump.reader import get_checkpoint_metadata, load_keys
     from gradsight.errors import GradsightError
@@ -88,13 +90,15 @@ _OTHER_NAMES = {"_log_gradient_distribution": "log_gradient_distribution"}
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "integrations"]
 
 
 # Hidden from type checkers: to them, a module with `__getattr__` has every name, as Any.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
+        if name == "integrations":
+            return import_module("gradsight.integrations")
         known_as = _OTHER_NAMES.get(name, name)
         if known_as not in _HOMES:
             known = ", ".join(__all__)

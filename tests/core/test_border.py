@@ -135,10 +135,9 @@ def test_the_rule_can_fail() -> None:
     assert unguarded("session/new.py", ast.parse(good)) == []
 
 
-def test_there_is_one_guard_and_it_is_short() -> None:
+def test_there_is_one_guard() -> None:
     guards = [path for path, _ in sources() if path.endswith("guard.py")]
     assert guards == ["core/guard.py"]
-    assert len((PACKAGE / guards[0]).read_text().splitlines()) <= 80
 
 
 def test_the_places_that_are_let_off_are_there() -> None:

@@ -1,12 +1,10 @@
-"""The code blocks of a Markdown page, and a way to run them in the order of the page.
+"""The code blocks of a Markdown page, as one script in the order of the page.
 
-python      runs in the page's one interpreter; under a first line `# name.py` it becomes that file
-sh          runs in bash, in the page's folder
+python      is part of the script; under a first line `# name.py` it becomes that file
+sh          runs in bash
 text        is output: not run
 """
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from re import MULTILINE, fullmatch, match, search
@@ -53,29 +51,23 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def run_page(page: Path) -> None:
-    """Run the blocks of a page in the current folder; the first that fails ends it."""
-    names = {"__name__": "__main__"}
-    sys.path[0] = ""  # as in an interpreter that was started in the page's folder
+def script(page: Path) -> str:
+    """The blocks of a page as a Python script; each is on its own lines of the page."""
+    lines = [""] * len(page.read_text().splitlines())
     for block in blocks(page):
         if block.language == "text" or is_make(block):
             continue
-        print(f"--- {page.name}:{block.line}", flush=True)
         if block.file:
-            Path(block.file).write_text(block.text)
+            lines[block.line] = f"open({block.file!r}, 'w').write({block.text!r})"
         elif block.language == "python":
-            # Padded, so that a traceback names the page's own lines.
-            source = "\n" * block.line + block.text
-            exec(compile(source, str(page), "exec"), names)
+            written = block.text.splitlines()
+            lines[block.line : block.line + len(written)] = written
         else:
-            sys.stdout.flush()
-            subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], check=True)
+            command = ["bash", "-euo", "pipefail", "-c", block.text]
+            lines[block.line] = f"__import__('subprocess').run({command!r}, check=True)"
+    return "\n".join(lines) + "\n"
 
 
 def is_make(block: Block) -> bool:
     """Whether a block holds nothing but targets of the Makefile, this test's own among them."""
     return all(line.startswith("make ") for line in block.text.splitlines())
-
-
-if __name__ == "__main__":
-    run_page(Path(sys.argv[1]))

@@ -117,6 +117,12 @@ def script() -> None:
     monitor = gradsight.MemoryMonitor(log_every=10)
     reveal_type(monitor.sample(tracker, 1))
 
+    # Trainers.
+    reveal_type(gradsight.integrations.hf.GradsightCallback(ghost=True))
+    reveal_type(gradsight.integrations.hf.register())
+    reveal_type(gradsight.integrations.lightning.GradsightCallback("runs/first"))
+    reveal_type(gradsight.integrations.accelerate.register())
+
     try:
         gradsight.open_run("nowhere")
     except gradsight.StopTraining as stopped:

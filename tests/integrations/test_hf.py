@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import gradsight
 from gradsight.errors import GradsightWarning, UsageError
@@ -96,6 +103,29 @@ def test_training_is_not_changed(tmp_path: Path) -> None:
         trained.append(weights(trainer.model))
     assert are_equal(*trained)
     assert len(recorded(tmp_path / "gradsight")) == 6
+
+
+def test_exact_grad_leaves_the_weights_of_plain_training(tmp_path: Path) -> None:
+    trained = []
+    for ghost in (None, True, {"exact_grad": True}):
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=len(WORDS),
+            n_positions=16,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            loss_type="ForCausalLM",
+        )
+        model = GPT2LMHeadModel(config)
+        trainer = trainer_of(tmp_path / str(len(trained)), [GradsightCallback(ghost=ghost)], model)
+        trainer.train()
+        trained.append(weights(model))
+    plain, scored, exact = trained
+    assert are_equal(plain, exact)
+    # Otherwise this model would not tell exact gradients from those that are summed by sample.
+    assert not are_equal(plain, scored)
+    assert gradsight.read_scores(tmp_path / "2" / "gradsight").num_rows == 44
 
 
 def test_resume_from_an_earlier_checkpoint(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from gradsight.errors import GradsightError
+from gradsight.errors import GradsightError, UsageError
 from gradsight.store.score_folder import ScoreFolder, forget_scores, write_scores
 from gradsight.store.scores import (
     ScoreFile,
@@ -161,3 +161,11 @@ def test_a_pickle_that_cannot_be_written_is_told_and_the_scores_stay(
     folder.close()
     assert "iter_000002.pkl could not be written" in fault
     assert read_score_file(score_path(tmp_path, 2)).num_rows == 1
+
+
+def test_a_folder_that_was_dropped_can_be_opened_again(tmp_path: Path) -> None:
+    dropped = ScoreFolder(tmp_path, 0, 2)
+    with pytest.raises(UsageError, match="another GhostEngine"):
+        ScoreFolder(tmp_path, 0, 2)
+    del dropped
+    ScoreFolder(tmp_path, 0, 2).close()

@@ -31,7 +31,7 @@ from gradsight.attach.step_calls import frame_outside_wrappers, step_call
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
 from gradsight.core.group import rank
-from gradsight.core.guard import Guard
+from gradsight.core.guard import Guard, register_at_fork
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
 from gradsight.core.source import users_frames
@@ -108,7 +108,7 @@ class Session:
         moments.listen(self, guard)
         # Counted by the global hook: the optimizer may be stepped before anything is watched.
         put_hook(guard, register_optimizer_step_post_hook, self._stepped)
-        os.register_at_fork(after_in_child=partial(guard.run, self._let_go))
+        register_at_fork(after_in_child=partial(guard.run, self._let_go))
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has just been made."""

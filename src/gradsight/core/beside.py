@@ -1,7 +1,6 @@
 # mypy: allow-untyped-calls
 """Passes of ours beside the training: whatever they do, everything is left as it was found."""
 
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from gradsight.core.autocast import autocast_as
 from gradsight.core.calls import RecordedCall, is_suspended, suspended
-from gradsight.core.guard import lock
+from gradsight.core.guard import lock, register_at_fork
 from gradsight.core.held_contents import contents_kept
 from gradsight.core.parameters import clean_name
 from gradsight.core.random_state import randomness_kept, set_torch_states
@@ -26,7 +25,7 @@ from gradsight.errors import GradsightError
 # What a replay switches is the process's: torch's checkpoints, its compiler, its generators. Two
 # threads that put it back in another order than they took it would leave it switched.
 _one_at_a_time = threading.RLock()
-os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
+register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @contextmanager

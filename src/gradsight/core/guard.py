@@ -13,7 +13,15 @@ from typing import Any
 lock: Any = RLock()  # held while something of torch's or Python's is replaced by ours, or put back
 spent: dict[int, float] = {}  # by thread: the seconds that it was on our side of the border
 pauses: list[Any] = [bool]  # while the last of these says yes, nothing of ours runs
-getattr(os, "register_at_fork", dict)(after_in_child=lock._at_fork_reinit)  # not on Windows
+
+
+def register_at_fork(**actions: Any) -> None:
+    """Call `os.register_at_fork` where it exists: Windows cannot fork a process."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**actions)
+
+
+register_at_fork(after_in_child=lock._at_fork_reinit)
 
 
 class Guard:

@@ -12,7 +12,6 @@ then on a thread reads only gradients that it has written.
 """
 
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from gradsight.core.calls import is_suspended
 from gradsight.core.carried import carried, carry, current_task, drop, is_carried
-from gradsight.core.guard import Guard
+from gradsight.core.guard import Guard, register_at_fork
 from gradsight.core.hooks import put_hook
 
 PASS = "gradsight.pass"
@@ -165,7 +164,7 @@ def _course_here() -> Course | None:
 _NOT_ASKED: list[GradientState | None] = [None]
 _lock = threading.RLock()
 _ended = threading.Condition(_lock)
-os.register_at_fork(after_in_child=_ended._at_fork_reinit)  # type: ignore[attr-defined]
+register_at_fork(after_in_child=_ended._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Passes:

@@ -34,8 +34,9 @@ def open_folder(root: Path, folder: str | PurePath = "") -> Iterator[int]:
     """A descriptor of a folder below `root`, for the dir_fd of the functions of `os`."""
     if not _CAN_OPEN_BELOW:
         raise WrongPlace(
-            f"{root} cannot be opened safely on this system: runs are kept and read on Linux or "
-            "macOS. Without run_dir, nothing is kept and everything else works"
+            f"{root} cannot be opened safely on this system: Gradsight keeps and reads runs on "
+            "Linux and macOS only. Without run_dir, gradsight.watch and GhostEngine should work "
+            "here, and keep nothing"
         )
     handle = os.open(root, _FOLDER)
     try:

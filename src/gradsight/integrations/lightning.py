@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gradsight.errors import MissingPackage
 from gradsight.integrations.door import Door
@@ -33,7 +33,7 @@ def _callback_classes() -> list[type]:
 class _OfBothPackages(*_callback_classes()):  # type: ignore[misc]
     """A callback that is also one of a package which was imported after this module."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         """An instance of the class, with the bases that it lacks by now."""
         late = [each for each in _callback_classes() if not issubclass(cls, each)]
         made: Any = cls
@@ -41,7 +41,8 @@ class _OfBothPackages(*_callback_classes()):  # type: ignore[misc]
             # By its own name still: Lightning keeps the state of callbacks under it.
             names = {"__qualname__": cls.__qualname__, "__module__": cls.__module__}
             made = type(cls.__name__, (cls, *late), {**names, "_declared": cls})
-        return object.__new__(made)
+        instance: Self = object.__new__(made)
+        return instance
 
     def __reduce__(self) -> Any:
         """By the class that has a name; processes that Lightning spawns get a copy."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from gradsight.core.guard import Guard, lock, put_back
+from gradsight.core.guard import Guard, lock, put_back, register_at_fork
 
 _open: list["ShutdownHooks"] = []
 _excepthook: list[tuple[Any, Any]] = []
@@ -103,4 +103,4 @@ def tell_forked_children() -> None:
             hooks.detach_in_child()
 
     guard = Guard(None, "fork", "a forked process has not let go of its parent's run")
-    os.register_at_fork(after_in_child=functools.partial(guard.attempt, forked))
+    register_at_fork(after_in_child=functools.partial(guard.attempt, forked))

@@ -15,7 +15,7 @@ import threading
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
-from gradsight.core.guard import Guard, lock, put_back
+from gradsight.core.guard import Guard, lock, put_back, register_at_fork
 
 _END = 255
 """The byte of our handler: end the process. The interpreter writes numbers of signals."""
@@ -66,6 +66,8 @@ class TerminationWatch:
         """Finish this run too when SIGTERM comes, where nobody else has a word in that."""
         if threading.current_thread() is not threading.main_thread():
             return
+        if not hasattr(signal, "pthread_sigmask"):
+            return  # Windows delivers no SIGTERM: it ends a process without notice.
         with lock:
             if not self.runs:
                 # Ours is still there where the last run was closed by another thread.
@@ -239,7 +241,7 @@ TERMINATION = TerminationWatch()
 @functools.cache
 def _tell_forks() -> None:
     guard = Guard(None, "fork", "a forked process may be told of its parent's signals")
-    os.register_at_fork(
+    register_at_fork(
         before=functools.partial(guard.attempt, TERMINATION.before_fork),
         after_in_parent=functools.partial(guard.attempt, TERMINATION.after_fork_in_parent),
         after_in_child=functools.partial(guard.attempt, TERMINATION.after_fork_in_child),

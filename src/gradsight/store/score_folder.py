@@ -8,6 +8,7 @@ stands beside a file goes with it: it holds the same rows or is not there.
 import contextlib
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,13 @@ class ScoreFolder:
         self._interval = interval
         self._pickles = pickles
         self._written = False
-        self._lock = _lock(run_dir)
+        self._unlock = None
+        lock = _lock(run_dir)
+        if lock is not None:
+            # An engine that was dropped without close() must not lock out the next one.
+            self._unlock = weakref.finalize(self, unlock_and_close, lock)
+            # When the process ends, the system unlocks; a forked child must not.
+            self._unlock.atexit = False
 
     def forget_from(self, step: int) -> list[str]:
         """Remove the scores of this step and of all later ones, as `forget_scores` does."""
@@ -81,15 +88,8 @@ class ScoreFolder:
 
     def close(self) -> None:
         """Let others write. Again: does nothing."""
-        lock = self._lock
-        self._lock = None
-        if lock is not None:
-            unlock_and_close(lock)
-
-    def __del__(self) -> None:
-        # An engine that nobody closed and nobody has any more must not lock the next one out.
-        with contextlib.suppress(Exception):
-            self.close()
+        if self._unlock is not None:
+            self._unlock()
 
 
 def write_scores(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from gradsight.core import limits, rundir
 from gradsight.core.files import remove_abandoned
-from gradsight.core.guard import Guard
+from gradsight.core.guard import Guard, register_at_fork
 from gradsight.core.problems import Problems
 from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import GradsightError, RunError, WrongPlace
@@ -78,8 +78,7 @@ def _in_forked_children() -> None:
         _open.clear()
 
     guard = Guard(None, "fork", "a forked process has not let go of its parent's record")
-    if hasattr(os, "register_at_fork"):  # Windows forks no processes
-        os.register_at_fork(after_in_child=functools.partial(guard.attempt, let_go))
+    register_at_fork(after_in_child=functools.partial(guard.attempt, let_go))
 
 
 def open_store(run_dir: str | os.PathLike[str], clock: Clock = WALL_CLOCK) -> "Store":
