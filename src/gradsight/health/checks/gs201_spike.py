@@ -65,21 +65,22 @@ def spike(
     factor: float = 10.0,
     sigmas: float = 8.0,
     jump: float = 3.0,
-    share: float = 3.0,
+    total_factor: float = 3.0,
     least: float = 0.01,
 ) -> Iterator[Fact]:
     """The gradient jumped far above what is usual for this run.
 
-    A jump is sudden: tenfold the usual, and several times the step before. What grows step by step
-    is the business of others.
+    A jump is sudden: `factor` times the usual norm, and `jump` times that of the step before. Other
+    checks find a norm that grows step by step. A single parameter counts only if its norm is
+    `total_factor` times the usual norm of the whole gradient, because a layer that wakes up is no
+    accident. A total norm below `least` never counts.
 
-    Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A
-    parameter of its own counts only where it alone is several times what the whole gradient usually
-    is: a layer that wakes up is no accident. Nor is a jump of what is next to nothing.
+    Why: single batches push the weights far away: corrupt data, or a learning rate at the edge.
     """
     if not window.finite or window.step.skipped:
         return
-    limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "share": share, "least": least}
+    limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "total_factor": total_factor}
+    limits["least"] = least
     high = far_above(window.logarithms, window.baseline, limits)
     if high is None:
         return

@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS602",
     "rows see each other",
     "warning",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "What the model gives for one row depends on the input of another: look for "
@@ -26,7 +26,7 @@ torch.softmax(inputs, dim=-1)    # over classes or features, not over dimension 
 """,
     ),
 )
-def rows_mixed(window: Window, *, share: float = 1e-4) -> Iterator[Fact]:
+def rows_mixed(window: Window, *, ratio: float = 1e-4) -> Iterator[Fact]:
     """What the model gives for a row depends on other rows of the batch.
 
     Why: it learns from who happens to be in the batch, and gives something else when it is
@@ -35,5 +35,5 @@ def rows_mixed(window: Window, *, share: float = 1e-4) -> Iterator[Fact]:
     """
     first = window.now.signals.first
     leak = None if first is None else first.rows
-    if leak is not None and leak.share > share:
+    if leak is not None and leak.ratio > ratio:
         yield Fact(leak.example)

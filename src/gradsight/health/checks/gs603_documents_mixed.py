@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS603",
     "packed documents see each other",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "Several documents lie in one row, and the outputs of one depend on another: give "
@@ -26,7 +26,7 @@ mask = (same & causal)[:, None]    # [rows, 1, time, time], for attn_mask
 """,
     ),
 )
-def documents_mixed(window: Window, *, share: float = 1e-3) -> Iterator[Fact]:
+def documents_mixed(window: Window, *, ratio: float = 1e-3) -> Iterator[Fact]:
     """Documents that are packed into one row see each other.
 
     Why: a document is continued from a stranger, and what is learned depends on how they were
@@ -35,5 +35,5 @@ def documents_mixed(window: Window, *, share: float = 1e-3) -> Iterator[Fact]:
     """
     first = window.now.signals.first
     leak = None if first is None else first.documents
-    if leak is not None and leak.share > share:
+    if leak is not None and leak.ratio > ratio:
         yield Fact(leak.example)

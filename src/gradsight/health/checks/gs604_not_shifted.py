@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS604",
     "targets are not shifted",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "The targets are the inputs at the same place, and the model sees them: it learns "

@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS605",
     "the loss is fed the wrong thing",
     "warning",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "cross_entropy and binary_cross_entropy_with_logits take logits, and make "

@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS606",
     "no label counts",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "Every label is the one that the loss ignores, so it divides zero by zero: look "

@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS607",
     "the loss does not depend on the input",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "What the model gives is the same whatever it is given: look for a variable that "

@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS608",
     "evaluation mode while training",
     "warning",
-    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    asked=Asked(when="passes", needs=("passes",)),
     advice=Advice(
         recommendation=(
             "Call model.train() before the training loop, and again after every validation. A "

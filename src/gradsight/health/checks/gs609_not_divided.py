@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS609",
     "accumulation without its factor",
     "warning",
-    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    asked=Asked(when="passes", needs=("passes",)),
     advice=Advice(
         recommendation=(
             "Each backward pass adds the gradient of a mean, so the step is as many times too "

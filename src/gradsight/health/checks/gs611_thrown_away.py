@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS611",
     "gradients thrown away",
     "warning",
-    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    asked=Asked(when="passes", needs=("passes",)),
     advice=Advice(
         recommendation=(
             "Gradients are cleared before any optimizer has used them, so their data is not "
