@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gradsight.errors import UsageError
 from gradsight.health import judge
-from gradsight.health.registry import CHECKS, MISSING, Check
+from gradsight.health.registry import CHECKS, MISSING, Advice, Check
 from gradsight.values.causes import FOLLOWS_FROM
 from gradsight.values.plain import nearest
 
@@ -70,9 +70,9 @@ def _sections(check: Check) -> Iterator[tuple[str, list[str]]]:
     yield "What", _wrapped(what)
     yield "Why", _wrapped(why)
     yield "How it is judged", _judged(check)
-    yield "Fix", [*_wrapped(check.advice.recommendation), "", *check.advice.fix.splitlines()]
+    yield "Fix", _fixed(check.advice)
     if check.advice.if_clipped is not None:
-        yield "Fix, where gradients are clipped", _wrapped(check.advice.if_clipped.recommendation)
+        yield "Fix, if the run clips its gradients already", _fixed(check.advice.if_clipped)
     causes = [code for code in FOLLOWS_FROM.get(check.code, ()) if code in CHECKS]
     if causes:
         named = ", ".join(f"{code} {CHECKS[code].name}" for code in dict.fromkeys(causes))
@@ -104,6 +104,10 @@ def _judged(check: Check) -> list[str]:
     if "share" in check.defaults:
         lines += [_SHARE]
     return lines
+
+
+def _fixed(advice: Advice) -> list[str]:
+    return [*_wrapped(advice.recommendation), "", *advice.fix.splitlines()]
 
 
 def _silenced(check: Check) -> list[str]:

@@ -13,7 +13,6 @@ from gradsight.health.bad_steps import (
     spiking,
 )
 from gradsight.health.baseline import logarithms
-from gradsight.health.fixes import CLIP, KEEP_SUSPICIOUS_BATCHES
 from gradsight.health.registry import Advice, AsIncident, Fact, check
 from gradsight.health.window import Window
 
@@ -49,13 +48,32 @@ def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
             "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: "
             "one such step can undo many."
         ),
-        fix=CLIP + KEEP_SUSPICIOUS_BATCHES,
+        fix="""
+# before the loop: the norms so far
+norms = []
+
+# in the loop, after loss.backward(): clip, and save batches with ten times the usual norm
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).item()
+if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
+    torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")
+norms.append(norm)
+""",
         if_clipped=Advice(
             recommendation=(
                 "Clipping has kept the step short. Look at the batch of this step (corrupt "
                 "sample, wrong label, outlier): what comes again costs a step every time."
             ),
-            fix=KEEP_SUSPICIOUS_BATCHES,
+            fix="""
+# before the loop: the norms so far
+norms = []
+
+# in the loop, after loss.backward(): save batches with ten times the usual norm
+gradients = [each.grad for each in model.parameters() if each.grad is not None]
+norm = torch.nn.utils.get_total_norm(gradients).item()
+if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
+    torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")
+norms.append(norm)
+""",
         ),
     ),
 )

@@ -19,11 +19,9 @@ from gradsight.health.window import Window
             "over time."
         ),
         fix="""
-# every position sees itself and what is before it
-length = 8
-mask = torch.ones(length, length, dtype=torch.bool).tril()
-query = key = value = torch.randn(2, 4, length, 16)
-F.scaled_dot_product_attention(query, key, value, is_causal=True)    # or attn_mask=mask
+# in the model: let a position attend to itself and to earlier ones
+def attend(query, key, value):    # [rows, heads, time, width]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 """,
     ),
 )

@@ -19,10 +19,10 @@ from gradsight.health.window import Window
             "silence it with health={'GS602': False}."
         ),
         fix="""
-# rows come first in what these layers are given
-nn.MultiheadAttention(16, 4, batch_first=True)
-nn.LSTM(16, 16, batch_first=True)
-torch.softmax(inputs, dim=-1)    # over classes or features, not over dimension 0
+# before the loop: if your batches have rows first, tell the layers that expect time first
+for module in model.modules():
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        module.batch_first = True
 """,
     ),
 )

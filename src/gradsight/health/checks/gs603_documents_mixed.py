@@ -18,11 +18,11 @@ from gradsight.health.window import Window
             "positions that start again do not keep documents apart."
         ),
         fix="""
-# tokens see their own document only
-documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
-same = documents[:, :, None] == documents[:, None, :]
-causal = torch.ones_like(same).tril()
-mask = (same & causal)[:, None]    # [rows, 1, time, time], for attn_mask
+# in the model: let a token attend to earlier tokens of its own document
+def attend(query, key, value, documents):    # documents: [rows, time], a number for each token
+    same = documents[:, :, None] == documents[:, None, :]
+    mask = same & torch.ones_like(same).tril()
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
 """,
     ),
 )

@@ -18,9 +18,8 @@ from gradsight.health.window import Window
             "(those of transformers do) is given them as they are."
         ),
         fix="""
-tokens = torch.randint(0, 10, (4, 9))
-inputs = tokens[:, :-1]
-targets = tokens[:, 1:]    # the next token, not this one
+# in the loop, before the forward pass: the target of a token is the next token
+inputs, targets = inputs[:, :-1], inputs[:, 1:]
 """,
     ),
 )

@@ -18,8 +18,12 @@ from gradsight.health.window import Window
             "masks."
         ),
         fix="""
-counted = int((targets != -100).sum())    # the loss's ignore_index
-assert counted, "no label counts"
+# instead of the loop: leave out batches in which every label is the loss's ignore_index
+for inputs, targets in loader:
+    if (targets != -100).any():
+        optimizer.zero_grad()
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
 """,
     ),
 )

@@ -18,9 +18,22 @@ from gradsight.health.window import Window
             "after preprocessing."
         ),
         fix="""
-probe = inputs.clone().requires_grad_(inputs.is_floating_point())
-given = model(probe)
-print(torch.autograd.grad(given.sum(), probe, allow_unused=True))    # None or zeros: cut off
+# before the loop: find the first layer whose output is the same for another input
+outputs = {}
+def record(module, args, output):
+    outputs.setdefault(module, []).append(output)
+
+handles = [module.register_forward_hook(record) for module in model.modules()]
+model.eval()
+with torch.no_grad():
+    model(inputs), model(torch.zeros_like(inputs))
+model.train()
+for handle in handles:
+    handle.remove()
+for name, module in list(model.named_modules())[1:]:
+    one, other = outputs.get(module, (None, None))
+    if isinstance(one, torch.Tensor) and torch.equal(one, other):
+        print(f"Does not depend on the input: {name}")
 """,
     ),
 )

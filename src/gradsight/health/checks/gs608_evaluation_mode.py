@@ -17,7 +17,8 @@ from gradsight.health.window import Window
             "part that is to stay in evaluation mode should not learn: requires_grad_(False)."
         ),
         fix="""
-model.train()    # before training, and again after every model.eval()
+# in the loop, before the forward pass: training mode, also after a validation
+model.train()
 """,
     ),
 )

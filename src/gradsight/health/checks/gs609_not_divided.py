@@ -17,10 +17,9 @@ from gradsight.health.window import Window
             "long as there are micro-batches: divide the loss by their number."
         ),
         fix="""
-micro_batches = 4
-for number in range(micro_batches):
-    loss = loss_fn(model(inputs), targets) / micro_batches
-    loss.backward()
+# in the loop, before loss.backward(): the mean over all micro-batches of a step
+micro_batches = 4    # as many as you accumulate
+loss = loss / micro_batches
 """,
     ),
 )

@@ -17,11 +17,13 @@ from gradsight.health.window import Window
             "learned from: clear after the optimizer has stepped, and nowhere else."
         ),
         fix="""
+# instead of the loop: clear the gradients only after the optimizer has used them
 for number, (inputs, targets) in enumerate(loader):
-    loss_fn(model(inputs), targets).backward()
+    loss = loss_fn(model(inputs), targets) / 2    # the number of batches per step
+    loss.backward()
     if (number + 1) % 2 == 0:
         optimizer.step()
-        optimizer.zero_grad()    # here, not in every round
+        optimizer.zero_grad()
 """,
     ),
 )
