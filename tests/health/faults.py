@@ -175,6 +175,9 @@ ZERO_WEIGHTS = """
 for each in model.parameters():
     each.data.zero_()
 """
+NAN_LABEL = """
+dataset.tensors[1][333, 1] = float("nan")
+"""
 A_COPY = """
 import copy
 other = model
@@ -251,7 +254,7 @@ class Ignored(nn.Sequential):
     def forward(self, x):
         x = self[0](x)
         x = 0.0 * x  # fault
-        return self[2](self[1](x))
+        return self[2](self[1](self[1](x)))
 
 model = Ignored(*model)
 """
@@ -345,6 +348,7 @@ FAULTS = [
     Fault("GS102", "a huge limit", made_of("30000 * data") + rate(1e-9), clipping(5000.0)),
     Fault("GS103", "NaN in the data", "data[333, 2] = float('nan')"),
     Fault("GS103", "an infinite logit", "data[333, 2] = float('inf')"),
+    Fault("GS103", "NaN in the labels", made_of("data", "data[:, :3].softmax(1)") + NAN_LABEL),
     Fault("GS103", "a batch of NaN", "data[320:336] = float('nan')"),
     Fault(
         "GS103",

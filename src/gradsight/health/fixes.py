@@ -96,7 +96,7 @@ for inputs, targets in loader:
 """
 
 BALANCED_ROUTING = """
-# before the loop: noise for the routers, so that every expert is tried; transformers has a switch
+# before the loop: add noise to the logits of the routers, so that every expert is tried
 routed = {}
 def add_noise(module, args, logits):
     if module.training:
@@ -104,7 +104,7 @@ def add_noise(module, args, logits):
     routed[module] = logits
     return logits
 
-if hasattr(model, "router_aux_loss_coef"):
+if hasattr(model, "router_aux_loss_coef"):    # transformers has a load-balancing loss
     model.config.output_router_logits = True
     model.router_aux_loss_coef = 0.01
 else:

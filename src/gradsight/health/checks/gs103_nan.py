@@ -28,6 +28,7 @@ def _in_sight(look: EarlyLook) -> bool:
         fix="""
 # in the loop, before the forward pass: leave out samples that are not finite
 finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
+finite &= torch.isfinite(targets).reshape(len(targets), -1).all(dim=1)
 inputs, targets = inputs[finite], targets[finite]
 
 # in the loop, instead of the forward pass: a loss whose gradient is finite if the logits are

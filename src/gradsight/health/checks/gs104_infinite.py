@@ -21,8 +21,8 @@ def _in_sight(look: EarlyLook) -> bool:
     incident=AsIncident(alarm=_in_sight),
     advice=Advice(
         recommendation=(
-            "Something overflowed: lower the learning rate, keep exponentials and half "
-            "precision in range; with float16 use a GradScaler."
+            "Something overflowed: lower the learning rate, keep exponentials in range, and use "
+            "bfloat16 instead of float16, or float16 with a GradScaler."
         ),
         fix=BFLOAT16
         + """

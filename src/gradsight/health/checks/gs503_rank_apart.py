@@ -25,7 +25,7 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
             "and its hardware."
         ),
         fix="""
-# before the loop: a random part of the same data for every rank
+# before the loop: a random part of the same data for every rank; keep your other arguments
 sampler = torch.utils.data.DistributedSampler(loader.dataset, shuffle=True)
 loader = torch.utils.data.DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
 
