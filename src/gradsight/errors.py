@@ -15,6 +15,8 @@ GradsightWarning              a fault of ours, or a doubtful situation; training
 from importlib.util import find_spec
 from typing import ClassVar
 
+DIFFERENT = 1
+"""The exit code of a command that compared two things and found a difference."""
 WRONG_USAGE = 64
 """As sysexits.h has it: nothing was judged, so it is none of the codes of a verdict."""
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -20,8 +21,8 @@ def test_every_check_has_a_page(code: str) -> None:
     for name, value in check.defaults.items():
         assert f"    {name} = {value:g}\n" in f"{page}\n"
     assert f'health={{"{code}": False}}' in page
-    for line in check.advice.fix.splitlines():
-        assert line in page
+    for advice in (check.advice, check.advice.if_clipped or check.advice):
+        assert textwrap.indent(advice.fix, "    ") in page
     assert "Why:" not in page
 
 
@@ -35,6 +36,32 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     message = capsys.readouterr().err
     assert "GS999" in message
     assert all(code in message for code in CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("code", "when"),
+    [
+        ("GS103", "The check runs at every step."),
+        ("GS601", "The check runs once, when the first step has been examined."),
+        ("GS607", "The check runs once, when the first step has been examined."),
+        ("GS609", "The check runs at steps whose backward passes are recorded"),
+    ],
+)
+def test_it_says_when_the_check_runs(code: str, when: str) -> None:
+    page = " ".join(explained(code).split())
+    assert when in page
+    assert page.count("The check runs") == 1
+
+
+def test_a_share_is_a_fraction_and_nothing_else() -> None:
+    """Settings that compare two sizes have other names."""
+    with_share = {code for code, check in CHECKS.items() if "share" in check.defaults}
+    assert with_share == {
+        *("GS107", "GS205", "GS401", "GS403", "GS404", "GS405", "GS407", "GS604", "GS610")
+    }
+    for code in with_share:
+        assert 0 < CHECKS[code].defaults["share"] <= 1
+        assert "A share is a fraction of 1" in explained(code)
 
 
 def test_it_needs_no_torch() -> None:

@@ -1,7 +1,10 @@
 """gradsight dump: what it prints at 80 columns, its exit codes, and that it needs no torch."""
 
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -144,11 +147,44 @@ def test_diff(
     code, lines = call(capsys, "diff", run, other, "--step", 0)
     assert (code, lines[-1]) == (0, "4 gradients are the same within 0")
     code, lines = call(capsys, "diff", run, other)
-    assert (code, lines[-1]) == (2, "1 of 8 gradients differ by more than 0")
+    assert (code, lines[-1]) == (1, "1 of 8 gradients differ by more than 0")
     assert lines[1].split()[:2] == ["10", "1.bias"]
     code, lines = call(capsys, "diff", run, other, "--tolerance", "1e-3", "--limit", 1)
     assert (code, lines[-1]) == (0, "8 gradients are the same within 0.001")
     assert lines[-2] == "and 7 more; --limit shows them"
+
+
+FULL = "gradient_dumper/step10/full_gradients"
+READS = {"list": 0, "show": 2, "verify": 2, "diff": 2}
+"""The commands that read gradients exit with 2; the list reads manifests only."""
+
+
+def flip_a_byte(run: Path) -> None:
+    data = bytearray((run / FULL / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (run / FULL / "__0_0.distcp").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda run: None, dict.fromkeys(READS, 0)),
+        (flip_a_byte, READS),
+        (lambda run: os.truncate(run / FULL / "__0_0.distcp", 100), READS),
+        (lambda run: (run / FULL / "__0_0.distcp").unlink(), READS),
+        (lambda run: (run / FULL / "manifest.json").write_text("{"), dict.fromkeys(READS, 2)),
+        (lambda run: shutil.rmtree(run / "gradient_dumper"), dict.fromkeys(READS, 64)),
+        (lambda run: shutil.rmtree(run), dict.fromkeys(READS, 64)),
+    ],
+    ids=["intact", "flipped", "cut short", "no data", "bad manifest", "no dumps", "no folder"],
+)
+def test_exit_codes_tell_damage_from_a_missing_dump(
+    damage: Callable[[Path], object], expected: dict[str, int], run: Path
+) -> None:
+    damage(run)
+    commands = {"list": [run], "show": [run], "verify": [run], "diff": [run, run]}
+    codes = {name: main(["dump", name, *map(str, runs)]) for name, runs in commands.items()}
+    assert codes == expected
 
 
 def test_wrong_usage(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def test_a_few_passes_say_what_all_derivatives_say(
     probe = torch.zeros_like(x, requires_grad=True)
     traced = Traced(model(x + probe), torch.ones(4, length, dtype=torch.bool), (probe,))
     found = look_ahead(traced, ahead, 8, torch.Generator().manual_seed(1))
-    is_seen = found is not None and found.share > SEES
+    is_seen = found is not None and found.ratio > SEES
     assert is_seen is slow_twin(model, x, ahead)
 
 
@@ -70,12 +70,12 @@ def test_only_outputs_that_count_are_asked() -> None:
     x = torch.randn(2, 6, 3, dtype=torch.float64)
     found = look_ahead(Traced(model(x + probe), counts, (probe,)), 1, 8, generator)
     assert found is not None
-    assert found.share > SEES
+    assert found.ratio > SEES
     assert "at the input of position 5" in found.example
     counts[:, 2] = False
     found = look_ahead(Traced(model(x + probe), counts, (probe,)), 1, 8, generator)
     assert found is not None
-    assert found.share == 0
+    assert found.ratio == 0
 
 
 def placed(source: Tensor, target: Tensor) -> int | None:

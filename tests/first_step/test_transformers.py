@@ -104,5 +104,5 @@ def test_a_causal_model_was_looked_at(name: str) -> None:
     look = look_at_batch(model, batch, model_loss, list(model.parameters()))
     assert look.first.positions is not None
     assert look.first.positions.looks > 8
-    assert look.first.positions.share < 1e-6
+    assert look.first.positions.ratio < 1e-6
     assert look.first.rows is not None

@@ -1,106 +1,199 @@
-"""The code that findings offer: it runs as it is, on the names that it says it takes as given."""
+"""The fix of every finding, pasted into a script with that fault: the fault is gone."""
 
 import ast
 import builtins
-import os
-from collections.abc import Iterator
+import importlib
+import json
+import pkgutil
+import re
+import textwrap
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 import gradsight
+from gradsight.health import checks
 from gradsight.health.fixes import GIVEN
 from gradsight.health.judge import checks_at_work
+from gradsight.health.registry import CHECKS, Advice
 from gradsight.values.findings import Finding
+from health.faults import FAULTS, ON_RANKS, SETUP, Fault
+from launch import torchrun
 
-ADVICE = {each.check.code: each.check.advice for each in checks_at_work(True)}
-FIXES = {code: advice.fix for code, advice in ADVICE.items()}
-FIXES |= {
-    f"{code} clipped": advice.if_clipped.fix
-    for code, advice in ADVICE.items()
-    if advice.if_clipped is not None
-}
+assert checks_at_work(True)  # importing it files the checks
 
-
-def given() -> dict[str, Any]:
-    """What a script has: the names of `GIVEN`, and nothing else."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    data = torch.utils.data.TensorDataset(torch.rand(8, 4), torch.randint(3, (8,)))
-    loader = torch.utils.data.DataLoader(data, batch_size=4)
-    inputs, targets = next(iter(loader))
-    loss_fn = nn.CrossEntropyLoss()
-    return {
-        "torch": torch,
-        "nn": nn,
-        "F": functional,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loader": loader,
-        "inputs": inputs,
-        "targets": targets,
-        "loss_fn": loss_fn,
-        "loss": loss_fn(model(inputs), targets),
-    }
+HEADING = re.compile(
+    r"^# (before the loop|instead of the loop|in the model|in a loss of your own"
+    r"|in the loop, ((?:before|after|instead of) [^:\n]+))[^\n]*\n",
+    re.MULTILINE,
+)
+"""The comment that says where a section of a fix goes."""
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """Some fixes are for several ranks: here there is one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def every_fix() -> dict[str, str]:
+    """All fixes that a finding can have, each with the code of a check that has it."""
+    advice = [(code, check.advice) for code, check in CHECKS.items()]
+    for module in pkgutil.iter_modules(checks.__path__):
+        code = module.name.partition("_")[0].upper()
+        for value in vars(importlib.import_module(f"{checks.__name__}.{module.name}")).values():
+            each = value.values() if isinstance(value, dict) else [value]
+            advice += [(code, found.tidy()) for found in each if isinstance(found, Advice)]
+    advice += [(code, each.if_clipped) for code, each in advice if each.if_clipped is not None]
+    return {each.fix: code for code, each in advice}
 
 
-def test_the_names_are_those_that_are_documented() -> None:
-    assert set(given()) == set(GIVEN)
+FIXES = every_fix()
 
 
-@pytest.mark.parametrize("code", sorted(FIXES))
-def test_every_fix_runs(code: str, one_rank: None, tmp_path: Path) -> None:
-    names = given()
-    names["loss"].backward(retain_graph=True)  # gradients are in place, and can be made again
-    before = Path.cwd()
-    os.chdir(tmp_path)  # batches may be kept
-    try:
-        exec(compile(FIXES[code], code, "exec"), names)
-    finally:
-        os.chdir(before)
+def sections(fix: str) -> dict[str, str]:
+    """The code of a fix by the place where its comments say that it goes."""
+    found = list(HEADING.finditer(fix))
+    assert found, f"the fix does not say where it goes:\n{fix}"
+    assert found[0].start() == 0, f"the fix begins without a place:\n{fix}"
+    ends = [*(each.start() for each in found[1:]), len(fix)]
+    result: dict[str, str] = {}
+    for heading, end in zip(found, ends, strict=True):
+        place = heading[2] or heading[1]
+        if place in ("in the model", "in a loss of your own"):
+            place = "before the loop"
+        result[place] = result.get(place, "") + fix[heading.end() : end]
+    return result
 
 
-@pytest.mark.parametrize("code", sorted(FIXES))
-def test_no_fix_uses_a_name_that_is_not_given(code: str) -> None:
-    """Running it does not reach every branch; every name it reads is looked up here."""
-    tree = ast.parse(FIXES[code])
+def pasted(fault: Fault, fix: str, keep_fault: bool) -> tuple[str, str]:
+    """The setup and the loop of a script with a fix in it."""
+    places = sections(fix)
+    setup = SETUP.format(steps=fault.steps) + fault.setup + "\n"
+    if not keep_fault:
+        setup = "".join(line for line in setup.splitlines(True) if not line.endswith("# fault\n"))
+    setup += places.pop("before the loop", "")
+    loop = places.pop("instead of the loop", fault.loop)
+    lines = []
+    missing = set(places)
+    for line in loop.splitlines():
+        code, _, comment = line.rpartition("# ")
+        place = f"instead of {comment}" if code.strip() else comment
+        if place in missing:
+            indent = line[: len(line) - len(line.lstrip())]
+            lines.append(textwrap.indent(places[place], indent))
+            missing.remove(place)
+        elif place not in places and (keep_fault or comment != "fault"):
+            lines.append(line)
+    assert not missing, f"the script has no place for what goes {missing}"
+    return setup, "\n".join(lines)
+
+
+def findings_of(fault: Fault, fix: str = "", keep_fault: bool = False) -> dict[str, Finding]:
+    """What Gradsight finds in a script, as it is or with a fix, by code."""
+    setup, loop = SETUP.format(steps=fault.steps) + fault.setup, fault.loop
+    if fix:
+        setup, loop = pasted(fault, fix, keep_fault)
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": functional}
+    exec(compile(setup, "setup", "exec"), names)
+    with gradsight.watch(names["model"], names["optimizer"], quiet=True) as watched:
+        exec(compile(loop, "loop", "exec"), names)
+        return {each.code: each for each in watched.report().findings}
+
+
+@cache
+def found_in(fault: Fault) -> dict[str, Finding]:
+    """What Gradsight finds in a script as it is."""
+    return findings_of(fault)
+
+
+@pytest.mark.parametrize("fault", [each for each in FAULTS if each.code != "GS201"], ids=str)
+def test_the_fix_removes_the_fault(fault: Fault, capsys: pytest.CaptureFixture[str]) -> None:
+    found = found_in(fault)
+    assert fault.code in found
+    fix = found[fault.code].fix
+    fixed = findings_of(fault, fix)
+    assert set(fixed) <= set(found) - {fault.code}, "the fault is there still, or a new one is"
+    if fault.printed:
+        capsys.readouterr()
+        findings_of(fault, fix, keep_fault=True)
+        assert fault.printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", [each for each in FAULTS if each.code == "GS201"], ids=str)
+def test_the_fix_of_a_spike_finds_the_batch(
+    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spike is in the data. Without the batch that the fix has saved, it is gone."""
+    monkeypatch.chdir(tmp_path)
+    findings_of(fault, found_in(fault)["GS201"].fix)
+    (saved,) = tmp_path.iterdir()
+    assert saved.name == "suspicious-50.pt"
+    inputs, _ = torch.load(saved)
+    assert inputs.abs().max() > 100
+    cleaned = f"bad = torch.load({saved.name!r})[0]\n"
+    cleaned += "loader = [each for each in loader if not torch.equal(each[0], bad)]\n"
+    assert findings_of(replace(fault, setup=fault.setup + cleaned)) == {}
+
+
+def test_the_fix_of_a_rank_that_stands_apart() -> None:
+    printed = torchrun(Path(__file__).with_name("fix_ranks.py"))
+    told = json.loads(printed.split("RESULT ")[1].splitlines()[0])
+    assert told == {"found": ["GS503"], "fixed": [], "fix": CHECKS["GS503"].advice.fix}
+
+
+def test_every_fix_is_pasted_into_a_script_with_its_fault() -> None:
+    tried = {found_in(fault)[fault.code].fix for fault in FAULTS}
+    tried.add(CHECKS[ON_RANKS.code].advice.fix)
+    assert {code for fix, code in FIXES.items() if fix not in tried} == set()
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=FIXES.values())
+def test_a_fix_uses_only_names_that_are_given(fix: str) -> None:
+    """Running it does not reach every branch; every name that it reads is looked up here."""
+    tree = ast.parse(fix)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    made |= {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+    made |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     known = made | set(GIVEN) | set(dir(builtins))
     assert {node.id for node in names} <= known
 
 
-def spike(clipped: bool) -> Finding:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+@pytest.mark.parametrize(
+    ("code", "function", "at"), [("GS103", "safe_log", 0.0), ("GS104", "safe_exp", 1000.0)]
+)
+def test_functions_that_a_fix_offers_are_finite(code: str, function: str, at: float) -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec(CHECKS[code].advice.fix[CHECKS[code].advice.fix.index("def ") :], names)
+    value = torch.tensor(at, requires_grad=True)
+    result = names[function](value)
+    result.backward()
+    assert torch.isfinite(result)
+    assert torch.isfinite(value.grad)
+
+
+def test_models_of_transformers_have_a_switch_for_balanced_routing() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     torch.manual_seed(0)
-    with gradsight.watch(model, optimizer, quiet=True) as watched:
-        for step in range(60):
-            weight = 1000.0 if step == 50 else 1.0
-            (model(torch.rand(8, 4)).mean() * weight).backward()
-            if clipped:
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        (found,) = (each for each in watched.report().findings if each.code == "GS201")
-    return found
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=20, num_local_experts=4, **sizes, **heads))
+    tokens = torch.randint(20, (2, 8))
+    plain = model(input_ids=tokens, labels=tokens).loss
+    exec(sections(CHECKS["GS207"].advice.fix)["before the loop"], {"model": model, "torch": torch})
+    balanced = model(input_ids=tokens, labels=tokens)
+    assert balanced.loss.item() == pytest.approx((plain + 0.01 * balanced.aux_loss).item())
+    assert balanced.aux_loss > 0
+
+
+def spike(clipped: bool) -> Finding:
+    """The finding of a spike, in a run that clips or does not."""
+    (fault,) = (
+        each for each in FAULTS if each.code == "GS201" and ("clipped" in each.what) == clipped
+    )
+    return found_in(fault)["GS201"]
 
 
 def test_a_run_that_clips_is_not_told_to_clip() -> None:

@@ -129,6 +129,29 @@ def test_the_histogram_is_a_curve_centred_on_zero() -> None:
     assert share > 0.99
 
 
+def test_a_sparse_embedding_has_the_histogram_of_a_dense_one(tmp_path: Path) -> None:
+    """Logged by hand and recorded by a watch, the zeros of the rows without a token count."""
+    pictures, recorded = [], []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(100, 8, sparse=sparse), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tracker, folder = Lists(), tmp_path / str(sparse)
+        with gradsight.watch(model, optimizer, run_dir=folder, quiet=True):
+            for _ in range(2):
+                model(torch.randperm(100)[:38]).square().mean().backward()
+                log_gradient_distribution(model, tracker, 0, log_histogram=True)
+                optimizer.step()
+                optimizer.zero_grad()
+        pictures.append((tracker.pictures, tracker.scalars))
+        recorded.append(list(open_run(folder).histograms()))
+    assert pictures[0] == pictures[1]
+    assert recorded[0] == recorded[1]
+    found = recorded[0][0]
+    assert (found.parameter, found.size, found.sampled) == ("0.weight", 800, 800)
+    assert found.zero == 800 - 38 * 8
+
+
 def test_every_five_epochs_and_after_the_last() -> None:
     model, tracker, due = Transformer(layers=1), Lists(), Schedule(step_interval=5)
     epochs = 10

@@ -117,7 +117,7 @@ def test_ranks_merge() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in GRADIENTS if name not in ("complex", "sparse", "several pieces", "empty")],
+    [name for name in GRADIENTS if name not in ("complex", "several pieces", "empty")],
 )
 def test_histograms_equal_the_loop(name: str) -> None:
     gradient = GRADIENTS[name]()
@@ -126,7 +126,7 @@ def test_histograms_equal_the_loop(name: str) -> None:
             -3e38, 3e38
         )  # beyond float32 the last bin or underflow takes them
     found, everything = histograms(HistogramReading([gradient]).read(), ["x"], 0)
-    expected = exact_histogram(gradient, "x")
+    expected = exact_histogram(gradient.to_dense(), "x")
     if gradient.dtype is torch.float64:
         assert sum(found.positive) == sum(expected.positive)
         assert (found.zero, found.underflow, found.nan, found.inf) == (
@@ -160,6 +160,30 @@ def test_a_large_tensor_is_sampled_and_says_how_well() -> None:
     shares = {found.low + k: count / found.sampled for k, count in enumerate(found.positive)}
     for k, count in enumerate(exact.positive):
         assert abs(shares.get(exact.low + k, 0.0) - count / exact.size) < 4 * found.error
+
+
+@pytest.mark.parametrize("rows", [0, 3, 500])
+def test_a_sparse_gradient_has_the_histogram_of_the_dense_one(rows: int) -> None:
+    torch.manual_seed(0)
+    indices = torch.randint(500, (1, rows))  # with repeated rows, which add up
+    gradient = torch.sparse_coo_tensor(indices, normal(rows, 20), (500, 20), check_invariants=True)
+    counters = HistogramReading([gradient]).read()
+    np.testing.assert_array_equal(counters, HistogramReading([gradient.to_dense()]).read())
+    assert histograms(counters, ["x"], 0)[0] == exact_histogram(gradient.to_dense(), "x")
+
+
+def test_a_large_sparse_gradient_is_sampled_in_proportion() -> None:
+    torch.manual_seed(0)
+    rows = torch.randperm(4000)[:1000]
+    values = normal(1000, 300)
+    gradient = torch.sparse_coo_tensor(rows[None], values, (4000, 300), check_invariants=True)
+    counters = HistogramReading([gradient], offset=3).read()
+    found, everything = histograms(counters, ["x"], 0)
+    assert found.size == everything.size == 1_200_000
+    assert found.sampled == found.zero + sum(found.positive) + sum(found.negative)
+    assert found.sampled < 300_000
+    assert found.zero / found.sampled == pytest.approx(0.75, abs=1e-5)
+    assert everything.zero == pytest.approx(900_000, rel=1e-4)
 
 
 def test_the_histogram_over_all_weighs_samples_by_what_they_stand_for() -> None:

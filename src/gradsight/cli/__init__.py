@@ -28,7 +28,10 @@ _COMMANDS = {
         "One minute, no arguments: train a small GPT under Gradsight and write a report.",
     ),
     "dump": ("dump:app", "The gradients on disk: list, show, verify, diff."),
-    "explain": ("explain:explain", "What a check looks at, why it matters, and what mends it."),
+    "explain": (
+        "explain:explain",
+        "What a check looks for, why it matters, and how to fix the fault.",
+    ),
     "findings": (
         "findings:findings",
         "Print what was found in a run so far, for scripts that poll.",

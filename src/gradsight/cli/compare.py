@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gradsight.dump.reader import dumps_in
-from gradsight.errors import WrongPlace
+from gradsight.errors import DIFFERENT, WrongPlace
 from gradsight.show.comparison import RunComparison, compare_runs
 from gradsight.show.comparison_text import comparison_lines
 from gradsight.show.page.assemble import page
@@ -20,7 +20,6 @@ from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
 from gradsight.values.texts import for_terminal
 
-DIFFERENT = 1
 _PAGE = Path("compare.html")
 
 
@@ -39,9 +38,9 @@ def compare(
     rate, total norm, clipping, loss scale. NaN is the same as NaN. Findings, settings and versions
     that differ are listed, but do not make two runs different. A page with both runs is written.
 
-    Exits with 0 if the runs are the same, 1 if they differ, 2 if a run is damaged, 64 for wrong
-    usage, a missing run among it. (`gradsight dump diff`, which compares gradients entry by entry,
-    exits with 2 where they differ.)
+    Exits with 0 if the runs are the same, 1 if they differ, 2 if a run is damaged, and 64 for wrong
+    usage, including a missing run. `gradsight dump diff`, which compares gradients entry by entry,
+    has the same exit codes.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from gradsight.dump.manifest import Entry, Manifest, read
 from gradsight.dump.statistics import QUANTILES, Statistics, measure
 from gradsight.dump.values import StoredValues
 from gradsight.dump.verify import verify as check
-from gradsight.errors import RunError, UsageError
+from gradsight.errors import DIFFERENT, RunError, UsageError
 from gradsight.values.plain import listed
 from gradsight.values.sizes import format_size
 from gradsight.values.texts import cleaned, for_terminal
@@ -141,7 +141,10 @@ def _small_enough(manifest: Manifest, names: list[str]) -> list[str]:
 
 @app.command(name="verify")
 def verify_dumps(run: Path, /, *, step: Annotated[int | None, STEP] = None) -> int:
-    """Read every byte of the dumps and compare checksums; exit code 2 if anything is damaged."""
+    """Read every byte of the dumps and compare checksums.
+
+    Exits with 0 if all are intact, 2 if any is damaged.
+    """
     console = Console()
     damaged = 0
     folders = find_dumps(run, step)
@@ -177,7 +180,8 @@ def diff_dumps(
 ) -> int:
     """Compare the gradients of two runs, the worst first.
 
-    Exit code 2 if any differs by more than the tolerance.
+    Exits with 0 if all agree within the tolerance, 1 if any differs by more, 2 if a dump is
+    damaged, and 64 for wrong usage, including a missing folder and runs without a common step.
 
     Parameters
     ----------
@@ -203,7 +207,7 @@ def diff_dumps(
         console.print(
             f"[red]{len(beyond)} of {count} gradients differ by more than {tolerance:g}[/]"
         )
-        return DAMAGED
+        return DIFFERENT
     console.print(f"[green]{count} gradients are the same within {tolerance:g}[/]")
     return 0
 

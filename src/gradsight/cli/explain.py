@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gradsight.errors import UsageError
 from gradsight.health import judge
-from gradsight.health.registry import CHECKS, Check
+from gradsight.health.registry import CHECKS, MISSING, Advice, Check
 from gradsight.values.causes import FOLLOWS_FROM
 from gradsight.values.plain import nearest
 
@@ -18,14 +18,17 @@ _WHEN = {
     "stretch": "every ten steps",
     "look": "at closer looks: often during the first steps, then every 50",
     "ranks": "whenever the gradients of ranks were compared",
+    "first": "once, when the first step has been examined",
+    "passes": "at steps whose backward passes are recorded: the first four, then two in every 25",
 }
+_SHARE = "A share is a fraction of 1: 0.5 is half."
 _WHY = "Why:"
 
 
 def explain(code: str | None = None, /) -> int:
-    """Print what a check looks at, why, how it is judged with its settings, and what mends it.
+    """Print what a check looks for, why, when it runs, its settings, and how to fix the fault.
 
-    Without a code: all checks with a line each. Exits with 64 for a code that there is not.
+    Without a code, list all checks with a line each. Exits with 64 for an unknown code.
 
     Parameters
     ----------
@@ -67,13 +70,13 @@ def _sections(check: Check) -> Iterator[tuple[str, list[str]]]:
     yield "What", _wrapped(what)
     yield "Why", _wrapped(why)
     yield "How it is judged", _judged(check)
-    yield "Fix", [*_wrapped(check.advice.recommendation), "", *check.advice.fix.splitlines()]
+    yield "Fix", _fixed(check.advice)
     if check.advice.if_clipped is not None:
-        yield "Fix, where gradients are clipped", _wrapped(check.advice.if_clipped.recommendation)
+        yield "Fix, if the run clips its gradients already", _fixed(check.advice.if_clipped)
     causes = [code for code in FOLLOWS_FROM.get(check.code, ()) if code in CHECKS]
     if causes:
         named = ", ".join(f"{code} {CHECKS[code].name}" for code in dict.fromkeys(causes))
-        yield "What it may follow from", _wrapped(f"{named}. Mend that first.")
+        yield "What it may follow from", _wrapped(f"{named}. Fix that first.")
     yield "How to silence it", _silenced(check)
 
 
@@ -88,17 +91,23 @@ def _what_and_why(check: Check) -> tuple[str, str]:
 
 
 def _judged(check: Check) -> list[str]:
-    text = f"It is asked {_WHEN[check.asked.when]}."
-    if check.asked.needs:
-        text += f" It cannot do without: {', '.join(check.asked.needs)}."
+    text = f"The check runs {_WHEN[check.asked.when]}."
     patience = check.defaults.get("patience", 1)
     if patience > 1:
-        text += f" {patience} such judgings in a row must agree before it is said."
+        text += f" It reports a finding after {patience} results in a row agree."
+    for need in check.asked.needs:
+        text += f" It abstains if {MISSING[need]}."
     lines = _wrapped(text)
     if check.defaults:
         lines += ["", "Its settings and their values:"]
         lines += [f"    {name} = {value:g}" for name, value in check.defaults.items()]
+    if "share" in check.defaults:
+        lines += [_SHARE]
     return lines
+
+
+def _fixed(advice: Advice) -> list[str]:
+    return [*_wrapped(advice.recommendation), "", *advice.fix.splitlines()]
 
 
 def _silenced(check: Check) -> list[str]:

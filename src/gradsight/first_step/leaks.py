@@ -16,8 +16,8 @@ from gradsight.values.first_step import CopiedTargets, Leak
 
 _NOTHING = 1e-12
 SEES = 1e-3
-"""A gradient counts as one from this share of the others on: sums over time in Fourier space leave
-a millionth where there is none."""
+"""A gradient counts if its ratio to the largest of the others is above this: sums over time in
+Fourier space leave a millionth where there is none."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -122,7 +122,7 @@ def copied_targets(traced: Traced, share: float, generator: torch.Generator) -> 
     own = _largest(sizes[:, place])
     earlier = _largest(sizes[:, :place])
     ahead = look_ahead(traced, 1, 2, generator)
-    sees_later = ahead is not None and ahead.share > SEES
+    sees_later = ahead is not None and ahead.ratio > SEES
     is_causal = earlier > 0 and not sees_later
     return CopiedTargets(share, own > SEES * earlier, is_causal)
 

@@ -94,7 +94,7 @@ def spiking(
 ) -> Flags | None:
     """Which of the norms that are far above the usual are a spike; None where none can be.
 
-    `limits` are the settings of the spike's check; of these, jump, share and least.
+    `limits` are the settings of the spike's check; of these, jump, total_factor and least.
     """
     usual = baseline.median
     if jump.steps_seen < STEPS_BEFORE_A_SPIKE or usual is None:
@@ -107,7 +107,7 @@ def spiking(
     with np.errstate(invalid="ignore"):
         high = high & ~(norms < limits["jump"] * before)
     # A parameter counts only where it alone exceeds the usual whole: one that wakes up is no fault.
-    high &= norms > limits["share"] * np.exp(usual[-1])
+    high &= norms > limits["total_factor"] * np.exp(usual[-1])
     return high
 
 

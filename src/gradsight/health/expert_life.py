@@ -46,15 +46,15 @@ class ExpertLife:
         return [int(run) for run in runs]
 
     def presence(self) -> Floats:
-        """By expert: the share of the steps at which it had a gradient."""
-        shares: Floats = (self._norms > 0).mean(axis=0)
-        return shares
+        """By expert: the fraction of the steps at which it had a gradient."""
+        fractions: Floats = (self._norms > 0).mean(axis=0)
+        return fractions
 
-    def shares(self) -> Floats:
+    def ratios(self) -> Floats:
         """By expert: the square of its norm over the mean square of all, averaged over steps."""
         squares = (self._norms / self._norms.max(axis=1, keepdims=True)) ** 2
-        shares: Floats = (squares / squares.mean(axis=1, keepdims=True)).mean(axis=0)
-        return shares
+        ratios: Floats = (squares / squares.mean(axis=1, keepdims=True)).mean(axis=0)
+        return ratios
 
     def dead(self, steps: int, chance: float) -> Flags:
         """By expert: whether it has had none for so long that chance does not explain it.

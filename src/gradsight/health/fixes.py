@@ -1,7 +1,8 @@
-"""Code that more than one check offers.
+"""Fix code that more than one check offers.
 
-What a check shows is put together from these and from its own. A fix takes a few names of the
-user's script as given, and no others: it can be pasted, and run.
+A fix is put together from sections. Each begins with a comment that says where to paste it: before
+the loop, in the model, at a place in the loop, or instead of some lines. A section uses only the
+names of `GIVEN` and those that an earlier section of the same fix defines.
 """
 
 GIVEN = {
@@ -19,14 +20,14 @@ GIVEN = {
 """The names that every fix may use, and what they stand for."""
 
 LIST_FROZEN = """
-# is something frozen?
+# before the loop: list frozen parameters
 for name, parameter in model.named_parameters():
     if not parameter.requires_grad:
         print(f"Frozen: {name}")
 """
 
 KEEP_THE_SIZE = """
-# an initialisation that keeps the signal's size
+# before the loop: initialise weights so that the signal keeps its size
 def init_weights(module):
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
@@ -34,62 +35,87 @@ def init_weights(module):
 model.apply(init_weights)
 """
 
-CLIP = """
-# after loss.backward(), before optimizer.step()
-torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+NO_SATURATION = """
+# before the loop: replace activations that saturate, except one at the output
+last = list(model.modules())[-1]
+for parent in list(model.modules()):
+    for name, child in parent.named_children():
+        if isinstance(child, (nn.Sigmoid, nn.Tanh)) and child is not last:
+            setattr(parent, name, nn.GELU())
+"""
 
-# or, entry by entry
-torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
+CLIP = """
+# in the loop, after loss.backward(): limit the norm of the gradient
+torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+# or each entry: torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
 """
 
 LOWER_LIMIT = """
-# where gradients are clipped: a lower limit
+# in the loop, instead of the line that clips: a lower limit
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
 """
 
 LOWER_RATE = """
-# a tenth of the learning rate
+# before the loop, and before a scheduler is made: a tenth of the learning rate
 for group in optimizer.param_groups:
     group["lr"] *= 0.1
 """
 
-KEEP_SUSPICIOUS_BATCHES = """
-# which batches? before the loop:
-norms = []
-
-# after loss.backward(): keep those whose gradient is far above the usual
-norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
-if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
-    torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")
-norms.append(norm)
-"""
-
 LIVING_UNITS = """
-# units that cannot die
-nn.LeakyReLU(0.01)    # instead of nn.ReLU()
+# before the loop: replace ReLU, whose units can die
+for parent in list(model.modules()):
+    for name, child in parent.named_children():
+        if isinstance(child, nn.ReLU):
+            setattr(parent, name, nn.LeakyReLU(0.01))
 """
 
 FOR_RELU = """
-def init_weights(module):
+# before the loop: initialise the weights for ReLU and its kin, and the biases at zero
+for module in model.modules():
     if isinstance(module, nn.Linear):
         nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+"""
 
-model.apply(init_weights)
+BFLOAT16 = """
+# before the loop: keep the weights in float32
+model.float()
+
+# in the loop, instead of the forward pass: use bfloat16, which has the range of float32
+with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+    loss = loss_fn(model(inputs), targets)
+"""
+
+NEW_BATCHES = """
+# instead of the loop: take the next batch each time; next(iter(loader)) is always the first one
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    loss_fn(model(inputs), targets).backward()
+    optimizer.step()
 """
 
 BALANCED_ROUTING = """
-# the load-balancing loss of a router: 1 where every expert gets the same load, else more
-def load_balancing(logits, chosen):
-    experts = logits.shape[-1]
-    load = F.one_hot(chosen.reshape(-1), experts).float().mean(0)
-    wanted = logits.softmax(-1).reshape(-1, experts).mean(0)
-    return experts * (load * wanted).sum()
+# before the loop: add noise to the logits of the routers, so that every expert is tried
+routed = {}
+def add_noise(module, args, logits):
+    if module.training:
+        logits = logits + logits.detach().std() * torch.randn_like(logits)
+    routed[module] = logits
+    return logits
 
-# with what the router gave out for the batch, before loss.backward():
-# loss = loss + 0.01 * load_balancing(logits, chosen)
-
-# models of transformers add it by themselves
-if hasattr(model, "config"):
+if hasattr(model, "router_aux_loss_coef"):    # transformers has a load-balancing loss
     model.config.output_router_logits = True
-    model.config.router_aux_loss_coef = 0.01
+    model.router_aux_loss_coef = 0.01
+else:
+    for name, module in model.named_modules():
+        if name.endswith(("router", "gate")):
+            module.register_forward_hook(add_noise)
+
+# in the loop, before loss.backward(): a load-balancing loss for each router
+for logits in routed.values():
+    probabilities = logits.softmax(-1).flatten(0, -2)
+    experts = probabilities.shape[-1]
+    load = F.one_hot(probabilities.argmax(-1), experts).float().mean(0)
+    loss = loss + 0.01 * experts * (load * probabilities.mean(0)).sum()
 """

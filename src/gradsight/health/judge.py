@@ -79,6 +79,10 @@ class Judge:
         self._run("step", patient)
         if measured.details is not None:
             self._run("look", patient)
+        if measured.signals.first is not None:
+            self._run("first", patient)
+        if measured.signals.passes is not None:
+            self._run("passes", patient)
         if window.steps_seen % _STRETCH == 0 or not patient:
             self._run("stretch", patient)
         # Entered after the checks have looked: a step is compared with its past, not with itself.

@@ -24,8 +24,10 @@ from gradsight.errors import UsageError
 from gradsight.values.findings import family_of
 from gradsight.values.whole_numbers import whole_number
 
-When = Literal["step", "stretch", "look", "ranks"]
-"""Every step; every ten steps, for trends; after a closer look; after ranks were compared."""
+When = Literal["step", "stretch", "look", "ranks", "first", "passes"]
+"""Every step; every ten steps, for trends; after a closer look; after ranks were compared; once,
+with the report on the first step; after backward passes were recorded.
+"""
 CheckFunction = Callable[..., Iterable["Fact"]]
 
 

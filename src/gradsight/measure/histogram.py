@@ -25,6 +25,8 @@ _EXTRA = 3
 """Behind them: how many entries were sampled, how many there are, how many of the sampled lie
 within +-0.1.
 """
+_ZERO = 1
+"""The counter of +0: sign and exponent 0, and the mantissa is zero."""
 _LOWEST_EXPONENT = -126
 _FLOAT16_LEAST_EXPONENT = -14
 """Of the smallest normal number of float16."""
@@ -48,21 +50,24 @@ class HistogramReading:
         for rows in by_device.values():
             sample = Sample([gradients[row] for row in rows], offset)
             counts = count_classes(sample.entries, sample.sizes)
-            self._parts.append((rows, HostCopy.of(counts), sample.sizes, sample.full_sizes))
+            sample.entries = sample.entries.new_empty(0)
+            self._parts.append((rows, HostCopy.of(counts), sample))
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
-        return all(arrival.ready() for _, arrival, _, _ in self._parts)
+        return all(arrival.ready() for _, arrival, _ in self._parts)
 
     def read(self) -> Floats:
         """The counters; they add up over ranks."""
         result = np.zeros((self._size, WIDTH))
-        for rows, arrival, sizes, full_sizes in self._parts:
+        for rows, arrival, sample in self._parts:
             counts = arrival.read().reshape(len(rows), COLUMNS + 1)
+            zeros = np.array(sample.unstored_zeros)
             result[rows, :COLUMNS] = counts[:, :COLUMNS]
-            result[rows, COLUMNS] = sizes
-            result[rows, COLUMNS + 1] = full_sizes
-            result[rows, COLUMNS + 2] = counts[:, COLUMNS]
+            result[rows, _ZERO] += zeros
+            result[rows, COLUMNS] = sample.sizes + zeros
+            result[rows, COLUMNS + 1] = sample.full_sizes
+            result[rows, COLUMNS + 2] = counts[:, COLUMNS] + zeros
         return result
 
 

@@ -34,22 +34,30 @@ def stride_for(size: int, wanted: int, shape: Sequence[int]) -> int:
 class Sample:
     """The sampled entries of some tensors of one device.
 
-    One float32 buffer, `sizes[i]` entries of tensor i in turn.
+    One float32 buffer, `sizes[i]` entries of tensor i in turn. A sparse tensor stores few of its
+    zeros: only stored entries are in the buffer, and `unstored_zeros[i]` is the number of other
+    zeros that go with them.
     """
 
-    __slots__ = ("entries", "full_sizes", "sizes")
+    __slots__ = ("entries", "full_sizes", "sizes", "unstored_zeros")
 
     def __init__(self, tensors: Sequence[Tensor], offset: int = 0) -> None:
         # A share per tensor, not per entry: small layers would not be seen beside an embedding.
         wanted = min(LARGEST, max(1, BUDGET // max(1, len(tensors))))
         parts = []
         self.full_sizes = []
+        self.unstored_zeros = []
         with torch.no_grad():
             for tensor in tensors:
                 entries = flat(tensor)
                 stride = stride_for(entries.numel(), wanted, tensor.shape)
-                self.full_sizes.append(entries.numel())
-                parts.append(_to_float32(entries[offset % stride :: stride]))
+                part = entries[offset % stride :: stride]
+                full_size = tensor.numel() * (2 if tensor.is_complex() else 1)
+                # Zeros are counted in the proportion in which stored entries are sampled.
+                proportion = part.numel() / entries.numel() if entries.numel() else 1.0
+                self.unstored_zeros.append(round((full_size - entries.numel()) * proportion))
+                self.full_sizes.append(full_size)
+                parts.append(_to_float32(part))
             self.sizes = [part.numel() for part in parts]
             self.entries = torch.cat(parts)
 

@@ -31,7 +31,7 @@ class CountedLabels:
 class Leak:
     """How much an output sees of what it must not see, beside what it may see."""
 
-    share: float
+    ratio: float
     """Largest gradient where there must be none, over the largest elsewhere; 0: it sees nothing."""
     looks: int
     """How many places were looked at."""

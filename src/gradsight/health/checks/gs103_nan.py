@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from gradsight.health.bad_steps import EarlyLook, nan_rows
+from gradsight.health.fixes import BFLOAT16
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import Window
 from gradsight.values.measured import Flags
@@ -25,14 +26,17 @@ def _in_sight(look: EarlyLook) -> bool:
             "NaN in the data or the labels), then lower the learning rate."
         ),
         fix="""
-# a loss that cannot make a NaN
+# in the loop, before the forward pass: leave out samples that are not finite
+finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
+finite &= torch.isfinite(targets).reshape(len(targets), -1).all(dim=1)
+inputs, targets = inputs[finite], targets[finite]
+
+# in the loop, instead of the forward pass: a loss whose gradient is finite if the logits are
 loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 
+# in a loss of your own: a logarithm that is finite at 0
 def safe_log(x, eps=1e-8):
     return torch.log(x.clamp_min(eps))
-
-# a batch that cannot bring one
-assert torch.isfinite(inputs).all() and torch.isfinite(targets).all()
 """,
     ),
 )
@@ -78,13 +82,5 @@ _LARGER_EPS = Advice(
         "The optimizer's eps is 0 in float16, so Adam divides by 0 wherever a gradient is small: "
         "keep the weights in float32 and use autocast, or give it an eps of 1e-4 or more."
     ),
-    fix="""
-# weights in float32, the forward pass in half precision
-model.float()
-with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-    loss = loss_fn(model(inputs), targets)
-
-# or, with float16 weights, an eps that float16 knows
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-4)
-""",
+    fix=BFLOAT16,
 )

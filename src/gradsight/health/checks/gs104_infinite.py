@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from gradsight.health.bad_steps import EarlyLook, infinite_rows
 from gradsight.health.checks.gs103_nan import broken_rows
+from gradsight.health.fixes import BFLOAT16
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -20,19 +21,14 @@ def _in_sight(look: EarlyLook) -> bool:
     incident=AsIncident(alarm=_in_sight),
     advice=Advice(
         recommendation=(
-            "Something overflowed: lower the learning rate, keep exponentials and half "
-            "precision in range; with float16 use a GradScaler."
+            "Something overflowed: lower the learning rate, keep exponentials in range, and use "
+            "bfloat16 instead of float16, or float16 with a GradScaler."
         ),
-        fix="""
-# exponentials in range
-loss = F.cross_entropy(model(inputs), targets)    # not log(softmax(...)) or exp(...) by hand
-small = inputs.clamp(-50, 50).exp()
-
-# float16: scale the loss, step through the scaler
-scaler = torch.amp.GradScaler(inputs.device.type)
-scaler.scale(loss).backward()
-scaler.step(optimizer)
-scaler.update()
+        fix=BFLOAT16
+        + """
+# in the model or the loss: an exponential that stays finite
+def safe_exp(x):
+    return torch.exp(x.clamp(max=50))
 """,
     ),
 )

@@ -21,6 +21,7 @@ from gradsight.values.steps import NO_GRADIENT
             "cuts it off."
         ),
         fix="""
+# in the loop, after loss.backward(): list parameters without a gradient
 for name, parameter in model.named_parameters():
     if not parameter.requires_grad:
         print(f"Frozen: {name}")

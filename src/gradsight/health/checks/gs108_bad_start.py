@@ -20,12 +20,15 @@ from gradsight.health.window import Window
             "match."
         ),
         fix="""
-# logits near zero at the start
+# before the loop: logits near zero at the start, and the size of the inputs
 last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
 nn.init.normal_(last.weight, std=0.02)
+example = next(iter(loader))[0].float()
+mean, deviation = example.mean(dim=0), example.std(dim=0, correction=0) + 1e-6
 
-# inputs with mean 0 and deviation 1
-inputs = (inputs - inputs.mean(dim=0)) / (inputs.std(dim=0) + 1e-6)
+# in the loop, before the forward pass: inputs with mean 0 and deviation 1, unless they are tokens
+if inputs.is_floating_point():
+    inputs = (inputs - mean) / deviation
 """,
     ),
 )

@@ -13,7 +13,6 @@ from gradsight.health.bad_steps import (
     spiking,
 )
 from gradsight.health.baseline import logarithms
-from gradsight.health.fixes import CLIP, KEEP_SUSPICIOUS_BATCHES
 from gradsight.health.registry import Advice, AsIncident, Fact, check
 from gradsight.health.window import Window
 
@@ -49,13 +48,32 @@ def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
             "Look at the batch of this step (corrupt sample, wrong label, outlier), and clip: "
             "one such step can undo many."
         ),
-        fix=CLIP + KEEP_SUSPICIOUS_BATCHES,
+        fix="""
+# before the loop: the norms so far
+norms = []
+
+# in the loop, after loss.backward(): clip, and save batches with ten times the usual norm
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).item()
+if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
+    torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")
+norms.append(norm)
+""",
         if_clipped=Advice(
             recommendation=(
                 "Clipping has kept the step short. Look at the batch of this step (corrupt "
                 "sample, wrong label, outlier): what comes again costs a step every time."
             ),
-            fix=KEEP_SUSPICIOUS_BATCHES,
+            fix="""
+# before the loop: the norms so far
+norms = []
+
+# in the loop, after loss.backward(): save batches with ten times the usual norm
+gradients = [each.grad for each in model.parameters() if each.grad is not None]
+norm = torch.nn.utils.get_total_norm(gradients).item()
+if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
+    torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")
+norms.append(norm)
+""",
         ),
     ),
 )
@@ -65,21 +83,22 @@ def spike(
     factor: float = 10.0,
     sigmas: float = 8.0,
     jump: float = 3.0,
-    share: float = 3.0,
+    total_factor: float = 3.0,
     least: float = 0.01,
 ) -> Iterator[Fact]:
     """The gradient jumped far above what is usual for this run.
 
-    A jump is sudden: tenfold the usual, and several times the step before. What grows step by step
-    is the business of others.
+    A jump is sudden: `factor` times the usual norm, and `jump` times that of the step before. Other
+    checks find a norm that grows step by step. A single parameter counts only if its norm is
+    `total_factor` times the usual norm of the whole gradient, because a layer that wakes up is no
+    accident. A total norm below `least` never counts.
 
-    Why: single batches push the weights far away: corrupt data, or a learning rate at the edge. A
-    parameter of its own counts only where it alone is several times what the whole gradient usually
-    is: a layer that wakes up is no accident. Nor is a jump of what is next to nothing.
+    Why: single batches push the weights far away: corrupt data, or a learning rate at the edge.
     """
     if not window.finite or window.step.skipped:
         return
-    limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "share": share, "least": least}
+    limits = {"factor": factor, "sigmas": sigmas, "jump": jump, "total_factor": total_factor}
+    limits["least"] = least
     high = far_above(window.logarithms, window.baseline, limits)
     if high is None:
         return

@@ -6,6 +6,7 @@ from itertools import islice
 import numpy as np
 
 from gradsight.health.baseline import NOTHING_AT_ALL
+from gradsight.health.fixes import LOWER_RATE, NO_SATURATION
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -17,16 +18,11 @@ from gradsight.health.window import Window
     asked=Asked(when="stretch"),
     advice=Advice(
         recommendation=(
-            "Training stalls although the loss is not solved: check the learning rate, "
-            "saturating activations, and dead units."
+            "Training stalls although the loss is not solved. Long steps push units into "
+            "saturation, or kill them: lower the learning rate, and use activations that do not "
+            "saturate."
         ),
-        fix="""
-# is the learning rate still alive?
-print([group["lr"] for group in optimizer.param_groups])
-
-# units that do not saturate or die
-nn.GELU()             # instead of nn.Sigmoid(), nn.Tanh() or nn.ReLU()
-""",
+        fix=LOWER_RATE + NO_SATURATION,
     ),
 )
 def decay(

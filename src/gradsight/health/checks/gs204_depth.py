@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.fixes import KEEP_THE_SIZE, LIST_FROZEN
+from gradsight.health.fixes import KEEP_THE_SIZE, NO_SATURATION
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -20,19 +20,7 @@ from gradsight.health.window import Window
             "of sigmoid and tanh, add skip connections or normalisation, initialise for the "
             "activation."
         ),
-        fix=LIST_FROZEN
-        + KEEP_THE_SIZE
-        + """
-# a block that keeps its signal
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + self.layer(self.norm(x))
-""",
+        fix=NO_SATURATION + KEEP_THE_SIZE,
     ),
 )
 def depth(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.fixes import LIVING_UNITS
+from gradsight.health.fixes import FOR_RELU, LIVING_UNITS
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -19,15 +19,7 @@ from gradsight.health.window import Window
             "Units that never get a gradient do not come back by themselves: use LeakyReLU or "
             "GELU, lower the learning rate, initialise biases at zero."
         ),
-        fix=LIVING_UNITS
-        + """
-def init_weights(module):
-    if isinstance(module, nn.Linear):
-        nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
-        nn.init.zeros_(module.bias)
-
-model.apply(init_weights)
-""",
+        fix=LIVING_UNITS + FOR_RELU,
     ),
 )
 def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterator[Fact]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.fixes import LOWER_RATE
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -19,14 +20,12 @@ from gradsight.health.window import Window
             "lower the learning rate tenfold; check that inputs and targets belong together and "
             "that the inputs reach the output."
         ),
-        fix="""
-# a tenth of the learning rate
-for group in optimizer.param_groups:
-    group["lr"] *= 0.1
-
-# does the output depend on the input?
+        fix=LOWER_RATE
+        + """
+# before the loop: does the output depend on the input?
 model.eval()
-print((model(inputs) - model(inputs.flip(0))).abs().max())
+with torch.no_grad():
+    print((model(inputs) - model(inputs.flip(0))).abs().max())
 model.train()
 """,
     ),

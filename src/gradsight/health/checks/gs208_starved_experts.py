@@ -33,7 +33,7 @@ _LOOKS = 8
 def starved_experts(
     window: Window,
     *,
-    share: float = 0.002,
+    ratio: float = 0.002,
     presence: float = 0.1,
     steps: int = 200,
     patience: int = 3,
@@ -51,27 +51,27 @@ def starved_experts(
         life = window.experts.get(group.name)
         if life is None or life.looks < _LOOKS or life.steps[-1] - window.first_step < steps:
             continue
-        starved = np.flatnonzero(_starved(life, share, presence))
+        starved = np.flatnonzero(_starved(life, ratio, presence))
         if len(starved):
             found.append((group, [int(expert) for expert in starved], life))
     if found:
         group, experts, life = max(found, key=lambda each: len(each[1]) / each[0].size)
         seen = float(life.presence()[experts].max())
-        most = float(life.shares()[experts].max())
+        most = float(life.ratios()[experts].max())
         yield Fact(
             f"{group.name}: {experts_in_words(experts, group.size)} had a gradient at {seen:.0%} "
-            f"of the steps since {life.steps[0]}, and {most:.2g} times an even share of its "
-            f"square, at most{and_more(len(found))}",
+            f"of the steps since {life.steps[0]} at most, and at most {most:.2g} times the squared "
+            f"norm that an even split would give{and_more(len(found))}",
             window.named([row for each, few, _ in found for row in rows_of(each, few)]),
             first_step=life.steps[0],
         )
 
 
-def _starved(life: ExpertLife, share: float, presence: float) -> Flags:
-    """By expert: whether it gets far less than an even share, and still something."""
+def _starved(life: ExpertLife, ratio: float, presence: float) -> Flags:
+    """By expert: whether it gets far less than an even split would give, and still something."""
     # Those that get nothing at all any more are GS207's.
     comes = life.presence()
     others_come = bool(np.median(comes) >= _NEARLY_ALWAYS)
     seldom = (comes <= presence) & others_come
-    starved: Flags = ((life.shares() < share) | seldom) & (comes > 0)
+    starved: Flags = ((life.ratios() < ratio) | seldom) & (comes > 0)
     return starved

@@ -26,14 +26,13 @@ _CUT = (
             "checkpoint with use_reentrant=False."
         ),
         fix="""
+# before the loop: freeze what the loss does not reach; if it should learn, look for detach()
+loss_fn(model(inputs), targets).backward()
 for name, parameter in model.named_parameters():
     if parameter.requires_grad and parameter.grad is None:
         print(f"Cut off from the loss: {name}")
-
-# what is not meant to learn, by its name
-for name, parameter in model.named_parameters():
-    if name.startswith("branch."):
         parameter.requires_grad_(False)
+model.zero_grad()
 """,
     ),
 )

@@ -25,12 +25,10 @@ from gradsight.health.window import Window
             "freeze them, which also saves their part of backward."
         ),
         fix="""
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)    # after the model is complete
-
-# or, if they are not meant to learn, by their names
-for name, parameter in model.named_parameters():
-    if name.startswith("backbone."):
-        parameter.requires_grad_(False)
+# before the loop, and before a scheduler is made: give the optimizer the parameters it lacks
+held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+missing = [each for each in model.parameters() if id(each) not in held]
+optimizer.add_param_group({"params": missing})
 """,
     ),
 )

@@ -17,7 +17,7 @@ from gradsight.health.window import Window
             "is in effect higher: give each to one optimizer, once."
         ),
         fix="""
-# model.parameters() names each once; lists put together by hand may overlap
+# before the loop: one optimizer that holds every parameter once, with your learning rate
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 """,
     ),

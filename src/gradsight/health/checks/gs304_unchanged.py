@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from gradsight.health.fixes import BFLOAT16
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 from gradsight.values.measured import Details, Flags
@@ -21,13 +22,11 @@ from gradsight.values.measured import Details, Flags
             "puts old weights back, or bf16 weights that round updates away."
         ),
         fix="""
+# before the loop: does every group have a learning rate?
 for number, group in enumerate(optimizer.param_groups):
-    print(number, group["lr"], sum(p.numel() for p in group["params"]))
-
-# bf16 weights: keep a float32 copy for the optimizer, or use autocast
-with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-    loss = loss_fn(model(inputs), targets)
-""",
+    print(number, group["lr"], sum(each.numel() for each in group["params"]))
+"""
+        + BFLOAT16,
     ),
 )
 def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fact]:
@@ -90,7 +89,7 @@ _NOT_AGAIN = Advice(
         "initialisation, a reset or load_state_dict inside the loop."
     ),
     fix="""
-# once, before the loop
+# before the loop, and not in it: initialise the weights
 for module in model.modules():
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()

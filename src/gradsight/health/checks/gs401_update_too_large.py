@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.fixes import LOWER_RATE
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -19,9 +20,13 @@ from gradsight.health.window import Window
             "A step changes weights by a large part of their own size: lower the learning "
             "rate tenfold, or warm it up."
         ),
-        fix="""
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=500)
+        fix=LOWER_RATE
+        + """
+# before the loop: reach it within 100 steps
+warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
+
+# in the loop, after optimizer.step(): the next learning rate
+warm_up.step()
 """,
     ),
 )

@@ -19,6 +19,7 @@ from gradsight.health.window import Window
             "look for a gradient that is divided away."
         ),
         fix="""
+# before the loop: an ordinary learning rate
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 """,
     ),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.fixes import BFLOAT16
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -18,16 +19,7 @@ from gradsight.health.window import Window
             "Small gradients are rounded to zero in float16: scale the loss with a "
             "GradScaler, or use bfloat16, which has the range of float32."
         ),
-        fix="""
-scaler = torch.amp.GradScaler(inputs.device.type)
-scaler.scale(loss).backward()
-scaler.step(optimizer)
-scaler.update()
-
-# or
-with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-    loss = loss_fn(model(inputs), targets)
-""",
+        fix=BFLOAT16,
     ),
 )
 def underflow(window: Window, *, share: float = 0.5, patience: int = 3) -> Iterator[Fact]:

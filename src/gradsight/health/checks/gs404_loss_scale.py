@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.fixes import BFLOAT16
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -17,9 +18,9 @@ from gradsight.health.window import Window
             "out: find what is infinite (see the layers), use bfloat16, or lower the learning "
             "rate."
         ),
-        fix="""
-with torch.autocast(inputs.device.type, dtype=torch.bfloat16):    # no scaler needed
-    loss = loss_fn(model(inputs), targets)
+        fix=BFLOAT16
+        + """
+# in the loop, instead of the lines that use the scaler: bfloat16 needs none
 loss.backward()
 optimizer.step()
 """,

@@ -21,9 +21,14 @@ from gradsight.health.window import Window
             "unstable."
         ),
         fix="""
-# what is returned is the norm before clipping: set max_norm to what is usual of it
-norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
-print(norm.item())
+# before the loop: the norms so far
+norms = []
+
+# in the loop, instead of the line that clips: clip to the usual norm
+gradients = [each.grad for each in model.parameters() if each.grad is not None]
+norms.append(torch.nn.utils.get_total_norm(gradients).item())
+usual = sorted(norms)[len(norms) // 2]
+torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=usual)
 """,
     ),
 )

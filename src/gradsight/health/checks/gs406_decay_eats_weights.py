@@ -18,7 +18,9 @@ from gradsight.health.window import Window
             "0.1 is usual with AdamW, 1e-4 with SGD). What it takes is decay times learning rate."
         ),
         fix="""
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+# before the loop: weaker decay
+for group in optimizer.param_groups:
+    group["weight_decay"] = 0.01
 """,
     ),
 )

@@ -17,15 +17,12 @@ from gradsight.health.window import Window
             "counts epochs once per epoch, or give it the number of steps."
         ),
         fix="""
-steps = len(loader)
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
-for epoch in range(10):
-    for number in range(steps):
-        optimizer.step()
-    scheduler.step()    # once per epoch, not per batch
+# before the loop: a schedule over all steps of the training
+epochs = 10
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(loader))
 
-# or one that counts steps
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10 * steps)
+# in the loop, after optimizer.step(): this scheduler counts steps, not epochs
+scheduler.step()
 """,
     ),
 )

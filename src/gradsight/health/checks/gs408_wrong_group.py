@@ -26,11 +26,17 @@ _LOW_RANK = 16
             "much, a shape that matches too little)."
         ),
         fix="""
-# which matrices are in which group?
+# before the loop: list the matrices of each group
 names = {id(parameter): name for name, parameter in model.named_parameters()}
 for number, group in enumerate(optimizer.param_groups):
-    matrices = [names[id(each)] for each in group["params"] if each.dim() > 1]
+    matrices = [names.get(id(each)) for each in group["params"] if each.dim() > 1]
     print(number, group["lr"], matrices)
+
+# before the loop: if the rates are not meant to differ, use that of the largest group for all
+sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
+largest = optimizer.param_groups[sizes.index(max(sizes))]
+for group in optimizer.param_groups:
+    group["lr"] = largest["lr"]
 """,
     ),
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.fixes import NEW_BATCHES
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -16,12 +17,7 @@ from gradsight.health.window import Window
             "Neither the batch nor the weights change: check that the loader advances, that "
             "backward() runs on the new loss, and that the learning rate is not zero."
         ),
-        fix="""
-for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time
-    optimizer.zero_grad()
-    loss_fn(model(inputs), targets).backward()
-    optimizer.step()
-""",
+        fix=NEW_BATCHES,
     ),
 )
 def repeats(window: Window, *, steps: int = 4) -> Iterator[Fact]:

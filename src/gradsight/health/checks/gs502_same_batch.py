@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.fixes import NEW_BATCHES
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -17,10 +18,7 @@ from gradsight.health.window import Window
             "(next(iter(loader)) starts over) and that its random state is not reset. If this "
             "is full-batch training on purpose, silence it with health={'GS502': False}."
         ),
-        fix="""
-for inputs, targets in loader:    # not next(iter(loader)): that is the first batch every time
-    ...
-""",
+        fix=NEW_BATCHES,
     ),
 )
 def stuck(window: Window, *, batches: int = 8) -> Iterator[Fact]:

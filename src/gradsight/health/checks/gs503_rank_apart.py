@@ -25,12 +25,12 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
             "and its hardware."
         ),
         fix="""
-# what does every rank train on?
-print(torch.distributed.get_rank(), inputs.std().item(), loss.item())
-
-# every rank its own part of the same data
+# before the loop: a random part of the same data for every rank; keep your other arguments
 sampler = torch.utils.data.DistributedSampler(loader.dataset, shuffle=True)
-loader = torch.utils.data.DataLoader(loader.dataset, batch_size=32, sampler=sampler)
+loader = torch.utils.data.DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
+
+# in the loop, before loss.backward(): what does every rank train on?
+print(torch.distributed.get_rank(), inputs.float().std().item(), loss.item())
 """,
     ),
 )

@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS601",
     "a position sees later ones",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "The output at a position depends on inputs that come after it, and its target is "
@@ -19,23 +19,21 @@ from gradsight.health.window import Window
             "over time."
         ),
         fix="""
-# every position sees itself and what is before it
-length = 8
-mask = torch.ones(length, length, dtype=torch.bool).tril()
-query = key = value = torch.randn(2, 4, length, 16)
-F.scaled_dot_product_attention(query, key, value, is_causal=True)    # or attn_mask=mask
+# in the model: let a position attend to itself and to earlier ones
+def attend(query, key, value):    # [rows, heads, time, width]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 """,
     ),
 )
-def sees_later(window: Window, *, share: float = 1e-3) -> Iterator[Fact]:
+def sees_later(window: Window, *, ratio: float = 1e-3) -> Iterator[Fact]:
     """A position sees later ones, though its target is one of them.
 
     Why: the answer is in the input, so the loss is too good, often by a few percent only, and
-    what was learned is of no use without it. Judged where targets are the inputs moved ahead:
-    the output at a position has a gradient at inputs behind it, of more than `share` of that at
-    inputs before it.
+    what was learned is of no use without it. Judged where targets are the inputs moved ahead. A
+    position sees a later one if its output has a gradient there that is more than `ratio` times
+    the largest gradient at the inputs before it.
     """
     first = window.now.signals.first
     leak = None if first is None else first.positions
-    if leak is not None and leak.share > share:
+    if leak is not None and leak.ratio > ratio:
         yield Fact(f"{leak.example} ({leak.looks} places were looked at)")

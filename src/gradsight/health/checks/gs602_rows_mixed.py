@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS602",
     "rows see each other",
     "warning",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "What the model gives for one row depends on the input of another: look for "
@@ -19,14 +19,14 @@ from gradsight.health.window import Window
             "silence it with health={'GS602': False}."
         ),
         fix="""
-# rows come first in what these layers are given
-nn.MultiheadAttention(16, 4, batch_first=True)
-nn.LSTM(16, 16, batch_first=True)
-torch.softmax(inputs, dim=-1)    # over classes or features, not over dimension 0
+# before the loop: if your batches have rows first, tell the layers that expect time first
+for module in model.modules():
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        module.batch_first = True
 """,
     ),
 )
-def rows_mixed(window: Window, *, share: float = 1e-4) -> Iterator[Fact]:
+def rows_mixed(window: Window, *, ratio: float = 1e-4) -> Iterator[Fact]:
     """What the model gives for a row depends on other rows of the batch.
 
     Why: it learns from who happens to be in the batch, and gives something else when it is
@@ -35,5 +35,5 @@ def rows_mixed(window: Window, *, share: float = 1e-4) -> Iterator[Fact]:
     """
     first = window.now.signals.first
     leak = None if first is None else first.rows
-    if leak is not None and leak.share > share:
+    if leak is not None and leak.ratio > ratio:
         yield Fact(leak.example)

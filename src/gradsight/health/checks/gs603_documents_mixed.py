@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS603",
     "packed documents see each other",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "Several documents lie in one row, and the outputs of one depend on another: give "
@@ -18,15 +18,15 @@ from gradsight.health.window import Window
             "positions that start again do not keep documents apart."
         ),
         fix="""
-# tokens see their own document only
-documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
-same = documents[:, :, None] == documents[:, None, :]
-causal = torch.ones_like(same).tril()
-mask = (same & causal)[:, None]    # [rows, 1, time, time], for attn_mask
+# in the model: let a token attend to earlier tokens of its own document
+def attend(query, key, value, documents):    # documents: [rows, time], a number for each token
+    same = documents[:, :, None] == documents[:, None, :]
+    mask = same & torch.ones_like(same).tril()
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
 """,
     ),
 )
-def documents_mixed(window: Window, *, share: float = 1e-3) -> Iterator[Fact]:
+def documents_mixed(window: Window, *, ratio: float = 1e-3) -> Iterator[Fact]:
     """Documents that are packed into one row see each other.
 
     Why: a document is continued from a stranger, and what is learned depends on how they were
@@ -35,5 +35,5 @@ def documents_mixed(window: Window, *, share: float = 1e-3) -> Iterator[Fact]:
     """
     first = window.now.signals.first
     leak = None if first is None else first.documents
-    if leak is not None and leak.share > share:
+    if leak is not None and leak.ratio > ratio:
         yield Fact(leak.example)

@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS604",
     "targets are not shifted",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "The targets are the inputs at the same place, and the model sees them: it learns "
@@ -18,9 +18,8 @@ from gradsight.health.window import Window
             "(those of transformers do) is given them as they are."
         ),
         fix="""
-tokens = torch.randint(0, 10, (4, 9))
-inputs = tokens[:, :-1]
-targets = tokens[:, 1:]    # the next token, not this one
+# in the loop, before the forward pass: the target of a token is the next token
+inputs, targets = inputs[:, :-1], inputs[:, 1:]
 """,
     ),
 )

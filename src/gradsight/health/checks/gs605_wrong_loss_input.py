@@ -5,23 +5,26 @@ from collections.abc import Iterator
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
+_RECOMMENDATION = (
+    "cross_entropy and binary_cross_entropy_with_logits take logits, and make probabilities "
+    "themselves; nll_loss and kl_div take logarithms of probabilities. Take the softmax or sigmoid "
+    "out of the model, or use the loss that fits the model's output."
+)
+
+
+def _instead(loss: str) -> str:
+    """Return the code that computes this loss."""
+    return f"# in the loop, instead of the forward pass: a loss for this output\nloss = {loss}\n"
+
 
 @check(
     "GS605",
     "the loss is fed the wrong thing",
     "warning",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
-        recommendation=(
-            "cross_entropy and binary_cross_entropy_with_logits take logits, and make "
-            "probabilities themselves; nll_loss and kl_div take logarithms of probabilities. "
-            "Take the softmax or sigmoid out of the model, or put log_softmax in."
-        ),
-        fix="""
-logits = model(inputs)
-F.cross_entropy(logits, targets)                          # logits, no softmax before it
-F.nll_loss(F.log_softmax(logits, dim=-1), targets)        # or logarithms
-""",
+        recommendation=_RECOMMENDATION,
+        fix=_instead("F.cross_entropy(model(inputs).clamp_min(1e-8).log(), targets)"),
     ),
 )
 def wrong_input(window: Window) -> Iterator[Fact]:
@@ -34,4 +37,26 @@ def wrong_input(window: Window) -> Iterator[Fact]:
     first = window.now.signals.first
     for fed in () if first is None else first.fed:
         where = f" at {fed.place}" if fed.place else ""
-        yield Fact(f"{fed.function}{where} is given {fed.given}, and takes {fed.wanted}")
+        text = f"{fed.function}{where} is given {fed.given}, and takes {fed.wanted}"
+        yield Fact(text, advice=_ADVICE.get((fed.function, fed.given)))
+
+
+_ADVICE = {
+    case: Advice(_RECOMMENDATION, _instead(loss))
+    for case, loss in {
+        ("nll_loss", "logits"): "F.cross_entropy(model(inputs), targets)",
+        ("binary_cross_entropy_with_logits", "probabilities"): (
+            "F.binary_cross_entropy(model(inputs), targets)"
+        ),
+        ("kl_div", "logits"): (
+            'F.kl_div(model(inputs).log_softmax(-1), targets, reduction="batchmean")'
+        ),
+        ("kl_div", "probabilities"): (
+            'F.kl_div(model(inputs).clamp_min(1e-8).log(), targets, reduction="batchmean")'
+        ),
+        ("kl_div", "log-probabilities as targets"): (
+            'F.kl_div(model(inputs), targets, reduction="batchmean", log_target=True)'
+        ),
+    }.items()
+}
+"""By function and what it was given. Probabilities for any other loss: the check's own advice."""

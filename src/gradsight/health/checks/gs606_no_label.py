@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS606",
     "no label counts",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "Every label is the one that the loss ignores, so it divides zero by zero: look "
@@ -18,8 +18,12 @@ from gradsight.health.window import Window
             "masks."
         ),
         fix="""
-counted = int((targets != -100).sum())    # the loss's ignore_index
-assert counted, "no label counts"
+# instead of the loop: leave out batches in which every label is the loss's ignore_index
+for inputs, targets in loader:
+    if (targets != -100).any():
+        optimizer.zero_grad()
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
 """,
     ),
 )

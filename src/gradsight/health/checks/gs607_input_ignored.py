@@ -10,7 +10,7 @@ from gradsight.health.window import Window
     "GS607",
     "the loss does not depend on the input",
     "critical",
-    asked=Asked(needs=("first step",), gate=lambda window: window.now.signals.first is not None),
+    asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
             "What the model gives is the same whatever it is given: look for a variable that "
@@ -18,9 +18,23 @@ from gradsight.health.window import Window
             "after preprocessing."
         ),
         fix="""
-probe = inputs.clone().requires_grad_(inputs.is_floating_point())
-given = model(probe)
-print(torch.autograd.grad(given.sum(), probe, allow_unused=True))    # None or zeros: cut off
+# before the loop: find the first layer whose output is the same for another input
+outputs = {}
+def record(module, args, output):
+    outputs.setdefault(module, []).append(output)
+
+handles = [module.register_forward_hook(record) for module in model.modules()]
+model.eval()
+with torch.no_grad():
+    model(inputs), model(torch.zeros_like(inputs))
+model.train()
+for handle in handles:
+    handle.remove()
+for name, module in list(model.named_modules())[1:]:
+    seen = outputs.get(module, [None])    # first the outputs for one input, then for the other
+    one, other = seen[0], seen[len(seen) // 2]
+    if isinstance(one, torch.Tensor) and torch.equal(one, other):
+        print(f"Does not depend on the input: {name}")
 """,
     ),
 )

@@ -10,14 +10,15 @@ from gradsight.health.window import Window
     "GS608",
     "evaluation mode while training",
     "warning",
-    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    asked=Asked(when="passes", needs=("passes",)),
     advice=Advice(
         recommendation=(
             "Call model.train() before the training loop, and again after every validation. A "
             "part that is to stay in evaluation mode should not learn: requires_grad_(False)."
         ),
         fix="""
-model.train()    # before training, and again after every model.eval()
+# in the loop, before the forward pass: training mode, also after a validation
+model.train()
 """,
     ),
 )

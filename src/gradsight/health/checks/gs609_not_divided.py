@@ -10,17 +10,16 @@ from gradsight.health.window import Window
     "GS609",
     "accumulation without its factor",
     "warning",
-    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    asked=Asked(when="passes", needs=("passes",)),
     advice=Advice(
         recommendation=(
             "Each backward pass adds the gradient of a mean, so the step is as many times too "
             "long as there are micro-batches: divide the loss by their number."
         ),
         fix="""
-micro_batches = 4
-for number in range(micro_batches):
-    loss = loss_fn(model(inputs), targets) / micro_batches
-    loss.backward()
+# in the loop, before loss.backward(): the mean over all micro-batches of a step
+micro_batches = 4    # as many as you accumulate
+loss = loss / micro_batches
 """,
     ),
 )

@@ -19,7 +19,8 @@ from gradsight.health.window import Window
             "mean, or divide the learning rate by the size of the batch."
         ),
         fix="""
-loss = F.cross_entropy(model(inputs), targets, reduction="mean")    # not "sum"
+# in the loop, before loss.backward(): the mean instead of the sum
+loss = loss / targets.numel()
 """,
     ),
 )

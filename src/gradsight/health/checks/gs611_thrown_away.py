@@ -10,18 +10,20 @@ from gradsight.health.window import Window
     "GS611",
     "gradients thrown away",
     "warning",
-    asked=Asked(needs=("passes",), gate=lambda window: window.now.signals.passes is not None),
+    asked=Asked(when="passes", needs=("passes",)),
     advice=Advice(
         recommendation=(
             "Gradients are cleared before any optimizer has used them, so their data is not "
             "learned from: clear after the optimizer has stepped, and nowhere else."
         ),
         fix="""
+# instead of the loop: clear the gradients only after the optimizer has used them
 for number, (inputs, targets) in enumerate(loader):
-    loss_fn(model(inputs), targets).backward()
+    loss = loss_fn(model(inputs), targets) / 2    # the number of batches per step
+    loss.backward()
     if (number + 1) % 2 == 0:
         optimizer.step()
-        optimizer.zero_grad()    # here, not in every round
+        optimizer.zero_grad()
 """,
     ),
 )
