@@ -8,29 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradsight import measure_peak_memory, predict_peak_memory
+from gradsight import predict_peak_memory
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.cuda import cuda_operators
 from gradsight.memory.fake import fake_tensors
-from gradsight.memory.workload import as_workload, backward, make_optimizer, warm_up
+from memory.measured_step import measured
 
 Build = Callable[[], tuple[Any, ...]]
-
-
-def measured(build: Build, policy: str | None, optimizer: str | None = "adamw") -> int:
-    workload = as_workload(build())
-    if policy is not None:
-        apply_checkpointing(workload.model, policy)
-    made = make_optimizer(optimizer, workload.model)
-    warm_up(made)
-
-    def step() -> None:
-        backward(workload)
-        if made is not None:
-            made.step()
-
-    return measure_peak_memory(step).peak_bytes
 
 
 @pytest.mark.parametrize("policy", [None, "full", "selective"])

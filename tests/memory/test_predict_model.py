@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from gradsight import measure_peak_memory
 from gradsight.cli import main
 from gradsight.cli.config_model import config_step, load_config
-from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.lora_options import parse_lora
 from gradsight.memory.variants import with_lora
-from gradsight.memory.workload import as_workload, backward, make_optimizer, warm_up
+from gradsight.memory.workload import as_workload
+from memory.measured_step import measured
 
 Run = Callable[..., tuple[int, str, str]]
 KEYS = {
@@ -57,21 +56,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def measured(build: Callable[[], Any], policy: str, optimizer: str | None) -> int:
-    workload = as_workload(build())
-    if policy != "none":
-        apply_checkpointing(workload.model, policy)
-    made = make_optimizer(optimizer, workload.model)
-    warm_up(made)
-
-    def step() -> None:
-        backward(workload)
-        if made is not None:
-            made.step()
-
-    return measure_peak_memory(step).peak_bytes
-
-
 def object_of(run: Run, *tokens: str) -> dict[str, Any]:
     code, out, err = run(*tokens, "--json")
     assert code == 0, err
@@ -85,7 +69,7 @@ def test_a_configuration_by_default(run: Run, llama: str) -> None:
     """fp32 whatever type the configuration names, as long as its positions, nothing checkpointed."""
     found = object_of(run, llama)
     build = config_step(load_config(llama), 1, 64)
-    assert found["peak_bytes"] == measured(build, "none", "adamw")
+    assert found["peak_bytes"] == measured(build)
     assert found["parameters"] == sum(each.numel() for each in build()[0].parameters())
     expected = {
         "model": llama,
@@ -121,7 +105,7 @@ def test_options_against_a_measured_step(
         build = with_lora(build, parse_lora(lora))
     found = object_of(run, f"{llama}/config.json", *options)
     name = None if optimizer == "none" else optimizer
-    assert found["peak_bytes"] == measured(build, policy, name)
+    assert found["peak_bytes"] == measured(build, None if policy == "none" else policy, name)
     assert (found["dtype"], found["optimizer"], found["policy"]) == (dtype, optimizer, policy)
 
 

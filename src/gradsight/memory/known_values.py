@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsight.memory.assumed_values import CERTAIN, USUAL, Case, Reasons, assumed, reasons_after
-from gradsight.memory.grouped_products import grouped_product, is_grouped_product
+from gradsight.memory.fake_operators import grouped_product, in_true_storage, is_grouped_product
 
 LARGEST = 1 << 20
 """Elements up to which a tensor counts as small."""
@@ -120,6 +120,7 @@ class KnownValues(TorchDispatchMode):
             # The number of results is decided by values, as of nonzero.
             self._note_read(tensors)
             return self._faked(_computed(func, real_args), self._reasons(func, args, tensors))
+        out = in_true_storage(func, args, out)
         self._learn(func, args, real_args, tensors, out)
         return out
 
