@@ -1,6 +1,7 @@
 """gradsight memory predict MODEL --json: the contract, and the numbers against measured steps."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*tokens: str) -> tuple[int, str, str]:
-        code = main(["memory", "predict", *tokens])
+    def run(*tokens: str, command: str = "predict") -> tuple[int, str, str]:
+        code = main(["memory", command, *tokens])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -66,9 +67,9 @@ def object_of(run: Run, *tokens: str) -> dict[str, Any]:
 
 
 def test_a_configuration_by_default(run: Run, llama: str) -> None:
-    """fp32 whatever type the configuration names, as long as its positions, nothing checkpointed."""
+    """The type that it names, as many tokens as it has positions, nothing checkpointed."""
     found = object_of(run, llama)
-    build = config_step(load_config(llama), 1, 64)
+    build = config_step(load_config(llama), 1, 64, "bfloat16")
     assert found["peak_bytes"] == measured(build)
     assert found["parameters"] == sum(each.numel() for each in build()[0].parameters())
     expected = {
@@ -78,7 +79,7 @@ def test_a_configuration_by_default(run: Run, llama: str) -> None:
         "parallel": None,
         "batch_size": 1,
         "block_size": 64,
-        "dtype": "fp32",
+        "dtype": "bf16",
         "optimizer": "adamw",
         "policy": "none",
         "assumptions": [],
@@ -133,6 +134,75 @@ def test_several_devices(run: Run, llama: str) -> None:
     assert (one["parallel"], one["peak_bytes"]) == (None, alone["peak_bytes"])
 
 
+@pytest.mark.parametrize("command", ["predict", "plan"])
+@pytest.mark.parametrize(
+    ("named", "options", "precision", "device"),
+    [
+        ("bfloat16", (), "bf16, from the configuration (change: --dtype fp32)", None),
+        ("float16", (), "fp16, from the configuration (change: --dtype bf16)", None),
+        ("float64", (), "fp32, the default (change: --dtype bf16)", None),
+        (None, (), "fp32, the default (change: --dtype bf16)", None),
+        ("bfloat16", ("--dtype", "fp32", "--device", "cuda"), "fp32", "cuda"),
+    ],
+)
+def test_an_answer_says_which_precision_and_device_it_assumes(
+    run: Run,
+    tmp_path: Path,
+    command: str,
+    named: str | None,
+    options: tuple[str, ...],
+    precision: str,
+    device: str | None,
+) -> None:
+    shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = {"model_type": "gpt2", **shape} | ({} if named is None else {"dtype": named})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    budget = ("--budget", "1GB") if command == "plan" else ()
+    code, out, err = run(str(tmp_path), *options, *budget, command=command)
+    assert code == 0, err
+    top = [line.strip() for line in out.split("Optimizer:")[0].splitlines()]
+    assert f"Precision:               {precision}" in top
+    device = device or "cpu, the default (change: --device cuda)"
+    assert f"Device:                  {device}" in top
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--lora", "r=4", "--dtype", "fp32"),
+        ("--lora", "r=4", "--device", "cuda"),
+        ("--gpus", "4", "--parallel", "fsdp2"),
+    ],
+    ids=" ".join,
+)
+def test_a_plan_takes_the_options_of_a_prediction(
+    run: Run, llama: str, options: tuple[str, ...]
+) -> None:
+    """A step of every kind fits exactly its own peak, and one byte less needs a plan."""
+    place = (llama, "--batch_size", "8", *options)
+    peak = object_of(run, *place)["peak_bytes"]
+    code, out, err = run(*place, "--budget", str(peak), command="plan")
+    assert code == 0, err
+    assert "Plan:                    none\n" in out
+    assert "there is nothing to apply" in out
+    code, out, err = run(*place, "--budget", str(peak - 1), command="plan")
+    assert code == 0, err
+    assert 'apply_checkpointing(model, "' in out
+
+
+def test_a_plan_that_does_not_fit_names_a_batch_that_does(run: Run, llama: str) -> None:
+    options = (llama, "--lora", "r=4")
+    smallest = object_of(run, *options, "--batch_size", "2", "--policy", "full")["peak_bytes"]
+    code, _, err = run(
+        *options, "--batch_size", "64", "--budget", str(smallest + 1), command="plan"
+    )
+    assert code == 2
+    assert "no checkpointing fits" in err
+    found = re.search(r"--batch_size (\d+) would fit", err)
+    assert found is not None, err
+    assert 2 <= int(found[1]) < 10
+
+
 BUILD = """
 import torch
 from torch import nn
@@ -162,7 +232,7 @@ def test_the_table(run: Run, llama: str) -> None:
     ways = ("--gpus", "2", "--parallel", "fsdp2", "--policy", "none", "--block_size", "32")
     code, out, err = run(llama, *ways, "--memory", "550kB")
     assert code == 0
-    for text in ("peak by kind", "gathered", "in all", "Cheapest plan for 550 kB", "largest batch"):
+    for text in ("peak by kind", "gathered", "total", "This batch fits 550 kB", "largest batch"):
         assert text in out.replace("\n", " ")
     assert "Looking for the largest batch" in err
     assert "Weighing 3 blocks, step 1" in err
