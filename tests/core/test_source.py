@@ -4,7 +4,7 @@ import inspect
 import random
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 import pytest
 import torch
@@ -32,6 +32,13 @@ FILES: dict[str, Owner] = {
 @pytest.mark.parametrize("filename", FILES)
 def test_whose_a_file_is(filename: str) -> None:
     assert owner_of(filename) == FILES[filename]
+
+
+@pytest.mark.parametrize("module", [torch.nn, gradsight, random])
+def test_files_behind_a_link_have_the_same_owner(module: ModuleType, tmp_path: Path) -> None:
+    file = Path(str(module.__file__))
+    (tmp_path / "linked").symlink_to(file.parent, target_is_directory=True)
+    assert owner_of(str(tmp_path / "linked" / file.name)) == owner_of(str(file)) != "user"
 
 
 def here() -> str:

@@ -14,7 +14,7 @@ from gradsight import (
     verify_checkpointing,
 )
 from gradsight.errors import UsageError
-from gradsight.memory.blocks import find_blocks
+from gradsight.memory.blocks import NoBlocks, find_blocks
 
 WIDTH = 16
 
@@ -97,7 +97,7 @@ def test_one_block_that_is_called_many_times() -> None:
 
 
 def test_without_a_batch_it_is_asked_for() -> None:
-    with pytest.raises(UsageError, match="called several times, check=batch finds it"):
+    with pytest.raises(UsageError, match="calls one block several times, check=batch finds it"):
         apply_checkpointing(SharedOne())
 
 
@@ -222,3 +222,70 @@ def test_prefix_tuning(policy: str) -> None:
     assert report.gradients_identical, report.cause
     predicted = predict_peak_memory(prefix_tuned, policy=policy)
     assert predicted.peak_bytes == report.optimized_bytes
+
+
+class HeldTwice(nn.Module):
+    """performer-pytorch holds its layers under a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Two(64) for _ in range(4)))
+        self.helper = nn.ModuleDict({"of": self.net})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).square().mean()
+
+
+class Two(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_plan_for_modules_with_two_names_can_be_applied() -> None:
+    def build() -> tuple[Any, ...]:
+        return HeldTwice(), (torch.randn(512, 64),)
+
+    peaks = [predict_peak_memory(build, policy=policy).peak_bytes for policy in (None, "full")]
+    plan = plan_checkpointing(build, sum(peaks) // 2)
+    assert plan.blocks == ("net.0", "net.1", "net.2", "net.3")
+    apply_checkpointing(build()[0], plan).remove()
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+        self.c = nn.ModuleList([nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 3)])
+        self.h = nn.Linear(4, 4)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+        self.net = nn.Module()
+        layers = ({"attention": Two(4), "mlp": nn.Sequential(nn.Linear(4, 4))} for _ in range(2))
+        self.net.layers = nn.ModuleList(nn.ModuleDict(layer) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Leaves(), ["c.0", "c.1", "h"]),
+        (Nested(), ["net.layers.0.attention", "net.layers.0.mlp", "net.layers.1.attention"]),
+        (nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 3, 1))), ["0.0", "0.1"]),
+        (nn.Sequential(nn.Linear(3, 3)), None),
+    ],
+)
+def test_suggested_blocks_can_be_used(model: nn.Module, names: list[str] | None) -> None:
+    with pytest.raises(NoBlocks) as refusal:
+        find_blocks(model)
+    if names is None:
+        assert "Name them" not in str(refusal.value)
+        return
+    assert f"Name them, for example blocks={names}" in str(refusal.value)
+    assert [name for name, _ in find_blocks(model, names)] == names

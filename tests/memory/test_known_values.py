@@ -1,31 +1,17 @@
 """Steps that ask for values: what is known is true, what is not is assumed, said and bounded."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from gradsight import measure_peak_memory, predict_peak_memory
+from gradsight import predict_peak_memory
 from gradsight.errors import GradsightError
 from gradsight.memory.assumed_values import Case
 from gradsight.memory.predict import fake_device
-from gradsight.memory.workload import as_workload, backward, make_optimizer, warm_up
 from memory import families
-
-
-def measured(build: Callable[[], Any]) -> int:
-    workload = as_workload(build())
-    optimizer = make_optimizer("adamw", workload.model)
-    assert optimizer is not None
-    warm_up(optimizer)
-
-    def step() -> None:
-        backward(workload)
-        optimizer.step()
-
-    return measure_peak_memory(step).peak_bytes
+from memory.measured_step import measured
 
 
 @pytest.mark.parametrize("name", families.EXACT)

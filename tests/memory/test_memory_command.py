@@ -191,7 +191,8 @@ def test_predict(
         (
             ("plan", "--budget", "1GB"),
             64,
-            "give either file.py:build or --architecture, for example --architecture GPT2-Small",
+            "give either a model (a configuration or file.py:build) or --architecture, for "
+            "example --architecture GPT2-Small",
         ),
         (("verify", "{models}:build", "--architecture", "char"), 64, "give either"),
         (
@@ -346,7 +347,16 @@ def test_blocks_are_named_as_the_error_says(
     assert "(to a command: --blocks first,second)" in err
     code, out, err = run("plan", place, "--budget", "1GB", "--blocks", "first,second")
     assert code == 0, err
-    assert "blocks=['first', 'second'])" in out
+    assert "2, first to second" in out
+
+
+def test_a_plan_is_applied_to_the_blocks_that_were_named(
+    run: Callable[..., tuple[int, str, str]], models: str
+) -> None:
+    options = ("--budget", "1500kB", "--optimizer", "none", "--blocks", "0,1,2")
+    code, out, err = run("plan", f"{models}:build", *options)
+    assert code == 0, err
+    assert "blocks=['0', '1', '2'])" in out
 
 
 def test_a_negative_budget_is_a_size(run: Callable[..., tuple[int, str, str]]) -> None:

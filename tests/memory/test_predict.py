@@ -8,29 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradsight import measure_peak_memory, predict_peak_memory
+from gradsight import predict_peak_memory
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.cuda import cuda_operators
 from gradsight.memory.fake import fake_tensors
-from gradsight.memory.workload import as_workload, backward, make_optimizer, warm_up
+from memory.measured_step import measured
 
 Build = Callable[[], tuple[Any, ...]]
-
-
-def measured(build: Build, policy: str | None, optimizer: str | None = "adamw") -> int:
-    workload = as_workload(build())
-    if policy is not None:
-        apply_checkpointing(workload.model, policy)
-    made = make_optimizer(optimizer, workload.model)
-    warm_up(made)
-
-    def step() -> None:
-        backward(workload)
-        if made is not None:
-            made.step()
-
-    return measure_peak_memory(step).peak_bytes
 
 
 @pytest.mark.parametrize("policy", [None, "full", "selective"])
@@ -222,6 +206,64 @@ def test_a_build_that_needs_data_is_refused() -> None:
         return nn.Linear(width, 1), (torch.randn(2, width),)
 
     with pytest.raises(GradsightError, match=r"needs real data: .*in build, .*test_predict\.py"):
+        predict_peak_memory(build)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bag(x).square().mean()
+
+
+def sparse_embedding() -> tuple[Any, ...]:
+    return nn.Embedding(50, 8, sparse=True), torch.randint(0, 50, (4, 3)), mean_square
+
+
+def sparse_batch() -> tuple[Any, ...]:
+    return nn.Linear(8, 8), torch.eye(8).to_sparse(), mean_square
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adamw"])
+@pytest.mark.parametrize(
+    "build", [sparse_embedding, sparse_batch, lambda: (Bag(), (torch.randint(0, 50, (4, 3)),))]
+)
+def test_sparse_tensors_are_refused(build: Build, optimizer: str | None) -> None:
+    assert measured(build, optimizer=None) > 0
+    with pytest.raises(GradsightError, match=r"sparse tensor.*measure_peak_memory.*sparse=False"):
+        predict_peak_memory(build, optimizer=optimizer)
+
+
+def fitted_in_build() -> tuple[Any, ...]:
+    """pykan fits its splines in this way when a model is made."""
+    model = nn.Linear(4, 4)
+    try:
+        fitted = torch.linalg.lstsq(model.weight.detach(), torch.randn(4, 4)).solution
+    except Exception:
+        print("lstsq failed")
+    model.weight.data = fitted
+    return model, torch.randn(2, 4), mean_square
+
+
+def fitted_in_the_step() -> tuple[Any, ...]:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(batch.numpy()).sum() + mean_square(model, batch)
+
+    return nn.Linear(4, 4), torch.randn(2, 4), loss_fn
+
+
+@pytest.mark.parametrize("build", [fitted_in_build, fitted_in_the_step])
+def test_what_fails_only_without_data_is_sent_to_a_measurement(build: Build) -> None:
+    assert measured(build, optimizer=None) > 0
+    with pytest.raises(
+        GradsightError, match=r"If that works, .*only without real data.*measure_peak_memory"
+    ):
         predict_peak_memory(build)
 
 

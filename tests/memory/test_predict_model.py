@@ -1,6 +1,7 @@
 """gradsight memory predict MODEL --json: the contract, and the numbers against measured steps."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gradsight import measure_peak_memory
 from gradsight.cli import main
 from gradsight.cli.config_model import config_step, load_config
-from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.lora_options import parse_lora
 from gradsight.memory.variants import with_lora
-from gradsight.memory.workload import as_workload, backward, make_optimizer, warm_up
+from gradsight.memory.workload import as_workload
+from memory.measured_step import measured
 
 Run = Callable[..., tuple[int, str, str]]
 KEYS = {
@@ -49,27 +49,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*tokens: str) -> tuple[int, str, str]:
-        code = main(["memory", "predict", *tokens])
+    def run(*tokens: str, command: str = "predict") -> tuple[int, str, str]:
+        code = main(["memory", command, *tokens])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
     return run
-
-
-def measured(build: Callable[[], Any], policy: str, optimizer: str | None) -> int:
-    workload = as_workload(build())
-    if policy != "none":
-        apply_checkpointing(workload.model, policy)
-    made = make_optimizer(optimizer, workload.model)
-    warm_up(made)
-
-    def step() -> None:
-        backward(workload)
-        if made is not None:
-            made.step()
-
-    return measure_peak_memory(step).peak_bytes
 
 
 def object_of(run: Run, *tokens: str) -> dict[str, Any]:
@@ -82,10 +67,10 @@ def object_of(run: Run, *tokens: str) -> dict[str, Any]:
 
 
 def test_a_configuration_by_default(run: Run, llama: str) -> None:
-    """fp32 whatever type the configuration names, as long as its positions, nothing checkpointed."""
+    """The type that it names, as many tokens as it has positions, nothing checkpointed."""
     found = object_of(run, llama)
-    build = config_step(load_config(llama), 1, 64)
-    assert found["peak_bytes"] == measured(build, "none", "adamw")
+    build = config_step(load_config(llama), 1, 64, "bfloat16")
+    assert found["peak_bytes"] == measured(build)
     assert found["parameters"] == sum(each.numel() for each in build()[0].parameters())
     expected = {
         "model": llama,
@@ -94,7 +79,7 @@ def test_a_configuration_by_default(run: Run, llama: str) -> None:
         "parallel": None,
         "batch_size": 1,
         "block_size": 64,
-        "dtype": "fp32",
+        "dtype": "bf16",
         "optimizer": "adamw",
         "policy": "none",
         "assumptions": [],
@@ -121,7 +106,7 @@ def test_options_against_a_measured_step(
         build = with_lora(build, parse_lora(lora))
     found = object_of(run, f"{llama}/config.json", *options)
     name = None if optimizer == "none" else optimizer
-    assert found["peak_bytes"] == measured(build, policy, name)
+    assert found["peak_bytes"] == measured(build, None if policy == "none" else policy, name)
     assert (found["dtype"], found["optimizer"], found["policy"]) == (dtype, optimizer, policy)
 
 
@@ -147,6 +132,75 @@ def test_several_devices(run: Run, llama: str) -> None:
     )
     one = object_of(run, llama, "--gpus", "1", "--parallel", "fsdp2")
     assert (one["parallel"], one["peak_bytes"]) == (None, alone["peak_bytes"])
+
+
+@pytest.mark.parametrize("command", ["predict", "plan"])
+@pytest.mark.parametrize(
+    ("named", "options", "precision", "device"),
+    [
+        ("bfloat16", (), "bf16, from the configuration (change: --dtype fp32)", None),
+        ("float16", (), "fp16, from the configuration (change: --dtype bf16)", None),
+        ("float64", (), "fp32, the default (change: --dtype bf16)", None),
+        (None, (), "fp32, the default (change: --dtype bf16)", None),
+        ("bfloat16", ("--dtype", "fp32", "--device", "cuda"), "fp32", "cuda"),
+    ],
+)
+def test_an_answer_says_which_precision_and_device_it_assumes(
+    run: Run,
+    tmp_path: Path,
+    command: str,
+    named: str | None,
+    options: tuple[str, ...],
+    precision: str,
+    device: str | None,
+) -> None:
+    shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = {"model_type": "gpt2", **shape} | ({} if named is None else {"dtype": named})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    budget = ("--budget", "1GB") if command == "plan" else ()
+    code, out, err = run(str(tmp_path), *options, *budget, command=command)
+    assert code == 0, err
+    top = [line.strip() for line in out.split("Optimizer:")[0].splitlines()]
+    assert f"Precision:               {precision}" in top
+    device = device or "cpu, the default (change: --device cuda)"
+    assert f"Device:                  {device}" in top
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--lora", "r=4", "--dtype", "fp32"),
+        ("--lora", "r=4", "--device", "cuda"),
+        ("--gpus", "4", "--parallel", "fsdp2"),
+    ],
+    ids=" ".join,
+)
+def test_a_plan_takes_the_options_of_a_prediction(
+    run: Run, llama: str, options: tuple[str, ...]
+) -> None:
+    """A step of every kind fits exactly its own peak, and one byte less needs a plan."""
+    place = (llama, "--batch_size", "8", *options)
+    peak = object_of(run, *place)["peak_bytes"]
+    code, out, err = run(*place, "--budget", str(peak), command="plan")
+    assert code == 0, err
+    assert "Plan:                    none\n" in out
+    assert "there is nothing to apply" in out
+    code, out, err = run(*place, "--budget", str(peak - 1), command="plan")
+    assert code == 0, err
+    assert 'apply_checkpointing(model, "' in out
+
+
+def test_a_plan_that_does_not_fit_names_a_batch_that_does(run: Run, llama: str) -> None:
+    options = (llama, "--lora", "r=4")
+    smallest = object_of(run, *options, "--batch_size", "2", "--policy", "full")["peak_bytes"]
+    code, _, err = run(
+        *options, "--batch_size", "64", "--budget", str(smallest + 1), command="plan"
+    )
+    assert code == 2
+    assert "no checkpointing fits" in err
+    found = re.search(r"--batch_size (\d+) would fit", err)
+    assert found is not None, err
+    assert 2 <= int(found[1]) < 10
 
 
 BUILD = """
@@ -178,7 +232,7 @@ def test_the_table(run: Run, llama: str) -> None:
     ways = ("--gpus", "2", "--parallel", "fsdp2", "--policy", "none", "--block_size", "32")
     code, out, err = run(llama, *ways, "--memory", "550kB")
     assert code == 0
-    for text in ("peak by kind", "gathered", "in all", "Cheapest plan for 550 kB", "largest batch"):
+    for text in ("peak by kind", "gathered", "total", "This batch fits 550 kB", "largest batch"):
         assert text in out.replace("\n", " ")
     assert "Looking for the largest batch" in err
     assert "Weighing 3 blocks, step 1" in err

@@ -322,6 +322,21 @@ def test_bad_policies_are_refused_before_anything_runs(make_gpt: Callable[..., A
         verify_checkpointing(lambda: (nn.Linear(3, 3), torch.ones(1, 3), lambda m, b: m(b).sum()))
 
 
+@pytest.mark.parametrize(
+    ("policy", "cause"),
+    [("none", "the policy 'none' recomputes no block"), ("full", "larger batch")],
+)
+def test_a_step_that_saves_nothing_has_a_cause(policy: str, cause: str) -> None:
+    def build() -> tuple[Any, ...]:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(3)))
+        return model, torch.ones(1, 256), lambda m, b: m(b).sum()
+
+    report = verify_checkpointing(build, policy=policy)
+    assert (report.passed, report.gradients_identical) == (False, True)
+    assert report.cause is not None
+    assert cause in report.cause
+
+
 def test_the_report_as_numbers() -> None:
     plain, less = MemoryUse(1000, {"activations": 600}, flops=100), MemoryUse(700, {}, flops=133)
     report = CheckpointingReport("full", plain, less, gradients_identical=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsight.core import rundir
 from gradsight.errors import UsageError
+from gradsight.memory.lora_options import TYPES
 from gradsight.train.models import refuse_without_transformers
 
 if TYPE_CHECKING:
@@ -79,6 +80,13 @@ def usual_length(config: Any) -> int:
     if isinstance(longest, int) and longest > 0:
         return min(USUAL_LENGTH, longest)
     return USUAL_LENGTH
+
+
+def dtype_of(config: Any) -> str | None:
+    """Return the type that a configuration names for its parameters, as --dtype spells it."""
+    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    full_name = str(named).removeprefix("torch.")
+    return next((short for short, name in TYPES.items() if name == full_name), None)
 
 
 def config_step(

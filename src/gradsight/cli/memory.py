@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,20 +17,27 @@ from rich.text import Text
 from gradsight.cli.memory_predict import (
     COMPARED,
     NO_POLICY,
+    Question,
     TrainingOptions,
     answer,
     ask,
     refuse_unknown_batches,
 )
-from gradsight.cli.memory_predictions import as_object, show_predictions
-from gradsight.cli.memory_step import Device, StepOptions
+from gradsight.cli.memory_predictions import (
+    as_object,
+    show_assumed,
+    show_hanging,
+    show_lines,
+    show_predictions,
+)
+from gradsight.cli.memory_step import StepOptions
 from gradsight.core.rundir import make_run_dir
 from gradsight.errors import GradsightError, UsageError
 from gradsight.memory.policy import refuse_nonsense
 from gradsight.show.text import json_text
 from gradsight.store.tracker import MetricsTracker
 from gradsight.values.memory import CheckpointingPlan, CheckpointingReport
-from gradsight.values.sizes import gigabytes, parse_size
+from gradsight.values.sizes import format_size, gigabytes, parse_size
 
 if TYPE_CHECKING:
     from gradsight.memory.plan import OverBudget
@@ -149,12 +155,6 @@ def show_report(console: Console, report: CheckpointingReport) -> None:
     show_verdict(console, report)
 
 
-def show_lines(console: Console, *lines: tuple[str, str]) -> None:
-    """Names and values, one below the other."""
-    for name, value in lines:
-        console.print(f"  {name:<24} {value}", highlight=False)
-
-
 def extra_operations(share: float) -> str:
     """What is recomputed; only matrix products are counted, which are nearly all of the time."""
     return f"{share:.1%} of matrix products (other work is not counted)"
@@ -228,74 +228,96 @@ def predict_command(
 
 @app.command(name="plan")
 def plan_command(
-    build: Place = None, /, *, budget: Budget, device: Device = "cpu", step: StepOptions = DEFAULT
+    model: Model = None,
+    /,
+    *,
+    budget: Budget,
+    training: TrainingOptions = TRAINING,
+    step: StepOptions = DEFAULT,
 ) -> int:
     """Choose what every block recomputes so that the step fits the budget at the least extra work.
 
     Exits 2 with the smallest reachable peak where nothing fits.
     """
-    parse_size(budget)  # a wrong size is refused before the model is built
-    made = step.build(build)
-    from gradsight.memory.plan import OverBudget, plan_checkpointing
+    limit = parse_size(budget)  # a wrong size is refused before the model is built
+    question = ask(model, step, training)
+    from gradsight.memory.plan import OverBudget, plan_step
+    from gradsight.memory.predict import model_facts
     from gradsight.memory.progress import heard_by
 
     console = Console()
+    facts = model_facts(question.build())
+    shape = question.choice
+    batch = f", batch {shape.batch_size} x {shape.block_size} tokens" if shape.batch_size else ""
+    console.print()
+    show_lines(console, ("Model:", f"{escape(shape.title)}{batch}"))
+    show_assumed(console, question, facts)
     try:
         with progress() as tell, heard_by(tell):
-            tell(f"Planning {step.title(build)} for {budget}")
-            chosen = plan_checkpointing(
-                made,
-                budget,
-                optimizer=step.optimizer_name,
-                device=device,
-                blocks=step.block_names,
-            )
+            tell(f"Planning {question.choice.title} for {budget}")
+            chosen = plan_step(question.build(), limit, question.setting(COMPARED))
     except OverBudget as error:
-        if build is not None:
+        if question.choice.sized is None:
             raise  # it makes its own batch
-        raise say_what_fits(step, error) from error
+        raise say_what_fits(question, error) from error
     show_plan(console, chosen, step.block_names)
     return 0
 
 
-def say_what_fits(step: StepOptions, error: "OverBudget") -> GradsightError:
-    """The refusal with the largest batch of a built-in model that would fit."""
+def say_what_fits(question: Question, error: "OverBudget") -> GradsightError:
+    """Return the refusal with the largest batch that would fit."""
     from gradsight.memory.predict import largest_batch
 
     smallest = error.smallest
-    assert step.architecture is not None
+    setting = question.setting(smallest.policy)
     with progress() as tell:
         tell("Looking for a batch that fits")
         size = largest_batch(
-            partial(step.sized, step.architecture),
+            question.build,
             smallest.budget_bytes,
-            policy=smallest.policy,
-            optimizer=step.optimizer_name,
-            device=smallest.device,
+            policy=setting.policy,
+            optimizer=setting.optimizer,
+            device=setting.device,
+            ranks=setting.ranks,
         )
     if size:
-        return GradsightError(f"{error}: --batch_size {size} would fit, recomputed as above")
-    return GradsightError(f"{error}: not even --batch_size 1 fits")
+        return GradsightError(f"{error.fact}. --batch_size {size} would fit with this policy")
+    return GradsightError(
+        f"{error.fact}. Not even --batch_size 1 fits: take a shorter sequence (--block_size), a "
+        "smaller type (--dtype bf16) or an optimizer with less state"
+    )
 
 
 def show_plan(console: Console, chosen: CheckpointingPlan, blocks: list[str] | None = None) -> None:
     """Print the plan, and the two lines of code that apply it."""
+    from gradsight.memory.cuda import UNKNOWN, is_cuda
+
     console.print()
     span = f"{len(chosen.blocks)}, {chosen.blocks[0]} to {chosen.blocks[-1]}"
     show_lines(
         console,
-        ("Budget:", gigabytes(chosen.budget_bytes)),
-        ("Without checkpointing:", gigabytes(chosen.baseline_bytes)),
-        ("With this plan:", f"{gigabytes(chosen.predicted_bytes)} predicted for {chosen.device}"),
+        ("Budget:", format_size(chosen.budget_bytes)),
+        ("Without checkpointing:", f"{format_size(chosen.baseline_bytes)} at the peak"),
+        ("With this plan:", f"{format_size(chosen.predicted_bytes)} at the peak"),
         ("Extra operations:", extra_operations(chosen.extra_flops)),
         ("Blocks:", escape(span)),
         ("Plan:", escape(chosen.policy)),
     )
-    console.print("\n  Apply it with:\n", highlight=False)
-    console.print("    from gradsight import apply_checkpointing", style="cyan", highlight=False)
-    named = f", blocks={blocks}" if blocks else ""
-    line = f'    apply_checkpointing(model, "{chosen.policy}"{named})'
-    console.print(line, style="cyan", highlight=False, soft_wrap=True, markup=False)
+    console.print()
+    if chosen.policy == NO_POLICY:
+        indented(console, "The step fits without checkpointing: there is nothing to apply.")
+    else:
+        console.print("  Apply it with:\n", highlight=False)
+        console.print(
+            "    from gradsight import apply_checkpointing", style="cyan", highlight=False
+        )
+        named = f", blocks={blocks}" if blocks else ""
+        line = f'    apply_checkpointing(model, "{chosen.policy}"{named})'
+        console.print(line, style="cyan", highlight=False, soft_wrap=True, markup=False)
+    if is_cuda(chosen.device):
+        console.print()
+        for note in UNKNOWN:
+            show_hanging(console, "- ", f"[dim]{escape(note)}[/]")
 
 
 @contextmanager

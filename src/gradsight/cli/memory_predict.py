@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 
-from gradsight.cli.memory_step import Device, ModelChoice, StepOptions
+from gradsight.cli.memory_step import ModelChoice, StepOptions
 from gradsight.errors import UsageError
-from gradsight.memory.lora_options import TYPES, Lora, parse_lora
+from gradsight.memory.lora_options import Lora, parse_lora
 from gradsight.memory.setting import ALONE, Ranks, StepSetting
 from gradsight.values.memory import CheckpointingPlan, MemoryUse
 
@@ -25,9 +25,9 @@ COMPARED = "full"
 class TrainingOptions:
     """How the model is trained."""
 
-    dtype: Literal["fp32", "bf16"] | None = None
-    """The type of the model's parameters and of what they compute; a configuration and a built-in
-    model have fp32 where none is given.
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """The type of the model's parameters and activations. Default: the type that a configuration
+    names or that file.py:build uses, else fp32.
     """
     lora: str | None = None
     """Train adapters on the frozen model, for example r=16 (fp32 adapters, PEFT's modules)."""
@@ -37,7 +37,8 @@ class TrainingOptions:
     """How several devices share the work: DistributedDataParallel, or fully_shard on every block
     and the model; ddp where only --gpus is given.
     """
-    device: Device = "cpu"
+    device: Literal["cpu", "cuda"] | None = None
+    """The device to predict for; cuda needs no GPU. Default: cpu."""
 
     def refuse_nonsense(self) -> None:
         """Refuse what cannot be meant, before anything is imported or built."""
@@ -86,7 +87,11 @@ class Question:
         if checkpointed is None and self.ranks.parallel != "fsdp2":
             blocks = None
         optimizer = self.step.optimizer_name
-        return StepSetting(checkpointed, optimizer, self.training.device, blocks, self.ranks)
+        return StepSetting(checkpointed, optimizer, self.device, blocks, self.ranks)
+
+    @property
+    def device(self) -> str:
+        return self.training.device or "cpu"
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,7 @@ def ask(
     """The question that a command line stands for, without policy and limit yet."""
     training.refuse_nonsense()
     lora = None if training.lora is None else parse_lora(training.lora)
-    dtype = TYPES[training.dtype or "fp32"]
-    choice = step.choice(place, architecture, dtype)
+    choice = step.choice(place, architecture, training.dtype)
     return Question(choice, step, training, NO_POLICY, ranks=training.ranks(), lora=lora)
 
 

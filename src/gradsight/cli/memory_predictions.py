@@ -1,14 +1,18 @@
 """What `gradsight memory predict` prints: a line for each model, its peak by kind, what fits."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from gradsight.cli.memory_predict import NO_POLICY, Answer, Question
 from gradsight.values.memory import MemoryUse
 from gradsight.values.sizes import format_size
+
+if TYPE_CHECKING:
+    from gradsight.memory.predict import ModelFacts
 
 
 def as_object(answer: Answer) -> dict[str, Any]:
@@ -20,7 +24,7 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "model": shape.title,
         "parameters": answer.model.parameters,
         "trainable_parameters": answer.model.trainable,
-        "device": question.training.device,
+        "device": question.device,
         "gpus": question.ranks.count,
         "parallel": question.ranks.parallel,
         "batch_size": shape.batch_size,
@@ -59,17 +63,53 @@ def show_predictions(console: Console, answers: list[Answer], *, detailed: bool)
     """Print a line for each model, of a single one also its kinds, and what is not known."""
     question = answers[0].question
     console.print()
+    show_assumed(console, question, answers[0].model)
+    console.print()
     console.print(_summary(answers))
-    console.print(f"\n[dim]{escape(_circumstances(question))}[/]", highlight=False)
+    console.print(f"\n[dim]{escape(_legend(question))}[/]", highlight=False)
     for answer in answers:
         if detailed:
             console.print()
             console.print(_kinds(answer))
+            console.print()
         for line in [*_what_fits(answer), *_assumptions(answer)]:
-            console.print(f"- {escape(line)}", highlight=False)
+            show_hanging(console, "- ", escape(line))
     uses = [use for answer in answers for use in answer.uses.values()]
     for note in dict.fromkeys(note for use in uses for note in use.notes):
-        console.print(f"[dim]- {escape(note)}[/]", highlight=False)
+        show_hanging(console, "- ", f"[dim]{escape(note)}[/]")
+
+
+def show_assumed(console: Console, question: Question, model: "ModelFacts") -> None:
+    """Print what an answer assumes, and how to change what the command line does not say."""
+    precision = model.dtype
+    if question.training.dtype is None:
+        other = "fp32" if precision == "bf16" else "bf16"
+        precision += f", {question.choice.type_origin} (change: --dtype {other})"
+    device = question.device
+    if question.training.device is None:
+        device += ", the default (change: --device cuda)"
+    if question.ranks.parallel is not None:
+        device += f", each of {question.ranks.count} under {question.ranks.parallel}"
+    lines = [("Precision:", precision), ("Device:", device)]
+    if question.lora is not None:
+        base, adapters = _count(model.parameters - model.trainable), _count(model.trainable)
+        lines.append(("LoRA:", f"{base} frozen, {adapters} trained in {question.lora.dtype}"))
+    lines.append(("Optimizer:", question.step.optimizer))
+    show_lines(console, *lines)
+
+
+def show_lines(console: Console, *lines: tuple[str, str]) -> None:
+    """Print names and values, one below the other."""
+    for name, value in lines:
+        show_hanging(console, f"  {name:<24} ", value)
+
+
+def show_hanging(console: Console, start: str, text: str) -> None:
+    """Print text of which further lines stand below the first one, and not below its start."""
+    for line in Text.from_markup(text).wrap(console, max(20, console.width - len(start))):
+        line.rstrip()
+        console.print(Text.assemble(start, line), highlight=False)
+        start = " " * len(start)
 
 
 def _summary(answers: list[Answer]) -> Table:
@@ -110,13 +150,9 @@ def _cells(answer: Answer) -> list[str]:
     return cells
 
 
-def _circumstances(question: Question) -> str:
-    """What the numbers were predicted for."""
-    where: str = question.training.device
-    if question.ranks.parallel is not None:
-        where = f"each of {question.ranks.count} {where} devices under {question.ranks.parallel}"
-    text = f"Predicted for {where}, optimizer {question.step.optimizer}. "
-    text += "Ceiling: activations' share of the plain peak."
+def _legend(question: Question) -> str:
+    """Explain the columns of the summary."""
+    text = "Ceiling: activations' share of the plain peak."
     if question.limit is not None:
         fits = format_size(question.limit)
         text += f" Largest batch: that fits {fits}, plain and checkpointed."
@@ -132,7 +168,7 @@ def _kinds(answer: Answer) -> Table:
     for kind in uses[0].by_kind:
         if any(use.by_kind[kind] for use in uses):
             table.add_row(kind, *(format_size(use.by_kind[kind]) for use in uses))
-    table.add_row("in all", *(format_size(use.peak_bytes) for use in uses), style="bold")
+    table.add_row("total", *(format_size(use.peak_bytes) for use in uses), style="bold")
     if all(use.reserved is not None for use in uses):
         table.add_row("reserved", *(_range(use) for use in uses))
     return table
@@ -146,19 +182,24 @@ def _range(use: MemoryUse) -> str:
 
 
 def _what_fits(answer: Answer) -> list[str]:
-    """The cheapest plan for the memory there is, and why checkpointing may not help."""
+    """Return whether the step fits and at which cost, and why checkpointing may not help."""
     lines = []
     limit = answer.question.limit
     if answer.plan is not None and limit is not None:
-        lines.append(
-            f"Cheapest plan for {format_size(limit)} at this batch: {answer.plan.policy}, peak "
-            f"{format_size(answer.plan.predicted_bytes)}, "
-            f"{answer.plan.extra_flops:.1%} more matrix products"
-        )
+        fits = f"This batch fits {format_size(limit)}"
+        peak = format_size(answer.plan.predicted_bytes)
+        if answer.plan.policy == NO_POLICY:
+            lines.append(f"{fits} without checkpointing: peak {peak}")
+        else:
+            lines.append(
+                f"{fits} with checkpointing {answer.plan.policy}: peak {peak}, "
+                f"{answer.plan.extra_flops:.1%} more matrix products"
+            )
     elif answer.smallest is not None and limit is not None:
         lines.append(
-            f"No plan fits {format_size(limit)} at this batch: the smallest peak is "
-            f"{format_size(answer.smallest.predicted_bytes)}, with {answer.smallest.policy}"
+            f"This batch does not fit {format_size(limit)}: the smallest peak is "
+            f"{format_size(answer.smallest.predicted_bytes)}, with checkpointing "
+            f"{answer.smallest.policy}"
         )
     uses = list(answer.uses.values())
     if len(uses) > 1 and uses[0].peak_bytes == uses[-1].peak_bytes:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from cyclopts import Parameter
 
@@ -12,21 +12,20 @@ from gradsight.cli.build_function import load_build
 from gradsight.cli.config_model import (
     USUAL_BATCH,
     config_step,
+    dtype_of,
     load_config,
     names_build_function,
     usual_length,
 )
 from gradsight.errors import UsageError
+from gradsight.memory.lora_options import TYPES
 from gradsight.train.models import (
     architecture,
     refuse_without_transformers,
     training_step,
 )
 
-Device = Annotated[
-    Literal["cpu", "cuda"],
-    Parameter(help="cuda: what CUDA's operators keep; no GPU is needed for that."),
-]
+AS_BUILT = "as build() makes it"
 Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "none"]
 
 
@@ -43,6 +42,8 @@ class ModelChoice:
     only: Callable[[], Any] | None = None
     in_type: bool = False
     """Whether the build function makes the model in the type that was asked for."""
+    type_origin: str = "the default"
+    """Where the parameters' type comes from if --dtype does not name one."""
 
     def build(self, batch_size: int | None = None) -> Callable[[], Any]:
         """The build function, for a batch of this size where it can be chosen."""
@@ -62,11 +63,13 @@ class StepOptions:
     configuration.
     """
     batch_size: int | None = None
-    """Samples in a batch on each device, of a built-in model, of a configuration, or of a build
-    function that takes batch_size.
+    """Samples in a batch on each device, of a built-in model, of a configuration (default 1), or
+    of a build function that takes batch_size.
     """
     block_size: int | None = None
-    """Tokens in a sample, likewise."""
+    """Tokens in a sample, of the same models. Default of a configuration: 1024, or the number of
+    its positions if that is smaller.
+    """
     dropout: float = 0.0
     """Dropout of a built-in model."""
     optimizer: Optimizer = "adamw"
@@ -93,14 +96,15 @@ class StepOptions:
         return self.choice(place, architecture).build(self.batch_size)
 
     def choice(
-        self, place: str | None, architecture: str | None = None, dtype: str = "float32"
+        self, place: str | None, architecture: str | None = None, dtype: str | None = None
     ) -> ModelChoice:
         """The model that is meant, with its batch as far as that can be said."""
         self._refuse_nonsense()
         name = architecture or self.architecture
         if (place is None) == (name is None):
             raise UsageError(
-                "give either file.py:build or --architecture, for example --architecture GPT2-Small"
+                "give either a model (a configuration or file.py:build) or --architecture, for "
+                "example --architecture GPT2-Small"
             )
         if place is None:
             assert name is not None
@@ -132,27 +136,30 @@ class StepOptions:
                 "block_size as arguments"
             )
         if "batch_size" not in taken:
-            return ModelChoice(place, None, self.block_size, None, partial(build, **sizes))
+            only = partial(build, **sizes)
+            return ModelChoice(place, None, self.block_size, None, only, type_origin=AS_BUILT)
 
         def sized(size: int | None) -> Callable[[], Any]:
             if size is None:
                 return partial(build, **sizes)
             return partial(build, **{**sizes, "batch_size": size})
 
-        return ModelChoice(place, self.batch_size, self.block_size, sized)
+        return ModelChoice(place, self.batch_size, self.block_size, sized, type_origin=AS_BUILT)
 
-    def _from_config(self, place: str, dtype: str) -> ModelChoice:
+    def _from_config(self, place: str, dtype: str | None) -> ModelChoice:
         """A Hugging Face configuration."""
         if self.dropout:
             raise UsageError("--dropout is for --architecture; a configuration has its own")
         config = load_config(place)
+        named = dtype_of(config)
         samples = self.batch_size or USUAL_BATCH
         tokens = self.block_size or usual_length(config)
 
         def sized(size: int | None) -> Callable[[], Any]:
-            return config_step(config, size or samples, tokens, dtype)
+            return config_step(config, size or samples, tokens, TYPES[dtype or named or "fp32"])
 
-        return ModelChoice(place, samples, tokens, sized, in_type=True)
+        origin = "the default" if named is None else "from the configuration"
+        return ModelChoice(place, samples, tokens, sized, in_type=True, type_origin=origin)
 
     def title(self, place: str | None) -> str:
         """The step's name in the output."""

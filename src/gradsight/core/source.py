@@ -1,5 +1,6 @@
 """Whose a source file is, and the user's own line in a stack of frames."""
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -15,26 +16,30 @@ Owner = Literal["user", "library", "python", "torch", "ours", "made up"]
 _OURS = f"{Path(__file__).resolve().parents[1]}/"
 _TRAINER = f"{_OURS}train/"
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
-_PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
+_PYTHON = f"{Path(sysconfig.get_paths()['stdlib']).resolve()}/"
 
 
 # Remembered, because every call of a watched model asks for the user's line.
 @lru_cache(maxsize=4096)
 def owner_of(filename: str) -> Owner:
-    """Whose file this is. The reference trainer's files are a user's: they are a training script.
+    """Return whose file this is, also where the file is reached through symbolic links.
+
+    The reference trainer's files are a user's: they are a training script.
 
     >>> owner_of("/home/me/train.py"), owner_of("<string>"), owner_of(torch.nn.__file__)
     ('user', 'made up', 'torch')
     """
     if filename.startswith("<"):
         return "python" if filename.startswith("<frozen") else "made up"
-    if filename.startswith(_OURS):
-        return "user" if filename.startswith(_TRAINER) else "ours"
-    if filename.startswith(_TORCH):
+    real = os.path.realpath(filename)
+    if real.startswith(_OURS):
+        return "user" if real.startswith(_TRAINER) else "ours"
+    if real.startswith(_TORCH):
         return "torch"
+    # The given name: a package manager may link the files of a package to its cache.
     if "site-packages" in filename or "dist-packages" in filename:
         return "library"
-    return "python" if filename.startswith(_PYTHON) else "user"
+    return "python" if real.startswith(_PYTHON) else "user"
 
 
 def users_frames() -> Iterator[FrameType]:

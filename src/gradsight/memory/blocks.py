@@ -1,7 +1,7 @@
 """The repeated blocks of a model: what activation checkpointing is applied to."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -32,18 +32,29 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> list[N
     model = unwrapped(model)
     if blocks is not None:
         return _by_name(model, blocks)
-    chosen = _declared(model) or _repeated(model, lists_only=True)
+    chosen = _declared(model) or _once(_repeated(model, lists_only=True))
     if chosen:
         return inside_of_stages(chosen)
-    chosen = _repeated(model, lists_only=False) or _lists_of_one(model)
+    chosen = _once(_repeated(model, lists_only=False)) or _lists_of_one(model)
     if not chosen:
+        advice = ""
+        if names := _suggestion(model):
+            advice = f"Name them, for example blocks={names} (to a command: --blocks "
+            advice += f"{','.join(names)}). "
         raise NoBlocks(
             f"no repeated blocks found in {type(model).__name__}: a block is a module with parts "
-            "and parameters that stands beside another of its class. Name them, for example "
-            f"blocks={_suggestion(model)} (to a command: --blocks {','.join(_suggestion(model))}); "
-            "where one block is called several times, check=batch finds it"
+            f"and parameters that stands beside another of its class. {advice}If the model calls "
+            "one block several times, check=batch finds it"
         )
     return chosen
+
+
+def _once(blocks: list[NamedModule]) -> list[NamedModule]:
+    """Return every module under its first name, as `named_modules` does."""
+    first_names: dict[int, NamedModule] = {}
+    for name, module in blocks:
+        first_names.setdefault(id(module), (name, module))
+    return list(first_names.values())
 
 
 def _by_name(model: nn.Module, names: Sequence[str]) -> list[NamedModule]:
@@ -235,9 +246,28 @@ def outermost(modules: Iterable[NamedModule]) -> list[NamedModule]:
     return kept
 
 
-def _suggestion(model: nn.Module) -> list[str]:
-    """Names that could be meant: the first children with parameters."""
-    names = [
-        name for name, child in model.named_children() if any(True for _ in child.parameters())
+def _suggestion(model: nn.Module, prefix: str = "") -> list[str]:
+    """Return names that blocks could have: modules side by side that are called and trained."""
+    children = [
+        (name, child)
+        for name, child in _called_children(model, prefix)
+        if any(parameter.requires_grad for parameter in child.parameters())
+        and not isinstance(child, nn.Embedding | nn.EmbeddingBag)
     ]
-    return names[:3] or ["name"]
+    with_parts = [(name, child) for name, child in children if can_be_block(child)]
+    if len(with_parts) == 1:
+        name, only = with_parts[0]
+        if names := _suggestion(only, f"{name}."):
+            return names
+    if len(with_parts) > 1:
+        children = with_parts
+    return [name for name, _ in children[:3]] if len(children) > 1 else []
+
+
+def _called_children(module: nn.Module, prefix: str) -> Iterator[NamedModule]:
+    """The children of a module; in place of a list, which is never called, its members."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called_children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child

@@ -2,9 +2,10 @@
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
+from traceback import extract_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,13 @@ from gradsight.core.source import owner_of
 from gradsight.errors import GradsightError
 from gradsight.memory.compiled import compiled_code_eager
 
+SPARSE = {
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+}
 NEEDS_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -157,12 +165,32 @@ def _refusal(error: Exception) -> GradsightError:
 
 
 def _line_of_the_user(error: Exception) -> str:
-    """The innermost line outside torch and this package, if there is one."""
-    step = error.__traceback__
+    """Return the innermost line outside torch and this package, if there is one."""
     line = ""
-    while step is not None:
-        code = step.tb_frame.f_code
-        if "/torch/" not in code.co_filename and "/gradsight/" not in code.co_filename:
-            line = f" (in {code.co_name}, {code.co_filename}:{step.tb_lineno})"
-        step = step.tb_next
+    for step in extract_tb(error.__traceback__):
+        if owner_of(step.filename) not in ("torch", "ours"):
+            line = f" (in {step.name}, {step.filename}:{step.lineno})"
     return line
+
+
+def refuse_sparse(func: object, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse an operator that takes or makes a sparse tensor: a fake one loses its entries."""
+    for tensor in tensors:
+        if tensor.layout in SPARSE:
+            raise GradsightError(
+                f"this step uses a sparse tensor ({tensor.layout}, in {func}), for example the "
+                "gradient of nn.Embedding(..., sparse=True). A prediction cannot count the "
+                "entries of sparse tensors. Use measure_peak_memory on a real step, or predict the "
+                "model with sparse=False"
+            )
+
+
+def needs_data_hint() -> str:
+    """Return what to do where code raised on fake tensors that may work on real ones."""
+    if not is_faking():
+        return ""
+    return (
+        ". If that works, your code fails only without real data: a prediction runs on tensors "
+        "that have shapes but no values. Measure a real step instead, with "
+        "measure_peak_memory(lambda: loss_fn(model, batch).backward())"
+    )

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsight.memory.assumed_values import CERTAIN, USUAL, Case, Reasons, assumed, reasons_after
-from gradsight.memory.grouped_products import grouped_product, is_grouped_product
+from gradsight.memory.fake import refuse_sparse
+from gradsight.memory.fake_operators import grouped_product, in_true_storage, is_grouped_product
 
 LARGEST = 1 << 20
 """Elements up to which a tensor counts as small."""
@@ -102,6 +103,7 @@ class KnownValues(TorchDispatchMode):
             return NotImplemented  # the wrapper unwraps itself first; its parts come back here
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        refuse_sparse(func, tensors)
         real_args = self._real_arguments(func, args, kwargs, tensors)
         if func in RESULTS_OF_PYTHON and real_args is not None:
             self._note_read(tensors)
@@ -120,12 +122,14 @@ class KnownValues(TorchDispatchMode):
             # The number of results is decided by values, as of nonzero.
             self._note_read(tensors)
             return self._faked(_computed(func, real_args), self._reasons(func, args, tensors))
+        out = in_true_storage(func, args, out)
         self._learn(func, args, real_args, tensors, out)
         return out
 
     def _learn(self, func: Any, args: Any, real_args: Any, tensors: Any, out: Any) -> None:
         """Keep the values of what an operator made, or forget what it wrote to."""
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        refuse_sparse(func, made)
         if real_args is None or any(tensor.numel() > LARGEST for tensor in made):
             if func._schema.is_mutable:
                 self._forget_written(func, args)

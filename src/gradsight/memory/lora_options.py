@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from gradsight.errors import UsageError
 
-TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LORA_FORM = "r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,dtype=bf16"
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from gradsight.memory.grouped_products import grouped_flops, is_grouped_product
+from gradsight.memory.fake_operators import grouped_flops, is_grouped_product
 
 _known_workspaces: dict[str, int] = {}
 

@@ -37,11 +37,13 @@ class OverBudget(GradsightError):
 
     def __init__(self, smallest: CheckpointingPlan) -> None:
         self.smallest = smallest
-        super().__init__(
+        self.fact = (
             f"no checkpointing fits {format_size(smallest.budget_bytes)}: the smallest reachable "
             f"peak is {format_size(smallest.predicted_bytes)}, with policy {smallest.policy!r} "
-            f"(without checkpointing {format_size(smallest.baseline_bytes)}). Take a smaller "
-            "batch, a shorter sequence or an optimizer with less state"
+            f"(without checkpointing {format_size(smallest.baseline_bytes)})"
+        )
+        super().__init__(
+            f"{self.fact}. Take a smaller batch, a shorter sequence or an optimizer with less state"
         )
 
 

@@ -27,7 +27,7 @@ from gradsight.memory.differences import (
 from gradsight.memory.given import WrittenInPlace
 from gradsight.memory.monitor import available_memory
 from gradsight.memory.peak import measure_peak_memory
-from gradsight.memory.policy import parse_policy
+from gradsight.memory.policy import NONE, parse_policy
 from gradsight.memory.predict import predict_peak_memory
 from gradsight.memory.workload import (
     Build,
@@ -102,8 +102,19 @@ class _Verification:
         differences = compare_snapshots(plain.snapshot, checkpointed.snapshot)
         if differences:
             return self._explained(plain, checkpointed, differences)
-        return CheckpointingReport(
+        report = CheckpointingReport(
             self.policy, plain.use, checkpointed.use, gradients_identical=True
+        )
+        return report if report.passed else replace(report, cause=self._nothing_saved())
+
+    def _nothing_saved(self) -> str:
+        """Return why the peak may not have gone down, and what to do."""
+        if self.policy == str(NONE):
+            return f"the policy {self.policy!r} recomputes no block: choose another, such as 'full'"
+        return (
+            "the blocks keep too little for backward, or one of them needs as much when it is "
+            "recomputed as all of them kept. Try a larger batch, or name other blocks with "
+            "blocks=[...]; otherwise this model gains nothing from checkpointing"
         )
 
     def _built(self, *, checkpointed: bool = False) -> Workload:

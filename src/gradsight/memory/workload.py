@@ -13,7 +13,7 @@ from torch import nn
 from gradsight.core.parameters import type_name
 from gradsight.errors import GradsightError, UsageError, UserCodeError
 from gradsight.memory.cuda import is_cuda
-from gradsight.memory.fake import fake_twin
+from gradsight.memory.fake import fake_twin, needs_data_hint
 
 Build = Callable[[], object]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -41,7 +41,7 @@ class StepFailed(UserCodeError):
             raise cls(
                 f"{what} raised {type(error).__name__}: {error}. Try the step by itself first: "
                 "loss_fn(model, batch).backward(), with what build() returns; without loss_fn the "
-                "batch is the model's own arguments"
+                f"batch is the model's own arguments{needs_data_hint()}"
             ) from error
 
 
@@ -88,6 +88,7 @@ def call_build(build: Build) -> Workload:
     except Exception as error:
         raise UserCodeError(
             f"build() raised {type(error).__name__}: {error}. Call it by itself first; {EXPECTED}"
+            f"{needs_data_hint()}"
         ) from error
     return as_workload(fake_twin(built))
 

@@ -76,7 +76,7 @@ class CheckpointingReport:
     first_difference: str | None = None
     """The first tensor that is not, and the module whose recomputation went another way."""
     cause: str | None = None
-    """The likely cause of the difference, and what to do about it."""
+    """The likely cause of the difference, or of no savings, and what to do about it."""
 
     @property
     def baseline_bytes(self) -> int:

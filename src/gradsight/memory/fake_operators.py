@@ -1,12 +1,31 @@
-"""The shape of a grouped product, which torch's own shape function refuses in fp32.
-
-That one checks CUDA's rules (bf16 alone); on the CPU the real call takes fp32. The bytes do not
-depend on how rows are spread over the groups.
-"""
+# mypy: allow-untyped-calls
+"""Operators that torch's own fake tensors get wrong: grouped products, and some reduced losses."""
 
 from typing import Any
 
 import torch
+
+aten = torch.ops.aten
+REDUCED_IN_PLACE = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+}
+"""Operators that write the loss of every element, then shrink that tensor to the reduced number.
+
+Shrinking a tensor does not shrink its storage. torch's fake versions return a tensor of one number.
+"""
+
+
+def in_true_storage(func: Any, args: tuple[Any, ...], loss: Any) -> Any:
+    """Return a fake loss in a storage as large as the one that the real operator leaves."""
+    if func not in REDUCED_IN_PLACE:
+        return loss
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    if loss.shape == elements:  # not reduced
+        return loss
+    return loss.new_empty(elements).resize_(loss.shape)
 
 
 def is_grouped_product(func: Any) -> bool:
@@ -35,7 +54,11 @@ def grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """An empty result as the real product lays it out: rows start at multiples of 16 bytes."""
+    """Return an empty result as the real product lays it out: rows start at multiples of 16 bytes.
+
+    torch's own shape function checks CUDA's rules (bf16 alone), but on the CPU the real call takes
+    fp32. The bytes do not depend on how rows are spread over the groups.
+    """
     shape = grouped_shape(left, right, ends)
     dtype = out_dtype or left.dtype
     alignment = 16 // dtype.itemsize
