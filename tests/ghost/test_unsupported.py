@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradsight import GhostEngine, GradsightError
 from gradsight.errors import GradsightWarning
-from gradsight.ghost.engine import GhostNotice
+from gradsight.ghost.blocks import BlockScorer, GhostNotice
 
 Pair = tuple[Tensor, Tensor]
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -305,3 +305,23 @@ def test_slow_scores_are_announced_once() -> None:
     assert len(texts) == 1
     assert "weight is complex" in texts[0]
     assert "backward pass of its own" in texts[0]
+
+
+@pytest.mark.parametrize("how", ["loss", "observe"])
+def test_a_fault_of_the_engine_is_an_error_of_ours(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training must not go on with a gradient that nobody has looked at."""
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(BlockScorer, "_keep", broken)
+    model = nn.Linear(4, 1)
+    x, y = torch.randn(8, 4), torch.randn(8, 1)
+    engine = GhostEngine(model, mse, (x[5:], y[5:]))
+    text = "cannot be scored.*ZeroDivisionError: planted"
+    if how == "loss":
+        text = "cannot be scored.*.grad may not be that of training.*planted"
+    with pytest.raises(GradsightError, match=text):
+        run(engine, model, (x[:5], y[:5]), mse, how)

@@ -81,13 +81,18 @@ def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}".rstrip(" .:")
 
 
-def refusal_of(error: Exception, what: str) -> Exception:
-    """An error as it comes out of the user's own backward: one of ours, past every guard."""
-    ours = error
-    if not isinstance(error, GradsightError | torch.OutOfMemoryError):
+@contextmanager
+def errors_of_ours(what: str = "the samples of this pass cannot be scored") -> Iterator[None]:
+    """Whatever fails in here is an error of ours, and passes every guard of training."""
+    try:
+        yield
+    except (GradsightError, torch.OutOfMemoryError) as error:
+        setattr(error, "passes_guard", True)  # noqa: B010
+        raise
+    except Exception as error:
         ours = GradsightError(f"{what}: {in_one_line(error)}")
-    setattr(ours, "passes_guard", True)  # noqa: B010
-    return ours
+        setattr(ours, "passes_guard", True)  # noqa: B010
+        raise ours from error
 
 
 def named_targets(val_data: Any, targets: Any) -> dict[str, Any]:

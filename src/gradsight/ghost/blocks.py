@@ -15,7 +15,7 @@ from gradsight.core.function_modes import take_off_ended
 from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
-from gradsight.ghost.arguments import refusal_of
+from gradsight.ghost.arguments import errors_of_ours
 from gradsight.ghost.compiled_choice import CompiledChoice, PassKind, PastPass
 from gradsight.ghost.compiled_pass import CompiledObservation
 from gradsight.ghost.compiled_plan import (
@@ -124,14 +124,11 @@ class BlockScorer:
 
     def end_later(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
         """Finish a block at the end of the user's own backward, from which a refusal comes."""
-        one_pass = self._one_pass
-        try:
+        what = "the samples of this pass cannot be scored"
+        if self._one_pass is not None:
+            what += ", and .grad may not be that of training without the engine: clear it"
+        with errors_of_ours(what):
             self.end(ids, domains)
-        except Exception as error:
-            what = "the samples of this pass could not be scored"
-            if one_pass is not None:
-                what += ", and .grad may not be that of training without the engine: clear it"
-            raise refusal_of(error, what) from error
 
     @property
     def group(self) -> ModelGroup:

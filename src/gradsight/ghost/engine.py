@@ -22,6 +22,7 @@ from gradsight.ghost.arguments import (
     checked_domains,
     checked_ids,
     checked_optimizer,
+    errors_of_ours,
     named_targets,
 )
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
@@ -227,13 +228,15 @@ class GhostEngine:
             names = checked_domains(domains, ids)
         if step is not None:
             step = whole_number(step, "step")
-        self._blocks.begin(None if ids is None else len(ids), step)
+        with errors_of_ours():
+            self._blocks.begin(None if ids is None else len(ids), step)
         try:
             yield self
         except BaseException:
             self._blocks.abandon()
             raise
-        self._blocks.end(ids, names)
+        with errors_of_ours():
+            self._blocks.end(ids, names)
 
     def loss(
         self,
@@ -257,7 +260,8 @@ class GhostEngine:
             names = checked_domains(domains, ids)
         if step is not None:
             step = whole_number(step, "step")
-        return self._passes.loss(Announced(batch, ids, names, step))
+        with errors_of_ours():
+            return self._passes.loss(Announced(batch, ids, names, step))
 
     @property
     def scores(self) -> Scores:

@@ -122,7 +122,7 @@ class FirstBlockCheck:
             reason = f"the fast rules fail on this model ({in_one_line(error)})"
         else:
             return None
-        if self._group.sharded:
+        if parameters.sharded:
             raise GradsightError(
                 f"{reason}. A model under fully_shard is scored by fast rules or not at all: "
                 "freeze these parameters, or train without the engine."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.autocast import current_autocast
-from gradsight.core.beside import eager
+from gradsight.core.beside import eager, without_collectives
 from gradsight.core.calls import suspended
 from gradsight.core.function_modes import end_mode, take_off_ended
 from gradsight.core.guard import Guard
@@ -18,7 +18,7 @@ from gradsight.core.moments import listen
 from gradsight.core.passes import BackwardPass
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.ghost.arguments import refusal_of
+from gradsight.ghost.arguments import errors_of_ours
 from gradsight.ghost.by_sample import TrainingPass, scores_by_sample
 from gradsight.ghost.compiled_plan import Shapes, shapes_of
 from gradsight.ghost.first_block_check import FirstBlockCheck
@@ -168,10 +168,11 @@ class Observation:
         self.began_backward = True
         if self.tracer.needs_passes_by_sample and self.calls:
             try:
-                self.score_by_sample(tensors_in(begun.tensors), begun.seeds)
-            except Exception as error:
+                with errors_of_ours():
+                    self.score_by_sample(tensors_in(begun.tensors), begun.seeds)
+            except Exception:
                 self._refused()
-                raise refusal_of(error, "the samples of this pass could not be scored") from error
+                raise
 
     def score_by_sample(self, losses: Sequence[Tensor], seeds: Any = None) -> Tensor | None:
         """The scores [slots, B], by a backward pass for each sample; the graph stays as it is."""
@@ -185,7 +186,7 @@ class Observation:
         given = None if seeds is None else tensors_in(seeds)
         seen = [*guard.outputs, *guard.loss_inputs]
         training = TrainingPass(self.calls, seen, losses, given)
-        with suspended():
+        with suspended(), without_collectives():
             # Where activation checkpointing runs the pass again, it is seen as it was at first.
             table = scores_by_sample(
                 training,
@@ -292,8 +293,9 @@ class Observation:
             return
         self._busy = True  # the check calls the model too
         try:
-            self._take_call(args, kwargs)
-        except GradsightError:
+            with errors_of_ours():
+                self._take_call(args, kwargs)
+        except Exception:
             self._refused()
             raise
         finally:
