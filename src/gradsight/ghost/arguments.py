@@ -14,7 +14,7 @@ from gradsight.core.samples import LOSSES
 from gradsight.errors import GradsightError, UsageError, UserCodeError
 from gradsight.values.whole_numbers import LARGEST
 
-LONGEST_TEXT = 160
+LONGEST_TEXT = 240
 """Characters of another error's text that ours repeat: some of torch's fill a page."""
 ONLY_TARGET = "validation"
 """The name of the target that is given as val_data."""

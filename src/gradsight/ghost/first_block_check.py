@@ -77,8 +77,10 @@ class FirstBlockCheck:
 
         Returns why every sample needs a backward pass of its own; None where fast scores are right.
         """
-        reason = self._without_rules(parameters)
-        if reason is None and self._enabled:
+        reason = None
+        if parameters.complex is not None:
+            reason = f"{parameters.complex} is complex, and the fast rules know real numbers only"
+        elif self._enabled:
             reason = self._proven(call, parameters, tracer)
         one_pass = tracer.options.one_pass
         if one_pass is None:
@@ -128,13 +130,6 @@ class FirstBlockCheck:
                 "freeze these parameters, or train without the engine."
             )
         return reason
-
-    def _without_rules(self, parameters: ScoredParameters) -> str | None:
-        """Why no rule knows this model, whatever its batches are."""
-        for name, parameter in parameters.trainable.items():
-            if parameter.is_complex():
-                return f"{name} is complex, and the fast rules know real numbers only"
-        return None
 
     def _prove_one_pass(
         self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer, one_pass: OnePass

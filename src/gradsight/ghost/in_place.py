@@ -1,6 +1,7 @@
 """Operations that change their first argument, and what they are without that."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ IN_PLACE_OPERATORS = frozenset(
 )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def changes_in_place(func: Callable[..., Any]) -> bool:
     """Whether a function changes its first argument, by torch's naming."""
     name = function_name(func)

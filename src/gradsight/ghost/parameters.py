@@ -32,6 +32,8 @@ class ScoredParameters:
         """Where the first parameter lives."""
         self.score_dtype = _widest(self.trainable.values())
         """The scores' type: fp32, or fp64 for a model in fp64."""
+        self.complex = next((n for n, p in self.trainable.items() if p.dtype.is_complex), None)
+        """The name of a complex one, if any."""
         self.sharded = any(is_sharded(p) for p in self.all.values())
         """Whether fully_shard has spread them over processes."""
         self._places = self._find_places() if self.sharded else []

@@ -132,6 +132,10 @@ class RowMoves:
         self._tensors: dict[int, tuple[weakref.ref[Tensor], Picked]] = {}
         self._storages: dict[int, Picked] = {}
         """Memory that picked rows were written to, whichever tensor looks at it."""
+        self.is_empty = True
+        """Whether no rows were picked so far."""
+        self.harmless = _harmless
+        """Operations that were met and pick none."""
 
     def begin(self, batch: int) -> None:
         """A call of the model with this many samples begins."""
@@ -145,7 +149,7 @@ class RowMoves:
     def of(self, tensors: Iterable[Tensor]) -> Picked:
         """The picking that some tensors come from."""
         found = NOT_PICKED
-        if not self._tensors and not self._storages:
+        if self.is_empty:
             return found
         for x in tensors:
             entry = self._tensors.get(id(x))
@@ -168,17 +172,20 @@ class RowMoves:
         if kind is None:
             kind = _kinds[func] = _kind_of(function_name(func))
         if kind == "harmless":
+            _harmless.add(func)
             return before
         own = self._of_call(kind, function_name(func), args, kwargs)
         return before if own is None else _joined(before, own)
 
     def mark(self, tensors: Iterable[Tensor], picked: Picked) -> None:
         """The results of an operation."""
+        self.is_empty = False
         for x in tensors:
             self._tensors[id(x)] = (weakref.ref(x), picked)
 
     def mark_memory(self, tensor: Tensor, picked: Picked) -> None:
         """A tensor that an operation has changed."""
+        self.is_empty = False
         self._storages[memory_of(tensor)] = picked
 
     def _of_call(
@@ -354,6 +361,7 @@ def _kind_of(name: str) -> str:
 
 
 _kinds: dict[Callable[..., Any], str] = {}
+_harmless: set[Callable[..., Any]] = set()
 
 
 def _dimensions(index: Any) -> int:

@@ -247,7 +247,9 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Run one operation, and note which rows its result has."""
         tensors = tensors_in(*args, *kwargs.values())
-        if not self.bound or self.runs_plain or current_task() != -1:
+        self._picked = NOT_PICKED
+        nothing = self.moves.is_empty and func in self.moves.harmless
+        if nothing or self._probe is None or self.runs_plain or current_task() != -1:
             return self._see(func, types, args, kwargs, tensors)
         picked = self.moves.note(func, args, kwargs, tensors)
         self._picked = picked
@@ -292,7 +294,7 @@ class Tracer(TorchFunctionMode):
         one_pass = self.options.one_pass
         if one_pass is not None and changes_in_place(func):
             return self._out_of_place(func, types, args, kwargs)
-        if any(self.source(x) is None and not self._is_constant(x) for x in tensors):
+        if any(self.source(x) is None and self._recipe(x) is None for x in tensors):
             rules = RULES
             if one_pass is not None:
                 rules = JOINED_RULES
@@ -413,7 +415,7 @@ class Tracer(TorchFunctionMode):
         tensors: list[Tensor],
     ) -> Any:
         out = func(*args, **kwargs)
-        if all(self._is_constant(x) for x in tensors):
+        if all(self._recipe(x) is not None for x in tensors):
             changed = args[0] if args and changes_in_place(func) else out
             if isinstance(changed, Tensor):
                 made = self._how_made(func, args, kwargs)
@@ -445,7 +447,10 @@ class Tracer(TorchFunctionMode):
         scored = [j for j, y in enumerate(outputs) if _differentiable(y)]
         if not scored:
             return out
-        if all(self._is_constant(x) or (i in carried and not carried[i].rows) for i, x in tensors):
+        if all(
+            self._recipe(x) is not None or (i in carried and not carried[i].rows)
+            for i, x in tensors
+        ):
             self._carry_on(OperationTangents(call, flat, carried), outputs, scored)
             self._stand_in_for(operation, outputs, scored)
             return out
@@ -551,9 +556,6 @@ class Tracer(TorchFunctionMode):
             self._written.add(memory_of(changed))
             self._carry(changed, FixedTangents(origins_of(carried.values()), pairs))
         return out
-
-    def _is_constant(self, x: Tensor) -> bool:
-        return self._recipe(x) is not None
 
     def _without_samples(self, x: Tensor) -> int | None:
         """How a tensor was made of constants and parameters; None where samples took part."""
