@@ -20,8 +20,8 @@ REFUSED = "refused"
 NOT_APPLICABLE = "not applicable"
 INSTRUMENTS = ("distribution", "health", "dump", "ghost", "memory")
 ROUNDED = (
-    (r"the scores of \d+ of \d+ parameters", "the scores of some parameters"),
-    (r", most of all .*?\. Either", ". Either"),
+    (r"the fast scores of \d+ of \d+ parameters", "the fast scores of some parameters"),
+    (r", most of all those of .*?: the samples", ": the samples"),
 )
 """What differs between processors in a refusal: which parameters lie beyond rounding."""
 
