@@ -199,6 +199,35 @@ class Routed(Way):
         return self.head(out.view_as(x).sum(1))
 
 
+class Dispatched(Way):
+    """Tokens sent to slots of two layers, and back, by products with a table of zeros and ones."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        flat = (x * self.mask(x, n)[..., None]).flatten(0, 1)
+        chosen = F.one_hot((flat[:, 0] > 0).long(), 2)
+        place = (chosen.cumsum(0) * chosen).sum(1) - 1
+        slots = F.one_hot(place, len(flat)).to(x) * chosen[:, 1:] + 0.0
+        inside = torch.einsum("ns,nd->sd", slots, flat)
+        back = torch.einsum("ns,sd->nd", slots, self.f(inside))
+        return self.head((back + flat * self.shift).view_as(x).sum(1))
+
+
+class LookedUp(Way):
+    """Rows of the batch looked up by numbers, as if they were a table."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        flat = self.mask(x, n).flatten().nonzero()[:, 0]
+        h = self.f(F.embedding(flat, x.flatten(0, 1)))
+        out = torch.zeros(x.shape[0] * x.shape[1], WIDTH, dtype=x.dtype)
+        return self.head(out.index_add(0, flat, h).view_as(x).sum(1))
+
+
+class CutByTensors(Way):
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        h = self.f(torch.cat([row[:length] for row, length in zip(x, n, strict=True)]))
+        return self.head(torch.stack([part.sum(0) for part in h.split(n.tolist())]))
+
+
 class Convolved(Way):
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +241,8 @@ class Convolved(Way):
 POOLED = [
     MeanOfPadded, MaskThenPool, NonzeroThenScatter, FlatIndex, CutAndJoin, OneByOne, Packed,
     PackedAndPadded, SortedByLength, IntoZeros, StepByStep, MaskedWrite, LastOfEach, Gathered,
-    Flattened, TimeFirst, PaddedByTorch, TopOfEach, Routed, Convolved,
+    Flattened, TimeFirst, PaddedByTorch, TopOfEach, Routed, Dispatched,
+    LookedUp, CutByTensors, Convolved,
 ]  # fmt: skip
 """One prediction for each sample."""
 
@@ -318,7 +348,7 @@ def batch_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("how", ["loss", "observe"])
 @pytest.mark.parametrize("way", [*POOLED, *TOKENS], ids=lambda way: way.__name__)
 def test_random_sequences_of_batches(way: type[Way], how: str) -> None:
-    """Seven sequences for each way and protocol: 322 in all."""
+    """Seven sequences for each way and protocol: 364 in all."""
     loss_fn = pooled_loss if way in POOLED else token_loss
 
     def of_tuple(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor] | Batch) -> Tensor:

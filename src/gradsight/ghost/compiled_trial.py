@@ -116,7 +116,7 @@ class CompiledTrial:
             requires_grad=True,
         )
         tracer = Tracer(options, self._parameters.name, probe)
-        tracer.mark_constant(self._root.buffers())
+        tracer.mark_model(self._root)
         tracer.mark_call(call)
         args, kwargs = call.whole()
         with eager(), tracing(tracer, self._root):

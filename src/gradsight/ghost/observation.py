@@ -101,7 +101,7 @@ class Observation:
             self._stack.callback(after.remove)
             if self._expected.size is not None:
                 self._set_probe(self._expected.size)
-            self.tracer.mark_constant(self._root.buffers())
+            self.tracer.mark_model(self._root)
             self._stack.enter_context(recompute_seen(self.tracer, self._root))
             # A compiled model ignores hooks that are put on later, and says nothing.
             self._eyes.enter_context(eager())

@@ -229,7 +229,7 @@ class OnePassCheck:
             one_pass.directions, self._options.memory, self._options.rules, one_pass
         )
         tracer = Tracer(options, self._parameters.name, probe)
-        tracer.mark_constant(self._root.buffers())
+        tracer.mark_model(self._root)
         tracer.mark_call(call)
         with tracing(tracer, self._root):
             outputs = outputs_with_rows(self._root, [call])

@@ -50,9 +50,8 @@ HARMLESS = frozenset(
         "element_size", "data_ptr", "get_device", "untyped_storage", "storage", "storage_offset",
         "__len__", "__bool__", "__int__", "__index__", "__float__", "__repr__", "__format__",
         "__hash__", "__contains__", "__array__", "__deepcopy__", "__reversed__",
-        # Tables that are looked up, layers, attention, losses: integers pick no rows of samples.
-        "embedding", "linear", "conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm", "addmm",
-        "baddbmm", "einsum", "softmax", "log_softmax", "scaled_dot_product_attention",
+        # Layers, attention, losses: integers pick no rows of samples.
+        "conv1d", "conv2d", "conv3d", "softmax", "log_softmax", "scaled_dot_product_attention",
         "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "layer_norm",
         "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "multi_margin_loss",
@@ -68,8 +67,8 @@ HARMLESS = frozenset(
 OPERATORS = frozenset(
     f"__{sign}{name}__"
     for name in (
-        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul",
-        "lshift", "rshift",
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
+        "rshift",
     )
     for sign in ("", "r", "i")
 ) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__", "__abs__",
@@ -88,6 +87,12 @@ ALONG_A_DIMENSION = {
 SORTING = {"sort": 1, "msort": None, "topk": 2, "kthvalue": 2, "mode": 1}
 """Operations that order entries by their values: where the dimension stands, None: it is 0."""
 SORTED_BY_DEFAULT = -1
+
+PRODUCTS = {
+    "mm": (0, 1), "matmul": (0, 1), "bmm": (0, 1), "__matmul__": (0, 1), "__rmatmul__": (1, 0),
+    "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1),
+}  # fmt: skip
+"""Products of matrices: where the left and the right one stand."""
 
 CUTTING = {
     "cat": 1, "concat": 1, "concatenate": 1, "stack": 1, "vstack": None, "unbind": 1, "chunk": 2,
@@ -203,9 +208,13 @@ class RowMoves:
             return self._note_sorting(name, args[0], SORTED_BY_DEFAULT if dim is None else dim)
         if kind == "cutting":
             return self._note_cut(name, args, kwargs)
-        if kind == "bag":
-            offsets = _given(args, kwargs, 2, "offsets")
-            return None if offsets is None else self._note_other(name, [args[1], offsets], {})
+        if kind == "table":
+            return self._note_lookup(name, args, kwargs)
+        if kind == "product":
+            left, right = (args[place] for place in PRODUCTS[name])
+            return self._note_product(name, [left, right], _equation(left, right))
+        if kind == "einsum":
+            return self._note_einsum(name, args)
         return self._note_other(name, args, kwargs)
 
     def _note_index(self, name: str, tensor: Tensor, index: Any) -> Picked | None:
@@ -262,6 +271,49 @@ class RowMoves:
                 return None
         shapes = [tuple(x.shape) for x in tensors]
         return _by_numbers(name, *shapes, described_value((args[1:], dict(kwargs)), self._recipe))
+
+    def _note_lookup(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Picked | None:
+        """Rows of a table, by ids: the result has the samples where the ids have them."""
+        tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tables = [x for x in tensors if x.is_floating_point()]
+        offsets = _given(args, kwargs, 2, "offsets")
+        if any(self._recipe(table) is None for table in tables):
+            return _by_values(name)
+        if name == "embedding_bag" and isinstance(offsets, Tensor):
+            recipe = self._recipe(offsets)
+            return _by_values(name) if recipe is None else _by_numbers(name, recipe)
+        return None
+
+    def _note_einsum(self, name: str, args: Sequence[Any]) -> Picked | None:
+        operands = _leaves(args[1:])
+        if not isinstance(args[0], str) or "." in args[0]:
+            return None
+        given, _, made = args[0].replace(" ", "").partition("->")
+        return self._note_product(name, operands, (given.split(","), made))
+
+    def _note_product(
+        self, name: str, operands: Sequence[Any], equation: tuple[Sequence[str], str]
+    ) -> Picked | None:
+        """A sum over samples: a table of zeros and ones picks rows so, of experts for example.
+
+        equation: a letter for each dimension of the operands, and of the result.
+        """
+        letters, made = equation
+        with_samples = [
+            (x, names)
+            for x, names in zip(operands, letters, strict=False)
+            if isinstance(x, Tensor) and x.dim() == len(names) and self._recipe(x) is None
+        ]
+        if len(with_samples) < 2:
+            return None
+        first = {names[:1] for _, names in with_samples}
+        sizes = {n: x.shape[d] for x, names in with_samples for d, n in enumerate(names)}
+        if len(first) == 1 and (kept := first.pop()) in made and sizes[kept] % self._batch == 0:
+            return None  # each sample has a product of its own
+        summed = [size for letter, size in sizes.items() if letter not in made]
+        return _by_values(name) if any(size % self._batch == 0 for size in summed) else None
 
     def _note_other(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -334,7 +386,8 @@ def described_value(value: Any, recipe: Recipe | None = None) -> int:
     if isinstance(value, dict):
         return hash(tuple((name, described_value(each, recipe)) for name, each in value.items()))
     if isinstance(value, slice):
-        return hash(("slice", value.start, value.stop, value.step))
+        bounds = (value.start, value.stop, value.step)
+        return hash(("slice", *(described_value(each, recipe) for each in bounds)))
     if isinstance(value, _PLAIN) or value is None or value is Ellipsis:
         return hash((type(value).__name__, str(value)))
     return next(_unique)
@@ -355,13 +408,27 @@ def _kind_of(name: str) -> str:
         return "sorting"
     if name in CUTTING:
         return "cutting"
-    if name == "embedding_bag":
-        return "bag"
-    return "harmless" if name == "where" else "other"
+    if name in {"embedding", "embedding_bag"}:
+        return "table"
+    if name in PRODUCTS:
+        return "product"
+    if name == "einsum":
+        return "einsum"
+    return "harmless" if name in {"where", "linear"} else "other"
 
 
 _kinds: dict[Callable[..., Any], str] = {}
 _harmless: set[Callable[..., Any]] = set()
+
+
+def _equation(left: Any, right: Any) -> tuple[Sequence[str], str]:
+    """The letters of a product of matrices, in batches where there are more dimensions."""
+    rank_left = left.dim() if isinstance(left, Tensor) else 0
+    rank_right = right.dim() if isinstance(right, Tensor) else 0
+    batches = "abcdefgh"
+    names_left = batches[: rank_left - 2] + "ik" if rank_left > 1 else "k"
+    names_right = batches[: rank_right - 2] + "kj" if rank_right > 1 else "k"
+    return (names_left, names_right), f"{batches}ij"
 
 
 def _dimensions(index: Any) -> int:

@@ -205,7 +205,7 @@ class SelfCheck:
         )
         options = TraceOptions(directions, self._memory, self._rules)
         tracer = Tracer(options, self._parameters.name, probe)
-        tracer.mark_constant(self._root.buffers())
+        tracer.mark_model(self._root)
         for call in calls:
             tracer.mark_call(call)
         with tracing(tracer, self._root):

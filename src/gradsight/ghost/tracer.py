@@ -9,13 +9,14 @@ are taken, as the gradient of a zero table, the probe, that autograd adds up. Wh
 not lie in rows (tokens routed to experts) the derivative is carried on as well, until they do.
 """
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -190,9 +191,10 @@ class Tracer(TorchFunctionMode):
         if self.options.one_pass is not None:
             self.options.one_pass.release()
 
-    def mark_constant(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors of the model that hold no samples."""
-        for number, tensor in enumerate(tensors):
+    def mark_model(self, root: nn.Module) -> None:
+        """The tensors of a model that hold no samples: its buffers and frozen parameters."""
+        frozen = (p for p in root.parameters() if not p.requires_grad)
+        for number, tensor in enumerate(itertools.chain(root.buffers(), frozen)):
             self._constant[id(tensor)] = (weakref.ref(tensor), hash(("model", number)))
 
     def mark_call(self, call: SplitCall) -> None:
