@@ -95,9 +95,7 @@ def test_stock_gpt2_with_dropout_in_fp32() -> None:
 def test_routed_samples_are_refused_or_scored_in_two_passes(name: str) -> None:
     case = build(name)
     engine = GhostEngine(case.model, case.loss_fn, case.validation, mode="concat")
-    with pytest.raises(
-        GradsightError, match=r"picks rows by values of the batch .*mode='two_pass'"
-    ):
+    with pytest.raises(GradsightError, match=r"selects rows by the data .*mode='two_pass'"):
         engine.loss(case.batch)
     engine = GhostEngine(case.model, case.loss_fn, case.validation)
     with warnings.catch_warnings(record=True) as said:
@@ -106,7 +104,7 @@ def test_routed_samples_are_refused_or_scored_in_two_passes(name: str) -> None:
             engine.loss(case.batch).backward()
     told = [str(each.message) for each in said if "two_pass" in str(each.message)]
     assert len(told) == 1
-    assert "picks rows by values of the batch" in told[0]
+    assert "selects rows by the data" in told[0]
     assert engine.scores.mode == "two_pass"
 
 
@@ -241,7 +239,9 @@ class Summed(nn.Module):
 def test_a_loss_inside_that_is_not_the_mean_of_its_own_rows() -> None:
     val, batch = pair(3, 2), pair(4, 1)
     engine = GhostEngine(Summed(), lambda m, b: m(*b), val, mode="concat")
-    with pytest.raises(GradsightError, match=r"come out of one pass otherwise .* mode='two_pass'"):
+    with pytest.raises(
+        GradsightError, match=r"changes if validation rows are in the same pass .*mode='two_pass'"
+    ):
         engine.loss(batch)
 
 

@@ -395,7 +395,7 @@ def test_tokens_in_an_order_that_cannot_be_told_are_refused() -> None:
         model.zero_grad()
         equal = len(set(batch.n.tolist())) == 1
         if not equal:
-            with pytest.raises(GradsightError, match="cannot be told apart"):
+            with pytest.raises(GradsightError, match="not in the order of the samples"):
                 engine.loss(batch).backward()
             assert model.head.weight.grad is None
             refused += 1
@@ -408,3 +408,42 @@ def test_tokens_in_an_order_that_cannot_be_told_are_refused() -> None:
 
 def token_mean(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch.x, batch.n).square().mean()
+
+
+class RoutedWithDropout(Routed):
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.3, self.training), n)
+
+
+@pytest.mark.parametrize("how", ["loss", "observe"])
+@pytest.mark.parametrize("factor", [None, 128.0])
+def test_slow_scores_are_shares_of_the_very_step(how: str, factor: float | None) -> None:
+    """With its dropout, its share of an accumulated batch, and its loss scale."""
+    torch.manual_seed(0)
+    model, draw = RoutedWithDropout().double(), random.Random(1)
+    validation = random_batch(draw, samples=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=factor or 1.0, enabled=factor is not None)
+
+    def loss_fn(m: nn.Module, batch: tuple[Tensor, ...] | Batch) -> Tensor:
+        return pooled_loss(m, batch if isinstance(batch, Batch) else Batch(*batch))
+
+    engine = GhostEngine(model, loss_fn, batch_of(validation))
+    for _ in range(3):
+        batch = random_batch(draw, samples=5)
+        model.zero_grad()
+        model.eval()
+        direction = gradient(model, pooled_loss(model, validation))
+        model.train()
+        state = torch.get_rng_state()
+        plain = gradient(model, pooled_loss(model, batch) / 4)
+        torch.set_rng_state(state)
+        if how == "loss":
+            scaler.scale(engine.loss(batch_of(batch)) / 4).backward()
+        else:
+            with engine.observe():
+                scaler.scale(loss_fn(model, batch) / 4).backward()
+        inner = sum(float((direction[name] * g).sum()) for name, g in plain.items())
+        assert float(engine.scores.total.sum()) == pytest.approx(inner, rel=1e-9)
+        for name, own in plain.items():
+            found = dict(model.named_parameters())[name].grad / (factor or 1.0)
+            assert torch.allclose(found, own, rtol=1e-12, atol=0.0)

@@ -253,7 +253,9 @@ def test_a_custom_function_is_scored_by_a_pass_for_each_sample() -> None:
     direction = torch.autograd.grad(cross_entropy(model, validation), list(model.parameters()))
     engine = GhostEngine(model, cross_entropy, validation)
     with (
-        pytest.warns(GhostNotice, match=r"fast scores of 1 of 3 parameters are wrong.*of its own"),
+        pytest.warns(
+            GhostNotice, match=r"one backward pass each.*fast scores of 1 of 3 parameters are wrong"
+        ),
         engine.observe(),
     ):
         cross_entropy(model, batch).backward()
@@ -299,7 +301,7 @@ def test_a_regulariser_in_the_loss() -> None:
     model = small()
     engine = GhostEngine(model, loss_fn, pair(3, 2))
     with (
-        pytest.raises(GradsightError, match="a part of it belongs to no sample"),
+        pytest.raises(GradsightError, match="belongs to no sample"),
         engine.observe(),
     ):
         (loss_fn(model, pair(4, 1)) + sum(p.square().sum() for p in model.parameters())).backward()
@@ -345,7 +347,7 @@ def test_a_use_that_only_training_has() -> None:
     batch = torch.randn(4, 4, 5, dtype=torch.float64), torch.arange(4) % 2
     engine = GhostEngine(model, cross_entropy, batch)
     with (
-        pytest.warns(GhostNotice, match=r"first\.bias and first\.weight is used in training"),
+        pytest.warns(GhostNotice, match=r"training uses first\.bias and first\.weight differently"),
         engine.observe(),
     ):
         cross_entropy(model, batch).backward()

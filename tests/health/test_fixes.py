@@ -148,6 +148,12 @@ def test_every_fix_is_pasted_into_a_script_with_its_fault() -> None:
     assert {code for fix, code in FIXES.items() if fix not in tried} == set()
 
 
+def test_every_fix_fits_the_terminal() -> None:
+    """The terminal shows it behind six spaces."""
+    wide = [line for fix in FIXES for line in fix.splitlines() if len(line) > 74]
+    assert wide == []
+
+
 @pytest.mark.parametrize("fix", FIXES, ids=FIXES.values())
 def test_a_fix_uses_only_names_that_are_given(fix: str) -> None:
     """Running it does not reach every branch; every name that it reads is looked up here."""

@@ -1,5 +1,6 @@
 """TRL's trainers, with their own defaults: gradient checkpointing, losses in chunks, packing."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gradsight
-from gradsight.errors import GradsightError, GradsightWarning
+from gradsight.errors import GradsightWarning
+from gradsight.ghost.engine import GhostNotice
 from gradsight.integrations.hf import GradsightCallback
 from integrations.tiny import PlainLoop, Texts, are_equal, llama, token_loss, tokenizer, weights
 
@@ -105,10 +107,16 @@ def test_packs_are_not_scored_and_that_is_said(tmp_path: Path) -> None:
     assert [problem.key for problem in problems] == ["scores"]
 
 
-def test_a_loss_in_a_function_of_its_own_is_refused_for_scores(tmp_path: Path) -> None:
-    trainer = sft(tmp_path, [GradsightCallback(ghost=True)])
-    with pytest.raises(GradsightError, match=r"self-check refuses this model.*lm_head\.weight"):
+def test_a_loss_in_a_function_of_its_own_is_scored_by_a_pass_for_each_sample(
+    tmp_path: Path,
+) -> None:
+    """tests/matrix compares these scores with a loop over samples."""
+    trainer = sft(tmp_path, [GradsightCallback(tmp_path / "gradsight", ghost=True)])
+    with pytest.warns(GhostNotice, match=r"one backward pass each.*lm_head\.weight"):
         trainer.train()
+    scores = gradsight.read_scores(tmp_path / "gradsight")
+    assert set(scores["step"].to_pylist()) == {0, 1, 2}
+    assert all(math.isfinite(score) for score in scores["score"].to_pylist())
 
 
 def preference_loss(reference: nn.Module, model: nn.Module, batches: Sequence[Any]) -> Tensor:

@@ -21,7 +21,7 @@ NOT_APPLICABLE = "not applicable"
 INSTRUMENTS = ("distribution", "health", "dump", "ghost", "memory")
 ROUNDED = (
     (r"the fast scores of \d+ of \d+ parameters", "the fast scores of some parameters"),
-    (r", most of all those of .*?: the samples", ": the samples"),
+    (r", most of all those of .*?: the shapes", ": the shapes"),
 )
 """What differs between processors in a refusal: which parameters lie beyond rounding."""
 

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,15 @@ class Trainee:
         for number in range(STEPS):
             self.step(number)
 
-    def train_watched(self) -> None:
+    def train_watched(self, all_here: threading.Barrier) -> None:
+        """In a watch of this thread's; none is opened or closed while another thread steps.
+
+        torch iterates over its hooks of all optimizers without a lock.
+        """
         with self.watched():
+            all_here.wait()
             self.train()
+            all_here.wait()
 
     def check(self) -> None:
         """What was recorded is right, and training was left alone."""
@@ -141,15 +148,16 @@ def four(folder: Path) -> None:
 
 def scaled(folder: Path) -> None:
     """Loss scales of several scalers, and none."""
-    trainees = [Trainee(n, folder / str(n), scaled=n < 2) for n in range(3)]
-    together(*(trainee.train_watched for trainee in trainees))
-    for trainee in trainees:
-        trainee.check()
+    _watched_together([Trainee(n, folder / str(n), scaled=n < 2) for n in range(3)])
 
 
 def _several(folder: Path, count: int) -> None:
-    trainees = [Trainee(number, folder / str(number)) for number in range(count)]
-    together(*(trainee.train_watched for trainee in trainees))
+    _watched_together([Trainee(number, folder / str(number)) for number in range(count)])
+
+
+def _watched_together(trainees: list[Trainee]) -> None:
+    all_here = threading.Barrier(len(trainees))
+    together(*(partial(trainee.train_watched, all_here) for trainee in trainees))
     for trainee in trainees:
         trainee.check()
 
@@ -189,11 +197,15 @@ def one_model(folder: Path) -> None:
     all_here = threading.Barrier(2)
     stepping = threading.Lock()
 
+    def meet(grad: Any) -> None:
+        all_here.wait()
+
     def train(optimizer: Any) -> None:
         for _ in range(STEPS):
-            loss = model(torch.randn(64, 64)).square().mean()
-            all_here.wait()
-            loss.backward()
+            output = model(torch.randn(64, 64))
+            # Both are inside of backward before either writes a gradient.
+            output.register_hook(meet)
+            output.square().mean().backward()
             all_here.wait()
             with stepping:
                 optimizer.step()

@@ -381,7 +381,7 @@ def test_a_system_without_these_files_is_told_so(tmp_path: Path) -> None:
     """Windows can import everything, and is refused in words where a run would be opened."""
     run_dir = small_run(tmp_path)
     done = run_python(WITHOUT_POSIX, run_dir)
-    assert done.stdout.count("Linux or macOS") == 2, done.stdout + done.stderr
+    assert done.stdout.count("Linux and macOS") == 2, done.stdout + done.stderr
 
 
 def test_an_untouched_run_gives_the_same_twice(tmp_path: Path) -> None:

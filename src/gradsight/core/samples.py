@@ -221,7 +221,7 @@ def rows_of_sample(
 def parts_by_sample(
     whole: Tensor, alone: Sequence[Tensor], within: float | None = None
 ) -> list[tuple[slice, ...]]:
-    """Where in the batch's output each sample's is, proven by the outputs of single samples.
+    """Locate each sample in the output of a batch, by comparison with samples run one by one.
 
     Samples may have different numbers of entries, one after the other or padded to one length.
 
@@ -238,10 +238,10 @@ def parts_by_sample(
             if all(_begins_with(whole[part], own, within) for part, own in pairs):
                 return parts
     raise NotSeparable(
-        f"the model's output of shape {tuple(whole.shape)} for {len(alone)} samples is not made of "
-        "the outputs of single samples: samples are not independent in this model (statistics over "
-        "the batch, a contrastive loss, routing that depends on the batch), or their entries are "
-        "in no order that is known here"
+        f"the output of shape {tuple(whole.shape)} for {len(alone)} samples differs from the "
+        "outputs of the samples run one by one. Either samples influence each other (statistics "
+        "over the batch, a contrastive loss, routing that depends on the batch), or the output is "
+        "not in the order of the samples"
     )
 
 
@@ -257,7 +257,7 @@ def _ways_to_part(whole: Tensor, alone: Sequence[Tensor]) -> Iterator[list[tuple
 
 
 def _begins_with(part: Tensor, own: Tensor, within: float | None) -> bool:
-    """Whether a sample's own output stands at the beginning of its part, with padding behind."""
+    """Whether a sample's part begins with its own output; padding may follow."""
     if any(mine > all_ for mine, all_ in zip(own.shape, part.shape, strict=True)):
         return False
     return nearly_equal(part[tuple(slice(size) for size in own.shape)], own, within)

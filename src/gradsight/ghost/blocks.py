@@ -465,8 +465,8 @@ class BlockScorer:
             if not self._noticed_passes:
                 self._noticed_passes = True
                 text = (
-                    f"{observation.passes_by_sample}. Every sample of such a batch is scored by a "
-                    "backward pass of its own: its score is exact, but takes that much longer"
+                    "samples are scored by one backward pass each, which is exact but slower, "
+                    f"because {observation.passes_by_sample}"
                 )
                 warnings.warn(text, GhostNotice, stacklevel=5)
             return

@@ -1,12 +1,12 @@
-"""Scores by a backward pass for each sample, where its rows cannot be told on the way.
+"""Score samples with one backward pass each.
 
-Sample i's share of the gradient is what its rows of the model's outputs send back. So the gradient
-of the loss at the outputs is cut into the samples' parts, and each part is pulled back through the
-graph of the pass itself, with its dropout and its routing. No rule and no layout is involved. It
-takes one backward pass for each sample, and the graph stays as it was.
+This is the slow, exact way. It is used when the rows of each sample cannot be located in the
+tensors that meet parameters. The gradient of the loss at the model's outputs is split by sample,
+and each part is sent back through the graph that training has built, so dropout and routing stay
+the same. Nothing is known of any layer. The graph can still be used afterwards.
 
-Which part of an output is whose is found by running every sample alone, in evaluation mode. That
-also proves that the samples do not depend on each other.
+To find each sample's part of an output, every sample is run alone in evaluation mode. That also
+proves that the samples do not influence each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ from gradsight.ghost.parameters import ScoredParameters
 Parts = list[tuple[slice, ...]]
 """Where each sample is in a tensor."""
 CUT_TOLERANCE = 1e-5
-"""The relative difference up to which the outputs are said to carry the whole gradient."""
+"""Relative tolerance of the check that the outputs carry the whole gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ def scores_by_sample(
     within: float,
     unseen: AbstractContextManager[None],
 ) -> Tensor | None:
-    """The table of scores [slots, B]; None where the pass does not come to the model.
+    """Return the scores [slots, B], or None if the loss does not depend on the model.
 
-    unseen: in it, no tracer looks at what is run.
+    unseen: a context in which the tracer is paused.
     """
     whole = _pull(training.losses, training.seeds, parameters)
     if not whole:
@@ -93,14 +93,14 @@ def scores_by_sample(
         return table
     if reasons:
         raise NotSeparable(
-            f"the samples of this batch cannot be told apart: {reasons[0]}. Train without the "
-            "engine, or let the model return one row for each sample."
+            f"the samples of this batch cannot be scored: {reasons[0]}. Let the model return one "
+            "row for each sample, or train without GhostEngine."
         )
     raise GradsightError(
-        f"no output of {type(parameters.root).__name__} carries the whole gradient of the loss: a "
-        "part of it belongs to no sample (a regulariser in the loss?), or the loss uses parts of "
-        "the model that are not among its outputs. Leave that part out of the observed loss; "
-        "weight decay belongs in the optimizer."
+        f"a part of the gradient does not come through the outputs of "
+        f"{type(parameters.root).__name__}, so it belongs to no sample: the loss has a "
+        "regulariser, or uses tensors that the model does not return. Use the optimizer's weight "
+        "decay instead of a regulariser, or return these tensors from the model."
     )
 
 
@@ -115,7 +115,7 @@ def _pull(
 def _parts(
     root: nn.Module, training: TrainingPass, within: float
 ) -> tuple[dict[int, Parts], list[str]]:
-    """Where the samples are in each tensor that was seen, and why that is not known of others."""
+    """Locate the samples in each output; also return why that failed for others."""
     batch = training.calls[0].batch
     with beside_training(root, evaluating=True), eager(), torch.no_grad():
         whole = _outputs(root, training.calls, None)
@@ -125,9 +125,9 @@ def _parts(
             raise
         except Exception as error:
             raise NotSeparable(
-                f"the samples of this batch cannot be told apart: {type(root).__name__} fails on "
-                f"one sample alone ({in_one_line(error)}). {_undivided(training.calls)}Give the "
-                "model tensors with the samples in dimension 0, or train without the engine."
+                f"the samples of this batch cannot be scored: {type(root).__name__} fails on one "
+                f"sample alone ({in_one_line(error)}). {_undivided(training.calls)}Give the model "
+                "tensors with the samples in dimension 0, or train without GhostEngine."
             ) from error
     reasons: list[str] = []
     parts = {}
@@ -143,16 +143,16 @@ def _parts(
                 )
             parts[number] = parts_by_sample(whole[number], own, within)
         except IndexError:
-            reasons.append("the model returns other outputs for single samples")
+            reasons.append("the model returns fewer tensors for one sample, or in evaluation mode")
         except NotSeparable as error:
             reasons.append(str(error))
     if not parts and not reasons:
-        reasons.append("the model returns no tensor with rows of samples")
+        reasons.append("no output of the model has a sample dimension")
     return parts, reasons
 
 
 def _undivided(calls: Sequence[SplitCall]) -> str:
-    """Which arguments every sample was given whole, for an error."""
+    """List the arguments that could not be split by sample, for an error message."""
     found = []
     for call in calls:
         args, kwargs = call.whole()
@@ -164,7 +164,7 @@ def _undivided(calls: Sequence[SplitCall]) -> str:
     if not found:
         return ""
     more = "" if len(found) <= 3 else f" and {len(found) - 3} more"
-    return f"No samples were found in {', '.join(found[:3])}{more}. "
+    return f"These arguments have no sample dimension: {', '.join(found[:3])}{more}. "
 
 
 def _outputs(root: nn.Module, calls: Sequence[SplitCall], sample: int | None) -> list[Tensor]:

@@ -113,7 +113,7 @@ class FirstBlockCheck:
         return self._found.get(shapes)
 
     def _fault(self, call: SplitCall, parameters: ScoredParameters, rows: int) -> str | None:
-        """Why fast scores are not right for a call; an error where the samples are mixed."""
+        """Return why fast scores are wrong for a call; raise if samples influence each other."""
         try:
             SelfCheck(parameters, self._group, self._memory, self._rules).run([call], rows)
         except (NoLayout, OtherShapes) as refusal:
@@ -126,8 +126,9 @@ class FirstBlockCheck:
             return None
         if parameters.sharded:
             raise GradsightError(
-                f"{reason}. A model under fully_shard is scored by fast rules or not at all: "
-                "freeze these parameters, or train without the engine."
+                f"this model cannot be scored under fully_shard, because {reason}. Outside of it, "
+                "such a model is scored by one backward pass per sample: use "
+                "DistributedDataParallel, or train without GhostEngine."
             )
         return reason
 
@@ -143,7 +144,9 @@ class FirstBlockCheck:
             except (GradsightError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise OnePassRefusal(f"it fails on this model ({in_one_line(error)}).") from error
+                raise OnePassRefusal(
+                    f"one pass fails on this model ({in_one_line(error)})."
+                ) from error
             self._joined.add(known)
 
     def end_block(

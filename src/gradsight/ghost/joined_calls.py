@@ -69,10 +69,10 @@ class JoinedCalls:
         return DECLINED
 
     def refuse_picked_rows(self, tracer: "Tracer", tensors: Iterable[Tensor]) -> None:
-        """An error if values of the batch have picked rows: nobody knows which are training's."""
+        """Raise if rows were selected by the data: any of them may be validation rows."""
         by_values = tracer.moves.of(tensors).by_values
         if by_values is not None:
-            raise OnePassRefusal(f"{by_values} picks rows by values of the batch.")
+            raise OnePassRefusal(f"the model selects rows by the data ({by_values}).")
 
     def _drop_out(
         self,

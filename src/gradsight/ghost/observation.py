@@ -180,8 +180,9 @@ class Observation:
         assert guard is not None
         if self._parameters.sharded:
             raise GradsightError(
-                f"{self.tracer.unscored}. A model under fully_shard is scored by fast rules or not "
-                "at all: freeze these parameters, or train without the engine."
+                f"this model cannot be scored under fully_shard, because {self.tracer.unscored}. "
+                "Outside of it, such a batch is scored by one backward pass per sample: use "
+                "DistributedDataParallel, or train without GhostEngine."
             )
         given = None if seeds is None else tensors_in(seeds)
         seen = [*guard.outputs, *guard.loss_inputs]
@@ -233,9 +234,10 @@ class Observation:
             if self.backwards > 1:
                 came = f"after {self.backwards} backward passes"
             raise GradsightError(
-                f"observe() ended {came}: expected exactly one loss.backward() inside each block "
-                "(one block per micro-batch; activation checkpointing with use_reentrant=False). "
-                "The scores of this block are discarded; .grad is untouched."
+                f"observe() ended {came}: expected exactly one loss.backward() inside each block. "
+                "Use one block per micro-batch, and use_reentrant=False for activation "
+                "checkpointing. The scores of this block are discarded; Gradsight did not change "
+                ".grad."
             )
         table = self._table()
         if self.scale is not None:
@@ -333,7 +335,7 @@ class Observation:
             self.tracer.options.guard.inside_model = True
 
     def _prove(self, call: SplitCall, check: FirstBlockCheck) -> None:
-        """Before a call of new shapes: are fast scores right for it, and is one pass?"""
+        """Before a call with new shapes, check that fast scores and one pass are right for it."""
         one_pass = self._one_pass
         # Sharded models have to run in step: the training rows alone are run in the first block.
         is_new = check.first

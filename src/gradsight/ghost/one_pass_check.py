@@ -101,9 +101,10 @@ def compare_rehearsal(
             rows = rows.narrow(dim, 0, min(mine.shape[dim], rows.shape[dim]))
         if len(dims) > 1 or rows.shape != mine.shape or not nearly_equal(rows, mine, within):
             raise OnePassRefusal(
-                "the training rows come out of one pass otherwise than out of a pass of their own "
-                f"(an output of shape {tuple(mine.shape)}): the model drops out, or draws random "
-                "numbers, where the rows of samples cannot be told, or rows depend on each other."
+                "the output for the training rows changes if validation rows are in the same pass "
+                f"(an output of shape {tuple(mine.shape)}): the model applies dropout or draws "
+                "random numbers on a tensor without a sample dimension, or samples influence each "
+                "other."
             )
 
 
@@ -145,8 +146,9 @@ class OnePassCheck:
             memory.forget_unproven()
             worst = ", ".join(f"{name} ({off:.1e})" for name, off in list(wrong.items())[:3])
             raise OnePassRefusal(
-                f"scores or gradient of {worst} differ by more than rounding from those of single "
-                "rows, or from the gradient of the training rows alone."
+                f"one pass gives wrong scores or a wrong gradient for {worst}: they differ by more "
+                "than rounding from those of single samples, or from the gradient of the training "
+                "rows alone."
             )
 
     def _pull(self, call: SplitCall, whole: BatchOutputs, row: int) -> Direction:

@@ -1,11 +1,9 @@
-"""Operations that move the rows of samples, as a pass comes to them.
+"""Follow the operations that select or reorder rows.
 
-Where the samples are in a tensor follows from the shapes alone as long as no operation picks rows:
-by an index, by a mask, by lengths, by sorting. So a tensor has a *path*: a number that stands for
-all the picking that it comes from. A layout that was proven on one path says nothing of another.
-
-Rows that are picked by values of the batch can come out differently each time. Of such tensors no
-layout can be proven for a later batch.
+Without such operations (an index, a mask, lengths, sorting), the shapes of tensors determine where
+the samples are: their layout. So each tensor has a *path*, a hash of all selections behind it. A
+layout that was proven on one path is not trusted on another. A selection by the data can differ in
+every batch, so a layout behind it is never trusted.
 """
 
 import itertools
@@ -20,7 +18,7 @@ from torch import Tensor
 from gradsight.ghost.derivative import function_name
 
 Recipe = Callable[[Tensor], int | None]
-"""How a tensor without samples was made, as a number; None for tensors with samples in them."""
+"""Returns a hash of how a tensor without samples was made; None for tensors with samples."""
 
 HARMLESS = frozenset(
     {
@@ -82,24 +80,24 @@ ALONG_A_DIMENSION = {
     "scatter_add": (1, 2), "scatter_add_": (1, 2), "scatter_reduce": (1, 2),
     "scatter_reduce_": (1, 2), "take_along_dim": (2, 1),
 }  # fmt: skip
-"""Operations that pick entries by an index along one dimension: where that and the index stand."""
+"""Operations that select by an index along a dimension: positions of `dim` and `index`."""
 
 SORTING = {"sort": 1, "msort": None, "topk": 2, "kthvalue": 2, "mode": 1}
-"""Operations that order entries by their values: where the dimension stands, None: it is 0."""
+"""Operations that sort entries: the position of `dim`; None: the dimension is 0."""
 SORTED_BY_DEFAULT = -1
 
 PRODUCTS = {
     "mm": (0, 1), "matmul": (0, 1), "bmm": (0, 1), "__matmul__": (0, 1), "__rmatmul__": (1, 0),
     "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1),
 }  # fmt: skip
-"""Products of matrices: where the left and the right one stand."""
+"""Matrix products: positions of the left and the right operand."""
 
 CUTTING = {
     "cat": 1, "concat": 1, "concatenate": 1, "stack": 1, "vstack": None, "unbind": 1, "chunk": 2,
     "split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1, "select": 1, "flip": 1,
     "roll": 2,
 }  # fmt: skip
-"""Operations that cut and join by numbers of Python's: where the dimension stands."""
+"""Operations that split or join at Python ints: the position of `dim`; None: it is 0."""
 
 DRAWING = frozenset(
     {
@@ -117,42 +115,44 @@ _unique = itertools.count(1)
 
 
 class Picked(NamedTuple):
-    """The picking of rows that a tensor comes from."""
+    """The row selections that produced a tensor."""
 
     path: int = 0
-    """Stands for all of it; 0 where there was none."""
+    """A hash of all of them; 0 without any."""
     by_values: str | None = None
-    """The first operation in it that went by values of the batch, as a user would say it."""
+    """The first one that depends on the data, as a name for users; None without one."""
 
 
 NOT_PICKED = Picked()
 
 
 class RowMoves:
-    """The picking of rows in one pass."""
+    """The row selections of one pass."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._batch = 1
         self._tensors: dict[int, tuple[weakref.ref[Tensor], Picked]] = {}
         self._storages: dict[int, Picked] = {}
-        """Memory that picked rows were written to, whichever tensor looks at it."""
+        """Memory that selected rows were written to, for all its views."""
         self.is_empty = True
         """Whether no rows were picked so far."""
         self.harmless = _harmless
         """Operations that were met and pick none."""
 
     def begin(self, batch: int) -> None:
-        """A call of the model with this many samples begins."""
+        """A call of the model begins; its arguments are the samples, however they were selected."""
         self._batch = batch
+        self.release()
 
     def release(self) -> None:
         """Let go of everything."""
+        self.is_empty = True
         self._tensors.clear()
         self._storages.clear()
 
     def of(self, tensors: Iterable[Tensor]) -> Picked:
-        """The picking that some tensors come from."""
+        """Return the row selections behind some tensors."""
         found = NOT_PICKED
         if self.is_empty:
             return found
@@ -171,7 +171,7 @@ class RowMoves:
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
     ) -> Picked:
-        """The picking behind the result of an operation that is about to run on these tensors."""
+        """Return the row selections behind the result of an operation on these tensors."""
         before = self.of(tensors)
         kind = _kinds.get(func)
         if kind is None:
@@ -296,7 +296,7 @@ class RowMoves:
     def _note_product(
         self, name: str, operands: Sequence[Any], equation: tuple[Sequence[str], str]
     ) -> Picked | None:
-        """A sum over samples: a table of zeros and ones picks rows so, of experts for example.
+        """A product that sums over samples, such as a one-hot dispatch matrix for experts.
 
         equation: a letter for each dimension of the operands, and of the result.
         """
@@ -329,10 +329,10 @@ class RowMoves:
         return _by_numbers(name, *(tuple(x.shape) for x in tensors), *recipes)
 
     def _likely_holds_samples(self, shape: tuple[int, ...], dim: int) -> bool:
-        """The same, where another dimension of the same size is not meant by chance.
+        """Like `_may_hold_samples`, but only dimension 0 if that fits the batch.
 
-        Numbers of Python's cut heads and widths in every model. They differ between training and
-        evaluation, where a cache is joined to, and say nothing of the samples.
+        Models slice heads and widths with Python ints. These slices can differ between training and
+        evaluation (a KV cache), and do not select samples.
         """
         in_first = shape[0] % self._batch == 0
         return self._may_hold_samples(shape, dim) and (dim == 0 or not in_first)
@@ -365,7 +365,7 @@ def _joined(a: Picked, b: Picked) -> Picked:
 
 
 def _by_numbers(*facts: Any) -> Picked:
-    """Rows picked by numbers that do not come from values of the batch."""
+    """A selection by Python numbers or constants."""
     return Picked(hash(facts) or 1)
 
 

@@ -308,6 +308,6 @@ def refusal(comparison: Comparison, wrong: set[str]) -> str:
     listed = ", ".join(f"{name} ({errors[name]:.1e})" for name in worst)
     return (
         f"the fast scores of {len(wrong)} of {len(errors)} parameters are wrong, most of all "
-        f"those of {listed}: the samples cannot be told from the shapes, or a parameter is used "
-        "where torch functions are not seen (a custom autograd function)"
+        f"those of {listed}: the shapes do not show where the samples are, or a parameter is used "
+        "in a custom autograd function"
     )

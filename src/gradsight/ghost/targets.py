@@ -177,18 +177,17 @@ class Targets:
 
 @contextmanager
 def _explained(target: str, root: nn.Module) -> Iterator[None]:
-    """A backward pass that fails says that it ran in evaluation mode: the user asked for none."""
+    """Explain a failed backward pass: users do not know that it ran in evaluation mode."""
     try:
         yield
     except (GradsightError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise GradsightError(
-            f"{type(root).__name__} cannot go backward in evaluation mode, in which the validation "
-            f"pass of target {target!r} runs: {in_one_line(error)}. Some models do so once a "
-            "setting is off (use_cache=False in Hugging Face's); others, as reversible networks, "
-            "go backward in training mode alone and cannot be scored. Training itself can go on "
-            "without the engine."
+            f"backward failed on target {target!r}: {in_one_line(error)}. Gradsight runs the "
+            f"validation pass in evaluation mode, and {type(root).__name__} may not support "
+            "backward there. For a Hugging Face model, try use_cache=False. Models that support "
+            "backward only in training mode, such as reversible networks, cannot be scored."
         ) from error
 
 

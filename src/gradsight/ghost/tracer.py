@@ -319,8 +319,8 @@ class Tracer(TorchFunctionMode):
                 raise  # activation checkpointing ends its second run by an exception
             out = use.plain()  # where the operation itself is wrong, its own error is raised
             self.refuse_unscored(
-                f"{function_name(use.func)} with {_listed(use.origins)} cannot be split by samples "
-                f"({in_one_line(error)})"
+                f"the gradient of {_listed(use.origins)} in {function_name(use.func)} cannot be "
+                f"split by sample ({in_one_line(error)})"
             )
             return out
 
@@ -504,12 +504,13 @@ class Tracer(TorchFunctionMode):
         self._layouts.setdefault((key, sizes), set()).add(layout)
         if self.batch > 1 and self._picked.by_values is not None:
             self.refuse_unscored(
-                f"{self._picked.by_values} picks rows by values of the batch before "
-                f"{_listed(origins)} is used"
+                f"the model selects rows by the data ({self._picked.by_values}) before it uses "
+                f"{_listed(origins)}"
             )
         elif not self.options.trusts_shapes and not memory.is_proven(place):
             self.refuse_unscored(
-                f"{_listed(origins)} is used in training as it was not used in the self-check"
+                f"training uses {_listed(origins)} differently than the self-check did, as in a "
+                "branch on self.training, or with other lengths"
             )
         return layout
 
@@ -520,9 +521,9 @@ class Tracer(TorchFunctionMode):
         met = self._layouts.get((key, shape), set())
         if len(met) != 1:
             raise GradsightError(
-                f"activation checkpointing runs {_listed(origins)} again, with samples of shape "
-                f"{shape} that the forward pass has not shown, or has shown in several ways: the "
-                "samples of this step cannot be told apart. Nothing of it is scored."
+                f"activation checkpointing repeats an operation on {_listed(origins)} with a shape "
+                f"of {shape}, which the forward pass did not have, or had in several layouts. "
+                "Nothing of this step is scored."
             )
         return next(iter(met))
 

@@ -204,13 +204,13 @@ class TrainingPasses:
             observation.refuse_unsplit(loss)
             if foreign_states() != before:
                 raise OnePassRefusal(
-                    "the model draws random numbers from numpy or Python, and would draw them for "
-                    "validation rows as in training."
+                    "the model uses random numbers of numpy or Python. In one pass, Gradsight "
+                    "cannot switch them off for the validation rows."
                 )
             if joined.joined.pads_training and observation.dropped_out:
                 raise OnePassRefusal(
-                    "training rows would be padded to the length of validation rows, and dropout "
-                    "would draw other random numbers for them."
+                    "padding the training rows to the length of the validation rows would change "
+                    "their dropout masks."
                 )
             return [loss.detach(), *one_pass.losses.values()]
         finally:

@@ -36,7 +36,8 @@ model.apply(init_weights)
 """
 
 NO_SATURATION = """
-# before the loop: replace activations that saturate, except one at the output
+# before the loop: replace activations that saturate
+# (except one at the output)
 last = list(model.modules())[-1]
 for parent in list(model.modules()):
     for name, child in parent.named_children():
@@ -47,7 +48,8 @@ for parent in list(model.modules()):
 CLIP = """
 # in the loop, after loss.backward(): limit the norm of the gradient
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-# or each entry: torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
+# or limit each entry:
+# torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
 """
 
 LOWER_LIMIT = """
@@ -56,7 +58,7 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
 """
 
 LOWER_RATE = """
-# before the loop, and before a scheduler is made: a tenth of the learning rate
+# before the loop, and before a scheduler is made: a tenth of the rate
 for group in optimizer.param_groups:
     group["lr"] *= 0.1
 """
@@ -70,7 +72,7 @@ for parent in list(model.modules()):
 """
 
 FOR_RELU = """
-# before the loop: initialise the weights for ReLU and its kin, and the biases at zero
+# before the loop: initialise the weights for ReLU, and biases at zero
 for module in model.modules():
     if isinstance(module, nn.Linear):
         nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
@@ -82,13 +84,15 @@ BFLOAT16 = """
 # before the loop: keep the weights in float32
 model.float()
 
-# in the loop, instead of the forward pass: use bfloat16, which has the range of float32
+# in the loop, instead of the forward pass: use bfloat16
+# (it has the range of float32)
 with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
     loss = loss_fn(model(inputs), targets)
 """
 
 NEW_BATCHES = """
-# instead of the loop: take the next batch each time; next(iter(loader)) is always the first one
+# instead of the loop: take the next batch each time
+# (next(iter(loader)) is always the first batch)
 for inputs, targets in loader:
     optimizer.zero_grad()
     loss_fn(model(inputs), targets).backward()
@@ -96,7 +100,8 @@ for inputs, targets in loader:
 """
 
 BALANCED_ROUTING = """
-# before the loop: add noise to the logits of the routers, so that every expert is tried
+# before the loop: add noise to the logits of the routers
+# (so that every expert is tried)
 routed = {}
 def add_noise(module, args, logits):
     if module.training:
@@ -104,7 +109,8 @@ def add_noise(module, args, logits):
     routed[module] = logits
     return logits
 
-if hasattr(model, "router_aux_loss_coef"):    # transformers has a load-balancing loss
+# transformers has a load-balancing loss
+if hasattr(model, "router_aux_loss_coef"):
     model.config.output_router_logits = True
     model.router_aux_loss_coef = 0.01
 else:
@@ -112,7 +118,7 @@ else:
         if name.endswith(("router", "gate")):
             module.register_forward_hook(add_noise)
 
-# in the loop, before loss.backward(): a load-balancing loss for each router
+# in the loop, before loss.backward(): a load-balancing loss
 for logits in routed.values():
     probabilities = logits.softmax(-1).flatten(0, -2)
     experts = probabilities.shape[-1]

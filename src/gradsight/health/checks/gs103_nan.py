@@ -26,12 +26,13 @@ def _in_sight(look: EarlyLook) -> bool:
             "NaN in the data or the labels), then lower the learning rate."
         ),
         fix="""
-# in the loop, before the forward pass: leave out samples that are not finite
+# in the loop, before the forward pass: leave out non-finite samples
 finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
 finite &= torch.isfinite(targets).reshape(len(targets), -1).all(dim=1)
 inputs, targets = inputs[finite], targets[finite]
 
-# in the loop, instead of the forward pass: a loss whose gradient is finite if the logits are
+# in the loop, instead of the forward pass: a stable loss
+# (its gradient is finite if the logits are)
 loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 
 # in a loss of your own: a logarithm that is finite at 0

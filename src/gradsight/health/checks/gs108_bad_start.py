@@ -20,13 +20,16 @@ from gradsight.health.window import Window
             "match."
         ),
         fix="""
-# before the loop: logits near zero at the start, and the size of the inputs
-last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+# before the loop: logits near zero at first, and the size of the inputs
+layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+last = layers[-1]
 nn.init.normal_(last.weight, std=0.02)
 example = next(iter(loader))[0].float()
-mean, deviation = example.mean(dim=0), example.std(dim=0, correction=0) + 1e-6
+mean = example.mean(dim=0)
+deviation = example.std(dim=0, correction=0) + 1e-6
 
-# in the loop, before the forward pass: inputs with mean 0 and deviation 1, unless they are tokens
+# in the loop, before the forward pass: inputs with mean 0, deviation 1
+# (not if they are tokens)
 if inputs.is_floating_point():
     inputs = (inputs - mean) / deviation
 """,

@@ -52,8 +52,10 @@ def _about_to_be_used(look: EarlyLook, **limits: float) -> bool:
 # before the loop: the norms so far
 norms = []
 
-# in the loop, after loss.backward(): clip, and save batches with ten times the usual norm
-norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).item()
+# in the loop, after loss.backward(): clip, and save unusual batches
+# (those with ten times the usual norm)
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+norm = norm.item()
 if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
     torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")
 norms.append(norm)
@@ -67,8 +69,9 @@ norms.append(norm)
 # before the loop: the norms so far
 norms = []
 
-# in the loop, after loss.backward(): save batches with ten times the usual norm
-gradients = [each.grad for each in model.parameters() if each.grad is not None]
+# in the loop, after loss.backward(): save unusual batches
+# (those with ten times the usual norm)
+gradients = [p.grad for p in model.parameters() if p.grad is not None]
 norm = torch.nn.utils.get_total_norm(gradients).item()
 if norms and norm > 10 * sorted(norms)[len(norms) // 2]:
     torch.save((inputs, targets), f"suspicious-{len(norms)}.pt")

@@ -26,7 +26,8 @@ _CUT = (
             "checkpoint with use_reentrant=False."
         ),
         fix="""
-# before the loop: freeze what the loss does not reach; if it should learn, look for detach()
+# before the loop: freeze what the loss does not reach
+# (if it should learn, look for detach() instead)
 loss_fn(model(inputs), targets).backward()
 for name, parameter in model.named_parameters():
     if parameter.requires_grad and parameter.grad is None:

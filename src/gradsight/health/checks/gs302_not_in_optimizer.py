@@ -25,8 +25,9 @@ from gradsight.health.window import Window
             "freeze them, which also saves their part of backward."
         ),
         fix="""
-# before the loop, and before a scheduler is made: give the optimizer the parameters it lacks
-held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+# before the loop, and before a scheduler is made: add what is missing
+groups = optimizer.param_groups
+held = {id(each) for group in groups for each in group["params"]}
 missing = [each for each in model.parameters() if id(each) not in held]
 optimizer.add_param_group({"params": missing})
 """,

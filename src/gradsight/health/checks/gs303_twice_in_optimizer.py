@@ -17,7 +17,8 @@ from gradsight.health.window import Window
             "is in effect higher: give each to one optimizer, once."
         ),
         fix="""
-# before the loop: one optimizer that holds every parameter once, with your learning rate
+# before the loop: an optimizer that holds every parameter once
+# (with your learning rate)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 """,
     ),

@@ -24,7 +24,8 @@ from gradsight.values.measured import Details, Flags
         fix="""
 # before the loop: does every group have a learning rate?
 for number, group in enumerate(optimizer.param_groups):
-    print(number, group["lr"], sum(each.numel() for each in group["params"]))
+    size = sum(each.numel() for each in group["params"])
+    print(number, group["lr"], size)
 """
         + BFLOAT16,
     ),

@@ -23,7 +23,8 @@ from gradsight.health.window import Window
         fix=LOWER_RATE
         + """
 # before the loop: reach it within 100 steps
-warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
+schedulers = torch.optim.lr_scheduler
+warm_up = schedulers.LinearLR(optimizer, 0.01, total_iters=100)
 
 # in the loop, after optimizer.step(): the next learning rate
 warm_up.step()

@@ -20,7 +20,7 @@ from gradsight.health.window import Window
         ),
         fix=BFLOAT16
         + """
-# in the loop, instead of the lines that use the scaler: bfloat16 needs none
+# in the loop, instead of the lines that use the scaler: bfloat16
 loss.backward()
 optimizer.step()
 """,

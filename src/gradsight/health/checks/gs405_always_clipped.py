@@ -25,7 +25,7 @@ from gradsight.health.window import Window
 norms = []
 
 # in the loop, instead of the line that clips: clip to the usual norm
-gradients = [each.grad for each in model.parameters() if each.grad is not None]
+gradients = [p.grad for p in model.parameters() if p.grad is not None]
 norms.append(torch.nn.utils.get_total_norm(gradients).item())
 usual = sorted(norms)[len(norms) // 2]
 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=usual)

@@ -19,9 +19,10 @@ from gradsight.health.window import Window
         fix="""
 # before the loop: a schedule over all steps of the training
 epochs = 10
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(loader))
+steps = epochs * len(loader)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
-# in the loop, after optimizer.step(): this scheduler counts steps, not epochs
+# in the loop, after optimizer.step(): count steps, not epochs
 scheduler.step()
 """,
     ),

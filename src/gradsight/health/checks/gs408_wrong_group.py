@@ -27,14 +27,17 @@ _LOW_RANK = 16
         ),
         fix="""
 # before the loop: list the matrices of each group
-names = {id(parameter): name for name, parameter in model.named_parameters()}
+names = {id(each): name for name, each in model.named_parameters()}
 for number, group in enumerate(optimizer.param_groups):
-    matrices = [names.get(id(each)) for each in group["params"] if each.dim() > 1]
-    print(number, group["lr"], matrices)
+    matrices = [each for each in group["params"] if each.dim() > 1]
+    print(number, group["lr"], [names.get(id(each)) for each in matrices])
 
-# before the loop: if the rates are not meant to differ, use that of the largest group for all
-sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
-largest = optimizer.param_groups[sizes.index(max(sizes))]
+# before the loop: use the rate of the largest group for all groups
+# (if the rates are not meant to differ)
+def size(group):
+    return sum(each.numel() for each in group["params"])
+
+largest = max(optimizer.param_groups, key=size)
 for group in optimizer.param_groups:
     group["lr"] = largest["lr"]
 """,

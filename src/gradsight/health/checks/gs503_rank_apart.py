@@ -25,12 +25,16 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
             "and its hardware."
         ),
         fix="""
-# before the loop: a random part of the same data for every rank; keep your other arguments
-sampler = torch.utils.data.DistributedSampler(loader.dataset, shuffle=True)
-loader = torch.utils.data.DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
+# before the loop: a random part of the same data for every rank
+# (keep your other arguments of DataLoader)
+sampler = torch.utils.data.DistributedSampler(loader.dataset)
+loader = torch.utils.data.DataLoader(
+    loader.dataset, loader.batch_size, sampler=sampler
+)
 
 # in the loop, before loss.backward(): what does every rank train on?
-print(torch.distributed.get_rank(), inputs.float().std().item(), loss.item())
+rank = torch.distributed.get_rank()
+print(rank, inputs.float().std().item(), loss.item())
 """,
     ),
 )

@@ -21,7 +21,8 @@ from gradsight.health.window import Window
         fix="""
 # in the model: let a position attend to itself and to earlier ones
 def attend(query, key, value):    # [rows, heads, time, width]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    attention = F.scaled_dot_product_attention
+    return attention(query, key, value, is_causal=True)
 """,
     ),
 )

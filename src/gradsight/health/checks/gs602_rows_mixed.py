@@ -19,7 +19,8 @@ from gradsight.health.window import Window
             "silence it with health={'GS602': False}."
         ),
         fix="""
-# before the loop: if your batches have rows first, tell the layers that expect time first
+# before the loop: tell layers that expect time first
+# (if the first dimension of your batches is the samples)
 for module in model.modules():
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
         module.batch_first = True

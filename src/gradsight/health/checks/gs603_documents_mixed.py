@@ -19,10 +19,12 @@ from gradsight.health.window import Window
         ),
         fix="""
 # in the model: let a token attend to earlier tokens of its own document
-def attend(query, key, value, documents):    # documents: [rows, time], a number for each token
+# documents: [rows, time], the number of each token's document
+def attend(query, key, value, documents):
     same = documents[:, :, None] == documents[:, None, :]
     mask = same & torch.ones_like(same).tril()
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
+    attention = F.scaled_dot_product_attention
+    return attention(query, key, value, attn_mask=mask[:, None])
 """,
     ),
 )

@@ -18,7 +18,7 @@ from gradsight.health.window import Window
             "(those of transformers do) is given them as they are."
         ),
         fix="""
-# in the loop, before the forward pass: the target of a token is the next token
+# in the loop, before the forward pass: the target is the next token
 inputs, targets = inputs[:, :-1], inputs[:, 1:]
 """,
     ),

@@ -14,7 +14,8 @@ _RECOMMENDATION = (
 
 def _instead(loss: str) -> str:
     """Return the code that computes this loss."""
-    return f"# in the loop, instead of the forward pass: a loss for this output\nloss = {loss}\n"
+    place = "# in the loop, instead of the forward pass: a loss for this output"
+    return f"{place}\noutput = model(inputs)\nloss = {loss}\n"
 
 
 @check(
@@ -24,7 +25,7 @@ def _instead(loss: str) -> str:
     asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=_RECOMMENDATION,
-        fix=_instead("F.cross_entropy(model(inputs).clamp_min(1e-8).log(), targets)"),
+        fix=_instead("F.cross_entropy(output.clamp_min(1e-8).log(), targets)"),
     ),
 )
 def wrong_input(window: Window) -> Iterator[Fact]:
@@ -44,18 +45,16 @@ def wrong_input(window: Window) -> Iterator[Fact]:
 _ADVICE = {
     case: Advice(_RECOMMENDATION, _instead(loss))
     for case, loss in {
-        ("nll_loss", "logits"): "F.cross_entropy(model(inputs), targets)",
+        ("nll_loss", "logits"): "F.cross_entropy(output, targets)",
         ("binary_cross_entropy_with_logits", "probabilities"): (
-            "F.binary_cross_entropy(model(inputs), targets)"
+            "F.binary_cross_entropy(output, targets)"
         ),
-        ("kl_div", "logits"): (
-            'F.kl_div(model(inputs).log_softmax(-1), targets, reduction="batchmean")'
-        ),
+        ("kl_div", "logits"): ('F.kl_div(output.log_softmax(-1), targets, reduction="batchmean")'),
         ("kl_div", "probabilities"): (
-            'F.kl_div(model(inputs).clamp_min(1e-8).log(), targets, reduction="batchmean")'
+            'F.kl_div(output.clamp(1e-8).log(), targets, reduction="batchmean")'
         ),
         ("kl_div", "log-probabilities as targets"): (
-            'F.kl_div(model(inputs), targets, reduction="batchmean", log_target=True)'
+            'F.kl_div(output, targets, reduction="batchmean", log_target=True)'
         ),
     }.items()
 }

@@ -18,7 +18,8 @@ from gradsight.health.window import Window
             "masks."
         ),
         fix="""
-# instead of the loop: leave out batches in which every label is the loss's ignore_index
+# instead of the loop: leave out batches without a label that counts
+# (-100 is the ignore_index of the loss)
 for inputs, targets in loader:
     if (targets != -100).any():
         optimizer.zero_grad()

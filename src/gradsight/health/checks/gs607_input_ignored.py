@@ -18,12 +18,12 @@ from gradsight.health.window import Window
             "after preprocessing."
         ),
         fix="""
-# before the loop: find the first layer whose output is the same for another input
+# before the loop: find the first layer that ignores its input
 outputs = {}
 def record(module, args, output):
     outputs.setdefault(module, []).append(output)
 
-handles = [module.register_forward_hook(record) for module in model.modules()]
+handles = [each.register_forward_hook(record) for each in model.modules()]
 model.eval()
 with torch.no_grad():
     model(inputs), model(torch.zeros_like(inputs))
@@ -31,7 +31,8 @@ model.train()
 for handle in handles:
     handle.remove()
 for name, module in list(model.named_modules())[1:]:
-    seen = outputs.get(module, [None])    # first the outputs for one input, then for the other
+    # the outputs for one input, then for the other
+    seen = outputs.get(module, [None])
     one, other = seen[0], seen[len(seen) // 2]
     if isinstance(one, torch.Tensor) and torch.equal(one, other):
         print(f"Does not depend on the input: {name}")

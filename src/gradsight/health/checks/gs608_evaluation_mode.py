@@ -17,7 +17,7 @@ from gradsight.health.window import Window
             "part that is to stay in evaluation mode should not learn: requires_grad_(False)."
         ),
         fix="""
-# in the loop, before the forward pass: training mode, also after a validation
+# in the loop, before the forward pass: training mode
 model.train()
 """,
     ),

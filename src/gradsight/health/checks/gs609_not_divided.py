@@ -17,7 +17,7 @@ from gradsight.health.window import Window
             "long as there are micro-batches: divide the loss by their number."
         ),
         fix="""
-# in the loop, before loss.backward(): the mean over all micro-batches of a step
+# in the loop, before loss.backward(): the mean over micro-batches
 micro_batches = 4    # as many as you accumulate
 loss = loss / micro_batches
 """,

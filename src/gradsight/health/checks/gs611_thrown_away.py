@@ -17,9 +17,10 @@ from gradsight.health.window import Window
             "learned from: clear after the optimizer has stepped, and nowhere else."
         ),
         fix="""
-# instead of the loop: clear the gradients only after the optimizer has used them
+# instead of the loop: clear the gradients after the optimizer's step
 for number, (inputs, targets) in enumerate(loader):
-    loss = loss_fn(model(inputs), targets) / 2    # the number of batches per step
+    # 2: the number of batches per step
+    loss = loss_fn(model(inputs), targets) / 2
     loss.backward()
     if (number + 1) % 2 == 0:
         optimizer.step()
