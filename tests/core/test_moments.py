@@ -168,3 +168,23 @@ def test_who_has_left_is_told_no_more_and_others_are() -> None:
     backward()
     assert gone.told == []
     assert len(stays.told) == 3
+
+
+def test_one_who_leaves_while_the_first_comes_takes_nothing_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The garbage collector may end an old listener at any moment, also inside of `listen`."""
+    original = torch.autograd.backward
+    install = moments._install
+
+    def install_while_another_leaves() -> None:
+        install()
+        moments.leave(object())
+
+    monkeypatch.setattr(moments, "_install", install_while_another_leaves)
+    listener, guard = OnlyAfter(), Guard(None, "test", "a listener failed")
+    moments.listen(listener, guard)
+    backward()
+    assert listener.passes == 1
+    guard.close()
+    assert torch.autograd.backward is original

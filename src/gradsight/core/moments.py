@@ -97,9 +97,11 @@ def listen(
         raise TypeError(f"{type(listener).__name__} has none of the methods {', '.join(MOMENTS)}")
     thread = get_ident() if own_thread else None
     with lock:
-        if not _listeners:
-            _install()
+        # First the listener: the garbage collector may end an older one in between, and whoever
+        # leaves an empty list puts torch's functions back.
         _listeners.append(listener)
+        if len(_listeners) == 1:
+            _install()
         # Also without `leave`, should that fail: torch's functions are put back by the guard alone.
         for replaced in _replaced:
             guard.at_end(put_back, _listeners, listener, *replaced)

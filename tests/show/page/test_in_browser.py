@@ -252,7 +252,7 @@ def test_a_link_is_the_state(visit: Visits, small: Recorded) -> None:
     assert "order=size" in hashed
     assert "mode" not in hashed  # the usual one needs no word
     page.evaluate("location.hash = 'from=20&to=60&rows=ln_f'")
-    page.wait_for_function("document.getElementById('heat').dataset.to === '60'")
+    page.wait_for_function("() => document.getElementById('heat').dataset.to === '60'")
     assert page.input_value("#filter") == "ln_f"
 
 
@@ -336,12 +336,12 @@ def test_a_click_keeps_the_line_of_a_row(visit: Visits, small: Recorded) -> None
         page.mouse.click(area["x"] + 100, area["y"] + area["height"] * down)
         names.append(cell(page)["parameter"])
     page.mouse.move(area["x"] + 100, area["y"] + area["height"] * 0.9)
-    page.wait_for_function("document.querySelectorAll('.pins span').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('.pins span').length === 2")
     assert page.eval_on_selector_all(".pins span", "all => all.map(e => e.textContent)") == names
     assert names[0] not in page.inner_text("[data-line=row] .note")
     page.mouse.click(area["x"] + 100, area["y"] + area["height"] * 0.5)
     page.mouse.move(area["x"] + 100, area["y"] + area["height"] * 0.9)
-    page.wait_for_function("document.querySelectorAll('.pins span').length === 1")
+    page.wait_for_function("() => document.querySelectorAll('.pins span').length === 1")
 
 
 def test_a_frozen_parameter_has_no_row(visit: Visits, tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_the_issue_text_holds_no_text_of_a_sample(visit: Visits, small: Recorded
     page = visit(target.as_uri(), permissions=["clipboard-read", "clipboard-write"])
     assert "my private diary" in page.inner_text("[data-finding=GS103]")
     page.click("#copy")
-    page.wait_for_function("document.getElementById('copy').textContent === 'Copied'")
+    page.wait_for_function("() => document.getElementById('copy').textContent === 'Copied'")
     text = page.evaluate("navigator.clipboard.readText()")
     assert "GS103" in text
     assert "diary" not in text
