@@ -447,3 +447,46 @@ def test_slow_scores_are_shares_of_the_very_step(how: str, factor: float | None)
         for name, own in plain.items():
             found = dict(model.named_parameters())[name].grad / (factor or 1.0)
             assert torch.allclose(found, own, rtol=1e-12, atol=0.0)
+
+
+class SortedForGood(Way):
+    """Sorted by length and never put back; the outputs of samples differ little."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        lengths, order = n.sort(descending=True)
+        packed = pack_padded_sequence(x[order], lengths, batch_first=True)
+        return 1.0 + 1e-3 * self.head(self.lstm(packed)[1][0][-1])
+
+
+def test_outputs_in_another_order_are_not_taken_for_those_of_other_samples() -> None:
+    torch.manual_seed(0)
+    model = SortedForGood()
+    lengths = torch.tensor([2, 6, 3])
+    x = torch.randn(3, 6, WIDTH)
+
+    def loss_fn(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return m(*batch).square().mean()
+
+    engine = GhostEngine(model, loss_fn, (x, torch.tensor([6, 6, 6])), mode="two_pass")
+    with (
+        pytest.raises(GradsightError, match="not in the order of the samples"),
+        engine.observe(),
+    ):
+        loss_fn(model, (x, lengths)).backward()
+
+
+def test_a_parameter_that_is_thawed_later_is_scored_by_fast_rules() -> None:
+    torch.manual_seed(0)
+    model = MeanOfPadded().double()
+    model.f.requires_grad_(False)
+    draw = random.Random(0)
+    validation, batch = random_batch(draw, samples=3), random_batch(draw, samples=4)
+    engine = GhostEngine(model, pooled_loss, validation, mode="two_pass")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GradsightWarning)
+        for _ in range(2):
+            with engine.observe():
+                pooled_loss(model, batch).backward()
+            model.f.requires_grad_(True)
+    expected = truth(model, batch, validation, pooled_loss)
+    assert torch.allclose(engine.scores.total, expected, rtol=1e-9)

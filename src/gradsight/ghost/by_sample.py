@@ -34,6 +34,10 @@ from gradsight.ghost.parameters import ScoredParameters
 
 Parts = list[tuple[slice, ...]]
 """Where each sample is in a tensor."""
+ALIKE = 0.1
+"""Fraction of the usual tolerance for a sample alone and in the batch: samples look alike early in
+training, and must not be taken for each other.
+"""
 CUT_TOLERANCE = 1e-5
 """Relative tolerance of the check that the outputs carry the whole gradient."""
 
@@ -117,6 +121,8 @@ def _parts(
 ) -> tuple[dict[int, Parts], list[str]]:
     """Locate the samples in each output; also return why that failed for others."""
     batch = training.calls[0].batch
+    if within < 1e-2:  # in 16 bits rounding is as large as that
+        within *= ALIKE
     with beside_training(root, evaluating=True), eager(), torch.no_grad():
         whole = _outputs(root, training.calls, None)
         try:

@@ -38,10 +38,10 @@ MOST_SHAPES = 2_000
 
 
 class FirstBlockCheck:
-    """Decides when the twin has to be asked, and refuses blocks whose scores cannot be right.
+    """Decides when to compare with the reference implementation, and rejects wrong scores.
 
-    It is asked about the first batch, and again about every batch of other shapes: what was proven
-    for some shapes says nothing of others.
+    The first batch is compared, and every batch with new shapes: a layout that was proven for some
+    shapes may be wrong for others.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class FirstBlockCheck:
     def before_call(
         self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer
     ) -> str | None:
-        """Ask the twin about a call of new shapes.
+        """Compare a call with new shapes with the reference implementation.
 
-        Returns why every sample needs a backward pass of its own; None where fast scores are right.
+        Returns why every sample needs its own backward pass; None if fast scores are right.
         """
         reason = None
         if parameters.complex is not None:
@@ -91,12 +91,12 @@ class FirstBlockCheck:
             self._prove_one_pass(call, parameters, tracer, one_pass)
         return None
 
-    def is_new(self, call: SplitCall, parts: Sequence[int]) -> bool:
+    def is_new(self, call: SplitCall, parameters: ScoredParameters, parts: Sequence[int]) -> bool:
         """Whether one pass has not been proven for a call of these shapes."""
-        return self._enabled and (_shapes(call), tuple(parts)) not in self._joined
+        return self._enabled and (_shapes(call, parameters), tuple(parts)) not in self._joined
 
     def _proven(self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer) -> str | None:
-        shapes = _shapes(call)
+        shapes = _shapes(call, parameters)
         # A batch of one proves no layout: everything in it belongs to the one sample.
         is_new = shapes not in self._found and (call.batch > 1 or not self._found)
         if self._group.sharded:
@@ -135,7 +135,7 @@ class FirstBlockCheck:
     def _prove_one_pass(
         self, call: SplitCall, parameters: ScoredParameters, tracer: Tracer, one_pass: OnePass
     ) -> None:
-        known = _shapes(call), one_pass.parts.sizes
+        known = _shapes(call, parameters), one_pass.parts.sizes
         if known not in self._joined:
             rows = ROWS_OF_NEW_SHAPES if self._joined else MOST_ROWS
             try:
@@ -193,15 +193,16 @@ class FirstBlockCheck:
         return sums
 
 
-def _shapes(call: SplitCall) -> int:
-    """A number for the shapes of a call, and for all of its arguments that are no tensors."""
+def _shapes(call: SplitCall, parameters: ScoredParameters) -> int:
+    """Return a hash of the shapes of a call, its other arguments, and what is trained."""
     described: list[object] = []
     for position, x in enumerate(call.flat):
         if isinstance(x, Tensor):
             described.append((tuple(x.shape), str(x.dtype), call.dims.get(position)))
         else:
             described.append(x if isinstance(x, bool | int | str) else type(x).__name__)
-    return hash((call.batch, str(call.spec), described_value(described)))
+    trained = tuple(parameters.trainable)
+    return hash((call.batch, str(call.spec), described_value(described), trained))
 
 
 def refuse_unexplained(change: float, scores: Tensor, parameters: ScoredParameters) -> None:

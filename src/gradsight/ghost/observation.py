@@ -340,7 +340,7 @@ class Observation:
         # Sharded models have to run in step: the training rows alone are run in the first block.
         is_new = check.first
         if one_pass is not None and not self._parameters.sharded:
-            is_new = check.is_new(call, one_pass.parts.sizes)
+            is_new = check.is_new(call, self._parameters, one_pass.parts.sizes)
         reason = check.before_call(call, self._parameters, self.tracer)
         if reason is not None:
             self.tracer.unscored = self.tracer.unscored or reason
