@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradsight.core.devices import autocast_kinds
 from gradsight.ghost.derivative import function_name
 
 Recipe = Callable[[Tensor], int | None]
@@ -32,7 +33,7 @@ HARMLESS = frozenset(
         "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift",
         "masked_fill", "masked_fill_", "fill_", "zero_", "copy_", "nan_to_num", "dropout",
         "to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short",
-        "bool", "byte", "cpu", "cuda", "clone", "detach", "contiguous", "requires_grad_",
+        "bool", "byte", "clone", "detach", "contiguous", "requires_grad_",
         # Views and copies that keep the order.
         "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze",
         "expand", "expand_as", "broadcast_to", "broadcast_tensors", "repeat", "tile", "permute",
@@ -408,6 +409,8 @@ def _kind_of(name: str) -> str:
         return "sorting"
     if name in CUTTING:
         return "cutting"
+    if name in autocast_kinds():  # a copy to a device: x.cpu()
+        return "harmless"
     if name in {"embedding", "embedding_bag"}:
         return "table"
     if name in PRODUCTS:
