@@ -1,4 +1,4 @@
-"""Models that no fast rule knows: exact by a slower way, or refused with an error of ours.
+"""Models without a fast rule: scored exactly by a slower way, or rejected by a GradsightError.
 
 In each case `.grad` is that of training without the engine.
 """

@@ -97,8 +97,8 @@ def listen(
         raise TypeError(f"{type(listener).__name__} has none of the methods {', '.join(MOMENTS)}")
     thread = get_ident() if own_thread else None
     with lock:
-        # First the listener: the garbage collector may end an older one in between, and whoever
-        # leaves an empty list puts torch's functions back.
+        # Append the listener first: the garbage collector may remove an older one in between, and
+        # the last one to leave an empty list restores torch's functions.
         _listeners.append(listener)
         if len(_listeners) == 1:
             _install()

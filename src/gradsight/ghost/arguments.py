@@ -83,7 +83,7 @@ def in_one_line(error: Exception) -> str:
 
 @contextmanager
 def errors_of_ours(what: str = "the samples of this pass cannot be scored") -> Iterator[None]:
-    """Whatever fails in here is an error of ours, and passes every guard of training."""
+    """Turn any failure in here into a GradsightError that no guard swallows."""
     try:
         yield
     except (GradsightError, torch.OutOfMemoryError) as error:

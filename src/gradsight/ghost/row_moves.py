@@ -56,7 +56,7 @@ HARMLESS = frozenset(
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "multi_margin_loss",
         "multilabel_margin_loss", "multilabel_soft_margin_loss", "ctc_loss", "soft_margin_loss",
         "gaussian_nll_loss", "poisson_nll_loss", "cross_entropy_loss", "nll_loss_nd",
-        # Tensors made anew.
+        # New tensors.
         "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
         "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "backward", "register_hook",
     }

@@ -34,7 +34,7 @@ SMALL = 1e-3
 
 
 class NoLayout(GradsightError):
-    """Under no layout of the samples does the engine find what the twin finds."""
+    """No layout of the samples gives the scores of the reference implementation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class SelfCheck:
         self._slots = {name: slot for slot, name in enumerate(parameters.trainable)}
 
     def run(self, calls: Sequence[SplitCall], most_rows: int = MOST_ROWS) -> None:
-        """Prove layouts under which engine and twin agree, or raise NoLayout."""
+        """Prove layouts that give the scores of the reference implementation, or raise NoLayout."""
         # Dropout is off: stock GPT-2 has it on, and a comparison in flight would reject it.
         device = self._parameters.device.type
         with (
