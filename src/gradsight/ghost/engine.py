@@ -115,8 +115,9 @@ class GhostEngine:
         exact_grad: leave .grad bit for bit as plain training has it, a little slower. By default it
             is within 1e-6 (norm-wise, in fp32), because the weight gradient is summed from the
             samples' own.
-        self_check: score the first batch with the slow exact twin as well, and refuse the model if
-            the two disagree. False: for models that the twin cannot run.
+        self_check: compare the first batch, and each batch with new shapes, with a slow reference
+            implementation. If the fast scores are wrong, each sample is scored by its own backward
+            pass. False: for models that cannot run on one sample alone.
         run_dir: where scores are saved, as grad_dotprods/iter_*.parquet. None: they are not.
             A directory that holds scores or a record is continued; under a watch on it, steps are
             the watch's.
