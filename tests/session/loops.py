@@ -194,14 +194,6 @@ def clip_by_hand(case: Case) -> None:
     train(case, mlp(), after_backward=clip)
 
 
-def clip_into_new_tensors(case: Case) -> None:
-    def clip(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad * 0.25
-
-    train(case, mlp(), after_backward=clip)
-
-
 def accumulation(case: Case) -> None:
     case.micro_batches = 4
     train(
@@ -864,7 +856,6 @@ TRUTHFUL = [
     clip_value,
     clip_in_two_parts,
     clip_by_hand,
-    clip_into_new_tensors,
     accumulation,
     zero_grad_to_zero,
     odd_parameters,

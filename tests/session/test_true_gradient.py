@@ -96,7 +96,6 @@ def test_what_is_added_to_a_clipped_gradient_is_not_called_true(
         (loops.clip_norm, None),
         (loops.clip_by_name, None),
         (loops.clip_in_two_parts, None),
-        (loops.clip_into_new_tensors, 0.25),
         (loops.accumulation, None),
         (loops.scaler, 1.0),
         (loops.scaler_with_clipping, None),

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradsight.attach.models import (
     distinct,
@@ -34,6 +37,8 @@ from gradsight.core.group import rank
 from gradsight.core.guard import Guard, register_at_fork
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
+from gradsight.core.optimizers import calls_of_step
+from gradsight.core.sharing import reshard
 from gradsight.core.source import users_frames
 from gradsight.core.switch import is_switched_off
 from gradsight.errors import RunError, UsageError
@@ -43,6 +48,13 @@ from gradsight.session.options import WatchOptions
 from gradsight.session.preflight import preflight_codes
 from gradsight.session.watch_session import Watch
 from gradsight.values.steps import Schedule
+
+_COPIES = 2
+"""Copies of watched models that get a record of their own."""
+_MANY_COPIES = (
+    "gradsight: this script keeps training new copies of a model that is recorded already. Steps "
+    "of further copies are not recorded."
+)
 
 
 class Enough(SystemExit):
@@ -95,6 +107,10 @@ class Session:
         self._forked = False
         self._new: list[Optimizer] = []
         self._watches: list[Watch] = []
+        self._watched: list[tuple[Watch, set[int]]] = []
+        """The same, each with the ids of the parameters that it watches."""
+        self._groups: list[_Shared] = []
+        self._copies = 0
         self._names: list[str] = []
         self._known: list[dict[str, Any]] = []
         self._made: dict[int, int] = {}
@@ -107,6 +123,7 @@ class Session:
         atexit.register(guard.run, self._forget_what_never_stepped)
         moments.listen(self, guard)
         # Counted by the global hook: the optimizer may be stepped before anything is watched.
+        put_hook(guard, register_optimizer_step_pre_hook, self._steps)
         put_hook(guard, register_optimizer_step_post_hook, self._stepped)
         register_at_fork(after_in_child=partial(guard.run, self._let_go))
 
@@ -145,6 +162,14 @@ class Session:
 
     def before_backward(self, tensors: Any) -> None:
         """A backward pass begins: whatever has an optimizer by now is trained by it."""
+        self._open_new()
+
+    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step, maybe without any backward pass before."""
+        if any(optimizer is new for new in self._new):
+            self._open_new()
+
+    def _open_new(self) -> None:
         if not self._new:
             return
         new = self._new
@@ -160,6 +185,8 @@ class Session:
             )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if calls_of_step(optimizer) > 1:
+            return
         made = self._made.get(id(optimizer), 0) + 1
         self._made[id(optimizer)] = made
         self._notice_place(optimizer)
@@ -194,16 +221,46 @@ class Session:
 
         Several models of one optimizer are watched together.
         """
-        groups = _sharing_models(optimizers)
+        groups = [group for group in _sharing_models(optimizers) if not self._is_adopted(group)]
         # `check` judges by a record of its own, whatever else the script keeps.
         if self._told.keep:
             groups = [group for group in groups if not self._is_watched(group)]
-            groups = [_all_in_one(groups)] if groups else []
+        groups = self._without_many_copies(groups)
+        if self._told.keep and groups:
+            first, *others = groups
+            copies = [group for group in others if group.is_copy_of(first)]
+            joined = _all_in_one([each for each in groups if each not in copies])
+            groups = [joined, *copies]
         for group in groups:
             self._open_one(together(group.models, group.tensors), group.optimizers)
         for each in self._watches[: -len(groups) or None]:
             for optimizer in optimizers:
                 each.also_optimized_by(optimizer)
+
+    def _is_adopted(self, group: "_Shared") -> bool:
+        """Whether these are new optimizers of what is watched already: its record goes on."""
+        held = {id(tensor) for tensor in group.parameters()}
+        for watched, tensors in self._watched:
+            if held and held <= tensors and watched.is_open:
+                for optimizer in group.optimizers:
+                    watched.add_optimizer(optimizer)
+                    self._note_model(group.optimizers, self._names[self._watches.index(watched)])
+                return True
+        return False
+
+    def _without_many_copies(self, groups: "list[_Shared]") -> "list[_Shared]":
+        """Copies of a model that come and go, as in meta-learning, would be a record each."""
+        kept = []
+        for group in groups:
+            is_copy = any(group.is_copy_of(other) for other in self._groups)
+            self._copies += is_copy
+            if is_copy and self._copies > _COPIES:
+                if self._copies == _COPIES + 1:
+                    print(_MANY_COPIES, file=sys.stderr)
+                continue
+            kept.append(group)
+        self._groups += kept
+        return kept
 
     def _is_watched(self, group: "_Shared") -> bool:
         """Whether the script watches these itself; its record can then be found at ours too."""
@@ -240,12 +297,21 @@ class Session:
         except UsageError as error:
             print(f"gradsight: {name} is not watched: {error}", file=sys.stderr)
             return
+        if self._watches and self._told.keep:
+            print(f"gradsight: {name} is recorded apart, in {watched.run_dir}", file=sys.stderr)
         self._watches.append(watched)
+        held = {id(tensor) for tensor in model.parameters()}
+        self._watched.append((watched, held))
+        self._note_model(optimizers, name)
+
+    def _note_model(self, optimizers: list[Optimizer], name: str) -> None:
         for known in self._known:
             if any(known["id"] == id(optimizer) for optimizer in optimizers):
                 known["model"] = name
 
     def _watch(self, model: Any, optimizers: list[Optimizer], folder: Path) -> Watch:
+        # FSDP2 leaves the outermost parameters whole between forward and backward.
+        reshard(model)
         # An exception out of optimizer.step() would be the script's failure.
         options = WatchOptions(run_dir=folder, stop_raises=False, **self._told.options())
         return Watch(model, optimizers, options)
@@ -313,6 +379,26 @@ class _Shared:
     tensors: list[Any]
     """Parameters that belong to no model that was found."""
     optimizers: list[Optimizer]
+
+    def parameters(self) -> list[Any]:
+        """What the optimizers hold."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [tensor for group in groups for tensor in group["params"]]
+
+    def is_copy_of(self, other: "_Shared") -> bool:
+        """Whether the models are the same in every weight: made by copying, and not trained yet."""
+        if self.tensors or len(self.models) != 1 or len(other.models) != 1:
+            return False
+        mine = dict(self.models[0].named_parameters())
+        others = dict(other.models[0].named_parameters())
+        if mine.keys() != others.keys() or self.models[0] is other.models[0]:
+            return False
+        return all(
+            tensor.shape == others[name].shape
+            and tensor.device == others[name].device
+            and torch.equal(tensor, others[name])
+            for name, tensor in mine.items()
+        )
 
     def shares_a_model_with(self, models: list[Any]) -> bool:
         return any(model is other for model in models for other in self.models)

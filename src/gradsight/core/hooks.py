@@ -12,6 +12,8 @@ from gradsight.core.guard import Guard
 _Register = Callable[..., Any]
 """A method of torch's that takes a hook and returns a handle."""
 _Hook = Callable[..., Any]
+_KNOWN = ("torch.", "gradsight.")
+"""Modules whose hooks on parameters do not change what a gradient is."""
 
 
 def put_hook(guard: Guard, register: _Register, hook: _Hook) -> Any:
@@ -19,6 +21,17 @@ def put_hook(guard: Guard, register: _Register, hook: _Hook) -> Any:
     handle = register(partial(guard.run, hook))
     guard.at_end(handle.remove)
     return handle
+
+
+def has_other_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks that are neither torch's nor Gradsight's edit this tensor's gradient."""
+    hooks = getattr(tensor, "_backward_hooks", None), tensor._post_accumulate_grad_hooks
+    return any(
+        not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_KNOWN)
+        for each in hooks
+        if each
+        for hook in each.values()
+    )
 
 
 def put_module_hook(guard: Guard, register: _Register, hook: _Hook, **options: Any) -> Any:
@@ -42,8 +55,11 @@ class ModuleHook:
         self._hook = hook
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
-        # What is being compiled is no call of the model; the guard would break its graph.
+        # What is being compiled is no call of the model; the guard would break its graph. What runs
+        # inside a transform of torch.func has wrapped tensors, whose entries cannot be read.
         if self._hook is None or self._guard is None or torch.compiler.is_compiling():
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         self._guard.run(self._hook, *given)
 

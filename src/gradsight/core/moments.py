@@ -11,6 +11,8 @@ A listener is any object with methods named after moments; it is told of those a
     gradients_shared()                  several threads write the same gradients at once
     loss_scaled(scaler)                 a loss was multiplied: the next gradients carry the factor
     gradients_unscaled(scaler, optimizer)   the optimizer's gradients were divided by the factor
+    edit_begins()                       torch is about to clip or unscale gradients
+    edit_ended(edited)                  it has done so: to an optimizer's, or to those of parameters
     scaler_steps(optimizer)             GradScaler.step was called for the optimizer
     scaler_stepped(optimizer)           it has returned; the optimizer may not have been called
 
@@ -21,11 +23,14 @@ own thread alone.
 
 Looking when `torch.autograd.backward` has returned sees the gradient before any clipping, however
 that is called, and after any reduction. GradScaler is watched because it multiplies gradients, and
-because a step that it leaves out calls no optimizer. Each listener is told through its guard, so
+because a step that it leaves out calls no optimizer. torch's clipping functions are watched so that
+clipping can be told from other edits of a gradient. Each listener is told through its guard, so
 that nothing of ours reaches the training loop. Everything is put back when the last one leaves.
 """
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from threading import get_ident
@@ -33,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from gradsight.core.calls import SUSPENDED
@@ -52,6 +58,8 @@ MOMENTS = (
     "gradients_shared",
     "loss_scaled",
     "gradients_unscaled",
+    "edit_begins",
+    "edit_ended",
     "scaler_steps",
     "scaler_stepped",
 )
@@ -78,6 +86,40 @@ _listeners: list[object] = []
 _replaced: list[tuple[Any, Any, tuple[Any, Any]]] = []
 """How each of torch's functions is got and put, ours and the original."""
 _passes = Passes()
+
+
+class _ScaledLosses(threading.local):
+    """Losses that a GradScaler has multiplied in this thread."""
+
+    def __init__(self) -> None:
+        self.alive: list[tuple[weakref.ref[Tensor], torch.amp.GradScaler]] = []
+        self.scaler: torch.amp.GradScaler | None = None
+        """The last scaler that multiplied a loss; None once it has stepped an optimizer."""
+
+    def add(self, scaler: torch.amp.GradScaler, result: Any) -> None:
+        """Note what `scaler.scale` has returned: a tensor, or a collection of them."""
+        self.scaler = scaler
+        tensors = [result] if isinstance(result, Tensor) else list(result)
+        alive = [each for each in self.alive if each[0]() is not None]
+        self.alive = alive + [(weakref.ref(tensor), scaler) for tensor in tensors]
+
+
+_scaled = _ScaledLosses()
+
+
+def scaler_of(tensors: Any) -> torch.amp.GradScaler | None:
+    """The scaler that returned one of these tensors, on which backward is called; else None."""
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors or ())
+    for reference, scaler in _scaled.alive:
+        tensor = reference()
+        if tensor is not None and any(tensor is root for root in roots):
+            return scaler
+    return None
+
+
+def scaler_in_use() -> torch.amp.GradScaler | None:
+    """The scaler that has multiplied a loss in this thread and has not stepped since."""
+    return _scaled.scaler
 
 
 def listen(
@@ -152,6 +194,12 @@ def _install() -> None:
     _replace(scaler, "scale", _watched_scale)
     _replace(scaler, "unscale_", _watched_unscale)
     _replace(scaler, "step", _watched_step)
+    # The name inside torch's module is the one that clip_grad_norm_ calls, however that was
+    # imported.
+    _replace(clip_grad, "_clip_grads_with_norm_", _watched_edit)
+    _replace(torch.nn.utils, "clip_grads_with_norm_", _watched_edit)
+    _replace(clip_grad, "clip_grad_value_", _watched_edit)
+    _replace(torch.nn.utils, "clip_grad_value_", _watched_edit)
 
 
 def _replace(owner: Any, name: str, watched: Callable[[_Original], _Original]) -> None:
@@ -241,6 +289,7 @@ def _watched_scale(original: _Original) -> _Original:
     def scale(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         result = original(scaler, *args, **kwargs)
         if scaler.is_enabled() and not is_carried(SUSPENDED):
+            _passes.guard.run(_scaled.add, scaler, result)
             for ear in tuple(_told["loss_scaled"]):
                 if ear.thread in (None, get_ident()):
                     ear.tell(scaler)
@@ -251,14 +300,41 @@ def _watched_scale(original: _Original) -> _Original:
 
 def _watched_unscale(original: _Original) -> _Original:
     def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Any:
-        result = original(scaler, optimizer)
-        if scaler.is_enabled() and not is_carried(SUSPENDED):
-            for ear in tuple(_told["gradients_unscaled"]):
+        if not scaler.is_enabled() or is_carried(SUSPENDED):
+            return original(scaler, optimizer)
+        for ear in tuple(_told["edit_begins"]):
+            if ear.thread in (None, get_ident()):
+                ear.tell()
+        try:
+            result = original(scaler, optimizer)
+        finally:
+            for ear in tuple(_told["edit_ended"]):
                 if ear.thread in (None, get_ident()):
-                    ear.tell(scaler, optimizer)
+                    ear.tell(optimizer)
+        for ear in tuple(_told["gradients_unscaled"]):
+            if ear.thread in (None, get_ident()):
+                ear.tell(scaler, optimizer)
         return result
 
     return unscale_
+
+
+def _watched_edit(original: _Original) -> _Original:
+    def edit(*args: Any, **kwargs: Any) -> Any:
+        if is_carried(SUSPENDED):
+            return original(*args, **kwargs)
+        for ear in tuple(_told["edit_begins"]):
+            if ear.thread in (None, get_ident()):
+                ear.tell()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            parameters = args[0] if args else kwargs.get("parameters")
+            for ear in tuple(_told["edit_ended"]):
+                if ear.thread in (None, get_ident()):
+                    ear.tell(parameters)
+
+    return edit
 
 
 def _watched_step(original: _Original) -> _Original:
@@ -268,6 +344,7 @@ def _watched_step(original: _Original) -> _Original:
         for ear in tuple(_told["scaler_steps"]):
             ear.tell(optimizer)
         result = original(scaler, optimizer, *args, **kwargs)
+        _scaled.scaler = None
         for ear in tuple(_told["scaler_stepped"]):
             ear.tell(optimizer)
         return result

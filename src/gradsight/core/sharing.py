@@ -1,8 +1,9 @@
 """How processes share a model: the manners of DistributedDataParallel and of FSDP2."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,44 @@ from gradsight.errors import GradsightError
 def reduces_gradients(model: nn.Module) -> bool:
     """False inside DistributedDataParallel's `no_sync`, where gradients are each rank's own."""
     return bool(getattr(model, "require_backward_grad_sync", True))
+
+
+def parallel_kind(model: nn.Module, tensors: Sequence[Tensor]) -> Literal["data", "other"] | None:
+    """How ranks share these parameters: by DDP or FSDP2, in another way; None if they do not."""
+    if world_size() == 1:
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = list(model.modules())
+    wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
+    if not wrappers:
+        # The wrapper may be around the model that is looked at.
+        wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    wrapped = {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
+    if any(id(tensor) in wrapped for tensor in tensors):
+        return "data"
+    if any(isinstance(each, FSDPModule) for each in modules):
+        return "data"
+    return "other" if are_spread(tensors) else None
+
+
+class Reduction:
+    """Whether the gradients of a model are the same on all ranks after a backward pass."""
+
+    def __init__(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._is_shared: bool | None = None
+        self.is_confirmed = False
+        """Whether a comparison of ranks has shown that all of them use the same gradient."""
+
+    def holds(self) -> bool:
+        """Whether a wrapper, or a comparison, is known to make them so."""
+        if self._is_shared is None:
+            # Asked after the first pass: a model may be wrapped after its watch was opened.
+            kind = parallel_kind(self._model, self._tensors)
+            self._is_shared = world_size() == 1 or kind is not None
+        return (self._is_shared or self.is_confirmed) and reduces_gradients(self._model)
 
 
 def allows_uneven_steps(model: nn.Module) -> bool:

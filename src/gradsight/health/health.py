@@ -11,17 +11,21 @@ from gradsight.core.optimizers import innermost_optimizer, optimizer_list
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.core.shards import is_sharded
+from gradsight.core.sharing import parallel_kind
 from gradsight.health.alarm import Alarm
 from gradsight.health.early_findings import EarlyFindings
 from gradsight.health.judge import Judge
 from gradsight.health.one_look import verdict_of
 from gradsight.health.rank_agreement import RankAgreement
+from gradsight.health.rank_digests import RankDigestExchange
 from gradsight.health.ranks import RankComparer
 from gradsight.health.registry import CheckSettings
 from gradsight.health.subject import group_of_rows, groups_of, memberships_of, subject_of
+from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.norms import NormReading
 from gradsight.values.findings import Finding, IncidentRule
 from gradsight.values.health_report import Abstention, HealthReport
-from gradsight.values.measured import MeasuredStep, RankComparison
+from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
 from gradsight.values.steps import CloserLooks
 
 _MEMBERSHIPS = 50
@@ -73,8 +77,17 @@ class Health:
             self.early = EarlyFindings(self._new_alarm(), ranks)
         self._late: list[RankComparison] = []
         self._ranks: RankComparer | None = None
+        self._digests: RankDigestExchange | None = None
         if group.size > 1:
             tensors = [named.tensor for named in parameters]
+            if group.incomplete is None:
+                self._digests = RankDigestExchange(
+                    tensors,
+                    group,
+                    parallel_kind(model, tensors),
+                    options.closer_looks.first_step,
+                    problems,
+                )
             self._ranks = RankComparer(model, tensors, group, options.closer_looks, problems)
 
     def _new_alarm(self) -> Alarm:
@@ -97,6 +110,16 @@ class Health:
         """The step is made: what has come from all ranks meanwhile, of steps before."""
         return [] if self._ranks is None else self._ranks.end_step(step)
 
+    def wants_digests(self, step: int) -> bool:
+        """Whether ranks are compared by checksums at this step."""
+        return self._digests is not None and self._digests.wants(step)
+
+    def compare_digests(
+        self, step: int, gradients: Sequence[NormReading], batch: Sequence[HostCopy]
+    ) -> list[RankDigests]:
+        """The step is made: the comparisons by checksum that have arrived, of steps before."""
+        return [] if self._digests is None else self._digests.end_step(step, gradients, batch)
+
     def judge(self, measured: MeasuredStep) -> list[Finding]:
         """The findings that are new or have changed with this step."""
         window = self._judge.window
@@ -111,7 +134,7 @@ class Health:
         findings = self._judge.observe(measured)
         for comparison in measured.rank_comparisons:
             findings += self._judge.compare(comparison)
-        return findings
+        return findings + self._judge.compare_digests(measured.rank_digests)
 
     def report(self) -> HealthReport:
         """The verdict so far."""
@@ -127,6 +150,8 @@ class Health:
     def finish(self) -> list[Finding]:
         """The run is over: the last word of every finding that has one."""
         findings = []
+        if self._digests is not None:
+            findings += self._judge.compare_digests(self._digests.finish())
         for comparison in self._late:
             findings += self._judge.compare(comparison)
         return findings + self._judge.finish()

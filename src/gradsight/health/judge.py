@@ -16,7 +16,7 @@ from gradsight.health.window import Subject, Window
 from gradsight.values.causes import with_causes
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SEVERITIES, Abstention, ordered
-from gradsight.values.measured import MeasuredStep, RankComparison
+from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
 
 # A new check is one new file: there is no list of checks to keep beside it.
 for _module in pkgutil.iter_modules(checks.__path__):
@@ -97,6 +97,13 @@ class Judge:
         """Judge what every rank brought to the gradient of a step that was observed before."""
         self.window.take_ranks(comparison)
         self._run("ranks", patient=True)
+        return self._take_news()
+
+    def compare_digests(self, all_digests: Sequence[RankDigests]) -> list[Finding]:
+        """Judge checksums of all ranks, of steps that were observed before."""
+        for digests in all_digests:
+            self.window.take_digests(digests)
+            self._run("digests", patient=True)
         return self._take_news()
 
     def findings(self) -> list[Finding]:

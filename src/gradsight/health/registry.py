@@ -24,7 +24,7 @@ from gradsight.errors import UsageError
 from gradsight.values.findings import family_of
 from gradsight.values.whole_numbers import whole_number
 
-When = Literal["step", "stretch", "look", "ranks", "first", "passes"]
+When = Literal["step", "stretch", "look", "ranks", "digests", "first", "passes"]
 """Every step; every ten steps, for trends; after a closer look; after ranks were compared; once,
 with the report on the first step; after backward passes were recorded.
 """
@@ -138,6 +138,10 @@ MISSING = {
     "ranks": (
         "no rank's own gradients were seen: there is one process, or no DistributedDataParallel "
         "(FSDP2 hides them)"
+    ),
+    "rank digests": (
+        "ranks were not compared: there is one process, the run was too short, or a rank did not "
+        "answer"
     ),
     "details": "no closer look was taken",
     "first step": "the first step was not looked at (preflight=False, or no call was seen)",

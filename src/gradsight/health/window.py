@@ -20,6 +20,7 @@ from gradsight.values.measured import (
     MeasuredStep,
     Norms,
     RankComparison,
+    RankDigests,
     Rows,
 )
 from gradsight.values.steps import Step, block_of
@@ -155,6 +156,10 @@ class Window:
     """
     repeats: int = 0
     """How many steps in a row had exactly the gradient of the step before."""
+    digests: RankDigests | None = None
+    """The last comparison of ranks by checksum."""
+    identical_batches: int = 0
+    """Compared steps at which all ranks were given the same batch."""
     uncleared: int = 0
     """How many steps in a row the optimizer used gradients that had not been cleared."""
     blocks: list[tuple[str, list[int]]] = field(default_factory=list)
@@ -289,6 +294,11 @@ class Window:
             self.scales.append((step.scale, step.skipped))
         if step.skipped:
             self.left_out.append(step.step)
+
+    def take_digests(self, digests: RankDigests) -> None:
+        """A comparison of ranks by checksum has arrived."""
+        self.signals.add("rank digests")
+        self.digests = digests
 
     def _take_signals(self) -> None:
         signals = self.now.signals

@@ -28,10 +28,10 @@ _DOT_IS_PRECISE = (torch.float32, torch.float64)
 class NormReading:
     """One look at a list of gradients: started on the device now, read on the host later."""
 
-    __slots__ = ("_arrivals", "_size", "_stacked", "peaks", "pieces")
+    __slots__ = ("_arrivals", "_stacked", "peaks", "pieces", "size")
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
-        self._size = len(gradients)
+        self.size = len(gradients)
         self.pieces: list[tuple[list[int], Floats]] = []
         """Once read, per device and type.
 
@@ -97,10 +97,10 @@ class NormReading:
         """The numbers as far as one pass gives them."""
         self.pieces = [(rows, norm_pieces(arrival)) for arrival, rows in self._arrivals]
         self.peaks = [np.maximum(-values[:, 1], values[:, 2]) for _, values in self.pieces]
-        if len(self.pieces) == 1 and len(self.pieces[0][0]) == self._size:
+        if len(self.pieces) == 1 and len(self.pieces[0][0]) == self.size:
             squares, peaks = self.pieces[0][1][:, 0], self.peaks[0]
         else:
-            squares, peaks = np.zeros(self._size), np.zeros(self._size)
+            squares, peaks = np.zeros(self.size), np.zeros(self.size)
             for (rows, values), largest in zip(self.pieces, self.peaks, strict=True):
                 _merge(values[:, 0], largest, rows, squares, peaks)
         return with_total(np.sqrt(squares), peaks)

@@ -43,6 +43,8 @@ class Workplace:
     run_dir: Path | None
     opened: OpenedRun
     group: ProcessGroup
+    has_begun: bool = False
+    """Whether steps were made already, with other parameters."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -138,7 +140,7 @@ def _make_signals(place: Workplace, options: WatchOptions) -> TrainingSignals:
 
 
 def _make_first_look(place: Workplace, options: WatchOptions) -> FirstLook | None:
-    if options.preflight is False:
+    if options.preflight is False or place.has_begun:
         return None
     looking = Guard(place.problems, "preflight", "the first step was not looked at")
     how = PreflightOptions(is_whole=options.preflight == "whole")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from gradsight.core import moments
 from gradsight.core.guard import Guard
 from gradsight.core.problems import Problems
+from gradsight.core.sharing import Reduction
 from gradsight.dump.under_watch import MadeStep, WatchedDumps
 from gradsight.health.bad_steps import is_nan_loss
 from gradsight.health.early_findings import DumpDecision, Look
@@ -25,6 +26,7 @@ from gradsight.health.health import Health
 from gradsight.incidents.recorder import FlightRecorder, LateStep
 from gradsight.measure.clipping import ClipReading
 from gradsight.measure.host_copy import HostCopy
+from gradsight.measure.norms import NormReading
 from gradsight.session.brake import Brake
 from gradsight.session.loss_flags import LossFlags
 from gradsight.session.readings import GradientReading, StepInProgress, after_doubts, arrived
@@ -32,7 +34,13 @@ from gradsight.session.signals import SeenLoss, TrainingSignals
 from gradsight.session.step_builder import StepBuilder
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import Abstention
-from gradsight.values.measured import MeasuredStep, Norms, RankComparison, StepSignals
+from gradsight.values.measured import (
+    MeasuredStep,
+    Norms,
+    RankComparison,
+    RankDigests,
+    StepSignals,
+)
 from gradsight.values.steps import NO_GRADIENT
 
 _SEVERAL_THREADS = (
@@ -87,6 +95,7 @@ class StepLine:
         outputs: Sequence[Output],
         problems: Problems,
         brake: Brake | None,
+        reduction: Reduction,
         manual: bool,
     ) -> None:
         """`manual`: no optimizer is watched, so nothing is known of an update to come."""
@@ -104,6 +113,7 @@ class StepLine:
         """Held while a step goes on its way; who holds it finds all steps so far finished."""
         self.has_stepped = False
         """Whether any step was made since the run was opened."""
+        self.reduction = reduction
         # Each has a guard of its own: what fails is missing alone, and the rest is recorded. Of an
         # output even that is tried again at every step: one may have been the only bad one.
         self._judging = Guard(problems, "judge", "Gradsight stopped judging")
@@ -118,6 +128,11 @@ class StepLine:
         self._factor = 1.0
         """The scaler's factor that was in the gradients then."""
 
+    def continue_from(self, before: "StepLine") -> None:
+        """Go on where another line has ended, with other parameters."""
+        self.has_stepped = before.has_stepped
+        self.builder.continue_from(before.builder)
+
     def also_write_to(self, output: Output) -> None:
         """Hand finished steps to this one too, from now on."""
         self._outputs.append((output, _output_guard(output, self._problems)))
@@ -130,11 +145,13 @@ class StepLine:
         scaler: torch.amp.GradScaler | None,
         together: bool,
         complete: bool = True,
+        or_next: bool = False,
     ) -> None:
         """The gradients of these parameters are true now.
 
         A scaler's factor is in them if one is given. `together`: every rank has come to this look.
         `complete`: no other gradient was seen earlier in the step, and edited since.
+        `or_next`: they may turn out to be those of the next step.
         """
         with self.lock:
             if self._dumps is not None and self._dumps.keeps_gradients:
@@ -143,7 +160,7 @@ class StepLine:
                 self._dumping.run(self._dumps.dump_kept)
             elif self._incidents is not None and self._late is not None:
                 self._incidents.guard.run(self._settle_late, False)
-            reading = self.builder.gradients_ready(rows, scaler)
+            reading = self.builder.gradients_ready(rows, scaler, or_next)
             # Copied now: clipping and the optimizer will have changed it by the time it is judged.
             self._dumping.run(self._stage_dump, reading, scaler, together, complete)
             if self._incidents is not None and reading is not None:
@@ -197,17 +214,24 @@ class StepLine:
             return None
         return self._health.alarm.not_finite(norms, scaled, scaled and is_nan_loss(loss))
 
-    def before_update(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
+    def before_update(
+        self,
+        rows: Sequence[int],
+        scaler: torch.amp.GradScaler | None,
+        edited_alike: bool = True,
+    ) -> ClipReading | None:
         """The optimizer of these parameters is about to use their gradients.
 
-        They are still scaled if a scaler is given.
+        They are still scaled if a scaler is given. How much of them it uses, where that may be one
+        number: only if torch has `edited_alike` all of them.
         """
         with self.lock:
             if self._incidents is not None:
                 self._incidents.guard.run(self._before_update, rows)
-            used = self.builder.before_update(rows, scaler)
+            used = self.builder.before_update(rows, scaler, edited_alike)
             if used is not None and self._incidents is not None and self._health is not None:
                 self._incidents.guard.run(self._look_for_spike, *used)
+        return None if used is None else used[1]
 
     def _before_update(self, rows: Sequence[int]) -> None:
         """Where numbers come late: what can be known before the weights change."""
@@ -265,13 +289,15 @@ class StepLine:
         optimizer: Optimizer | None,
         scaled: bool,
         skipped: bool | Tensor,
+        edited_inside: bool = False,
     ) -> None:
         """It has stepped, or was skipped.
 
-        `rows` were looked at; `scaled`: a scaler's factor was in them then.
+        `rows` were looked at; `scaled`: a scaler's factor was in them then; `edited_inside`: the
+        optimizer has edited its gradients itself.
         """
         with self.lock:
-            self.builder.after_update(rows, optimizer, scaled, skipped)
+            self.builder.after_update(rows, optimizer, scaled, skipped, edited_inside)
 
     def end_step(self, gradient: str, doubts: Sequence[HostCopy] = ()) -> None:
         """The step is made, and `gradient` says what its gradients were.
@@ -287,10 +313,13 @@ class StepLine:
         signals = StepSignals()
         seen = SeenLoss()
         comparisons: Sequence[RankComparison] = ()
+        digests: Sequence[RankDigests] = ()
         if self._signals is not None:
             signals, seen = self._signals.guard.run(self._signals.take) or (signals, seen)
         if self._health is not None:
             comparisons = self._judging.run(self._health.compare_ranks, step) or ()
+            digests = self._judging.run(self._compare_digests, step) or ()
+            self.reduction.is_confirmed |= any(each.same_gradient for each in digests)
         is_late = any(used.reading.known is None for used in self.builder.used())
         if self._incidents is not None:
             self._incidents.guard.run(self._settle_late)
@@ -305,7 +334,7 @@ class StepLine:
             doubts = ()
         made = MadeStep(step, gradient)
         made = self._dumping.run(self._with_clipping, made) or made
-        self.builder.end_step(gradient, signals, seen, comparisons, doubts)
+        self.builder.end_step(gradient, signals, seen, comparisons, doubts, digests)
         self._late = self.builder.newest if is_late else None
         finished = self.builder.finished()
         self._write_logged(wait=False)
@@ -314,6 +343,18 @@ class StepLine:
         # Last of all: this may be an exception, and the step is complete by now.
         if self._brake is not None:
             self._brake.end_step(judged_late=self.builder.is_merged)
+
+    def _compare_digests(self, step: int) -> Sequence[RankDigests]:
+        health = self._health
+        if health is None:
+            return ()
+        gradients: list[NormReading] = []
+        batch: Sequence[HostCopy] = ()
+        if health.wants_digests(step):
+            gradients = [used.reading.norms for used in self.builder.used()]
+            if self._signals is not None:
+                batch = self._signals.guard.run(self._signals.batch) or ()
+        return health.compare_digests(step, gradients, batch)
 
     def _with_clipping(self, made: MadeStep) -> MadeStep:
         if self._dumps is None or not self._dumps.holds_gradients:
@@ -411,12 +452,13 @@ class StepLine:
     def log(self, values: Mapping[str, float | HostCopy]) -> None:
         """Add to the step under way, or to the one just made if none has begun."""
         with self.lock:
-            if self.builder.begun:
-                self.builder.log(values)
+            is_ahead = self.builder.is_of_step_under_way
+            ahead = {name: value for name, value in values.items() if is_ahead(name)}
+            self.builder.log(ahead)
+            made = {name: value for name, value in values.items() if name not in ahead}
+            if not made or self.builder.log_to_last(made):
                 return
-            if self.builder.log_to_last(values):
-                return
-            self._logged_late.append((self.builder.step - 1, dict(values)))
+            self._logged_late.append((self.builder.step - 1, made))
             self._write_logged(wait=False)
 
     def _write_logged(self, wait: bool) -> None:

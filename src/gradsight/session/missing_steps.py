@@ -1,6 +1,6 @@
-"""Why a watch has no step: who stepped in its place, noticed until the first step is there."""
+"""Why a watch has no step, or no more steps: which optimizer stepped in place of those it has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from gradsight.core.beside import process_compiles
 from gradsight.core.group import rank
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
-from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.optimizers import calls_of_step, innermost_optimizer
 from gradsight.core.passes import BackwardPass
 from gradsight.core.problems import Problems
 from gradsight.session.line import StepLine
@@ -44,7 +44,10 @@ class MissingSteps:
         line: StepLine,
         problems: Problems,
         guard: Guard,
+        is_watched_elsewhere: Callable[[Optimizer], bool],
     ) -> None:
+        self._is_watched_elsewhere = is_watched_elsewhere
+        self._last = ""
         self._parameters = {id(tensor): tensor for tensor in parameters}
         self._watched = [innermost_optimizer(each) for each in optimizers]
         self._line = line
@@ -54,6 +57,9 @@ class MissingSteps:
         self._saw_gradients = False
         self._strangers: dict[str, int] = {}
         """Steps of optimizers that hold parameters of the model and are not watched, by class."""
+        self._since = 0
+        """Their steps since an optimizer that is watched has stepped."""
+        self._said_since = False
         self._handle: Any = None
 
     def start(self) -> None:
@@ -69,9 +75,16 @@ class MissingSteps:
             self._handle.remove()
             self._handle = None
 
+    def also_watched(self, optimizer: Optimizer) -> None:
+        """The watch has got another optimizer."""
+        self._watched.append(innermost_optimizer(optimizer))
+
     def report(self) -> None:
         """The run is over: say why there is no step, where there is none. Rank 0 does."""
         self._report_once("no step was recorded")
+        # A single one may be half of a step, of which the other half was recorded.
+        if self._since > 1:
+            self._report_others()
 
     # What torch tells.
 
@@ -81,12 +94,22 @@ class MissingSteps:
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Some optimizer of this process has stepped."""
-        if self._line.has_stepped or any(optimizer is each for each in self._watched):
+        if any(optimizer is each for each in self._watched):
+            self._since = 0
+            return
+        is_known = self._is_watched_elsewhere(optimizer) or any(map(calls_of_step, self._watched))
+        if is_known or (self._line.has_stepped and not self._watched):
             return
         given = (tensor for group in optimizer.param_groups for tensor in group["params"])
         if not any(id(tensor) in self._parameters for tensor in given):
             return
         name = type(optimizer).__name__
+        if self._line.has_stepped:
+            self._since += 1
+            self._last = name
+            if self._since == _SURE:
+                self._report_others()
+            return
         self._strangers[name] = self._strangers.get(name, 0) + 1
         if sum(self._strangers.values()) == _SURE:
             self._report_once("no step is recorded so far")
@@ -99,6 +122,17 @@ class MissingSteps:
             return
         self._said = True
         self._problems.report("no-steps", f"{fact}: {self._reason()}", step=0)
+
+    def _report_others(self) -> None:
+        if self._said_since or self._guard.faults or rank() != 0:
+            return
+        self._said_since = True
+        self._problems.report(
+            "other-optimizer",
+            f"after the last recorded step, {self._last} has stepped with parameters of the model "
+            f"({self._since} times so far). watch() was not given this optimizer, so its steps are "
+            "not recorded. Give watch() every optimizer, or open a new watch after making one.",
+        )
 
     def _reason(self) -> str:
         if self._strangers:

@@ -9,34 +9,47 @@ are looked at
 - inside a closure handed to the optimizer: after its first evaluation, which is where the step
   starts from;
 - inside a backward pass whose hooks step the optimizer: just before each of those steps;
-- when the optimizer steps, for what appeared without a backward pass: then the record says so.
+- when the optimizer steps, for what appeared without a backward pass: then the record says so;
+- before torch clips, and when the optimizer steps, if somebody has edited gradients since backward
+  (divided by tokens, replaced, reduced by hand): then the record says so too.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsight.core import moments
+from gradsight.core.devices import is_accelerator
 from gradsight.core.guard import Guard
-from gradsight.core.hooks import put_hook
-from gradsight.core.optimizers import innermost_optimizer
-from gradsight.core.passes import BackwardPass, FollowedParameters, tell_of_this_pass
-from gradsight.core.sharing import reduces_gradients
+from gradsight.core.hooks import has_other_hooks, put_hook
+from gradsight.core.optimizers import calls_of_step, innermost_optimizer
+from gradsight.core.passes import (
+    BackwardPass,
+    FollowedParameters,
+    tell_of_this_pass,
+    this_thread,
+)
+from gradsight.measure.clipping import ClipReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.line import StepLine
 from gradsight.session.seen_gradients import ScaledHere, SeenGradients
 from gradsight.session.skipping import UpdateSkipper
 from gradsight.values.steps import (
     CHANGED_GRADIENT,
+    EDITED_GRADIENT,
+    HOOKED_GRADIENT,
     LATE_GRADIENT,
     LOCAL_GRADIENT,
     NO_GRADIENT,
+    REPAIRED_GRADIENT,
     SHARED_GRADIENT,
     TRUE_GRADIENT,
+    UNWATCHED_GRADIENT,
 )
 
 
@@ -48,7 +61,6 @@ class OptimizerSteps:
 
     def __init__(
         self,
-        model: nn.Module,
         parameters: Sequence[Tensor],
         optimizers: Iterable[Optimizer],
         line: StepLine,
@@ -57,7 +69,6 @@ class OptimizerSteps:
     ) -> None:
         """`skipper`: leaves out updates that would do harm."""
         self._skipper = skipper
-        self._model = model
         self._parameters = list(parameters)
         self._optimizers = [innermost_optimizer(optimizer) for optimizer in optimizers]
         self._line = line
@@ -68,6 +79,9 @@ class OptimizerSteps:
         self._seen = SeenGradients(self._parameters)  # since their optimizer last stepped
         self._shared = False
         self._local = False
+        self._hooked = False
+        self.lacks_parameters = False
+        """Whether the model has parameters by now that are not in the record."""
         self._stepped_in_backward = False
         self._closure_evaluated = False
         self._here = ScaledHere()  # since an optimizer last stepped
@@ -76,17 +90,37 @@ class OptimizerSteps:
         self._unscaled: set[int] = set()
         self._by_scaler: set[int] = set()
         self._called_by_scaler = False
+        self._replaced: set[int] = set()
+        """Optimizers in whose place others were made; a step need not wait for them."""
+        self._opened_in: Optimizer | None = None
+        """The optimizer inside of whose `step` the watch was opened, in its closure."""
+        self._edits = 0
+        self._thread = -1
         self._begin_round()
 
     def start(self) -> None:
         """Begin to watch."""
+        stepping = (each for each in self._optimizers if calls_of_step(each))
+        self._opened_in = next(stepping, None)
         # Hooks of the optimizer alone would not do: they see clipped gradients, scaled ones where
         # it is fused, none yet where a closure makes them, and no step that a scaler skips.
         self._followed = moments.listen(self, self._guard, self._parameters)
         for optimizer in self._optimizers:
-            before = put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
-            after = put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
-            self._handles += [before, after]
+            self._put_hooks(optimizer)
+
+    def _put_hooks(self, optimizer: Optimizer) -> None:
+        before = put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
+        after = put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
+        self._handles += [before, after]
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Watch one more. Optimizers with some of its parameters are no longer waited for."""
+        inner = innermost_optimizer(optimizer)
+        given = _given_to(inner)
+        self._replaced |= {id(each) for each in self._optimizers if _given_to(each) & given}
+        self._optimizers.append(inner)
+        self._rows.clear()
+        self._put_hooks(inner)
 
     def stop(self) -> None:
         """Leave everything as it was found."""
@@ -95,8 +129,18 @@ class OptimizerSteps:
             handle.remove()
         self._handles.clear()
 
+    def finish(self) -> None:
+        """The run is over: a round in which some optimizer has not stepped is a step too."""
+        with self._line.lock:
+            if self._done:
+                self._end_round()
+
     # What torch tells, through the guard. The optimizers of one model may be stepped by several
     # threads, so the line's lock is taken.
+
+    def before_backward(self, begun: BackwardPass) -> None:
+        """A backward pass begins, of this model or of another."""
+        self._here.pass_begins(begun)
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """A backward pass begins, which may write these gradients or not; of whatever thread."""
@@ -106,6 +150,7 @@ class OptimizerSteps:
 
     def gradients_ready(self, begun: BackwardPass, rows: Sequence[int]) -> None:
         """A backward pass has returned, and has written these rows."""
+        self._thread = this_thread()
         with self._line.lock:
             self._after_backward(begun, rows)
 
@@ -125,6 +170,23 @@ class OptimizerSteps:
     def gradients_unscaled(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         """This optimizer's gradients are without the factor again."""
         self._unscaled.add(id(innermost_optimizer(optimizer)))
+
+    def edit_begins(self) -> None:
+        """Torch is about to clip or to unscale gradients; by now they may have been edited."""
+        if self._closure_evaluated or moments.inside_backward() or not self._is_mine():
+            return
+        with self._line.lock:
+            self._settle_edits(list(self._seen.rows), self._here.scaler)
+            self._seen.edit_begins()
+
+    def edit_ended(self, edited: object) -> None:
+        """It has done so: to an optimizer's gradients, or to those of parameters."""
+        if self._is_mine():
+            self._seen.edit_ended(edited)
+
+    def _is_mine(self) -> bool:
+        """Whether this thread has written the gradients that were seen; others leave them alone."""
+        return bool(self._seen.rows) and self._thread == this_thread()
 
     def scaler_steps(self, optimizer: Optimizer) -> None:
         """A scaler is about to step this optimizer, or to leave it out."""
@@ -147,6 +209,8 @@ class OptimizerSteps:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         """`args` begins with the optimizer itself; a closure is the next one or a keyword."""
+        if calls_of_step(optimizer) > 1:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             with self._line.lock:
@@ -160,6 +224,8 @@ class OptimizerSteps:
     def _post_hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if calls_of_step(optimizer) > 1:
+            return
         # Not in a pre-hook: under Lightning that one runs before backward.
         self._called_by_scaler = True
         with self._line.lock:
@@ -173,6 +239,9 @@ class OptimizerSteps:
         self._any_late = False
         self._any_local = False
         self._any_changed = False
+        self._any_edited = False
+        self._any_repaired = False
+        self._any_hooked = False
         self._doubts: list[HostCopy] = []
         """Flags on their way: whether a gradient was edited between passes."""
 
@@ -182,8 +251,14 @@ class OptimizerSteps:
             if self._done:
                 self._end_round()
         elif not self._closure_evaluated:
-            self._local = not reduces_gradients(self._model)
+            self._local = not self._line.reduction.holds()
+            self._hooked = any(has_other_hooks(self._parameters[row]) for row in rows)
             self._look(self._seen.pass_ended(begun, rows), together=not self._local)
+            if self._opened_in is not None:
+                opened_in = self._opened_in
+                self._opened_in = None
+                self._closure_evaluated = True
+                self._ready(opened_in)
 
     def _with_gradient(self, rows: Iterable[int]) -> list[int]:
         return [row for row in rows if self._parameters[row].grad is not None]
@@ -207,8 +282,37 @@ class OptimizerSteps:
     ) -> None:
         if rows:
             self._scaler = scaler
-            complete = self._seen.are_all(rows)
-            self._line.gradients_ready(rows, scaler, together, complete)
+            complete = self._seen.are_all(rows) or not self._seen.are_clipped
+            # An optimizer that never steps leaves the end of a round open until another steps
+            # again: these gradients are then those of the next step.
+            self._line.gradients_ready(rows, scaler, together, complete, or_next=bool(self._done))
+
+    def _settle_edits(self, rows: Sequence[int], scaler: torch.amp.GradScaler | None) -> None:
+        """Look again at gradients that somebody has edited since backward, if that changed them.
+
+        `scaler`: its factor is in them still. What torch has clipped or unscaled is no edit.
+        """
+        edited = self._seen.edited_by_hand(rows)
+        if edited:
+            self._look_again(edited, scaler)
+
+    def _look_again(self, edited: list[int], scaler: torch.amp.GradScaler | None) -> None:
+        builder = self._line.builder
+        if builder.is_broken(edited):
+            # The optimizer got something else, but a NaN out of backward must not be hidden.
+            self._seen.accept(edited)
+            self._any_repaired = True
+            return
+        if builder.how_edited(edited, scaler is not None) != "other":
+            self._seen.accept(edited)
+            return
+        left = self._with_gradient(edited)
+        gone = [row for row in edited if self._parameters[row].grad is None]
+        self._seen.forget(gone)
+        builder.forget(gone)
+        self._seen.look(left, by_hand=True)
+        self._measure(left, scaler, together=False)
+        self._any_edited |= bool(gone)
 
     def _unscaled_optimizers(self) -> list[Optimizer]:
         return [each for each in self._optimizers if id(each) in self._unscaled]
@@ -243,14 +347,22 @@ class OptimizerSteps:
         # Optimizers that step inside backward free each gradient at once: this is the only chance.
         if moments.inside_backward():
             self._look(self._with_gradient(rows), together=False)
-        else:
+        key = id(optimizer)
+        still_scaled = key in self._by_scaler and key not in self._unscaled
+        scaler = self._scaler if still_scaled else None
+        if not moments.inside_backward():
+            self._settle_edits(rows, scaler)
             seen = self._seen.rows
             late = self._with_gradient(row for row in rows if row not in seen)
             self._any_late |= bool(late)
             self._look(late, together=False)
-        key = id(optimizer)
-        still_scaled = key in self._by_scaler and key not in self._unscaled
-        self._line.before_update(rows, self._scaler if still_scaled else None)
+        alike = self._seen.are_clipped_alike(rows) and not self._hooked
+        clip = self._line.before_update(rows, scaler, alike)
+        if clip is not None and self._is_edited_unseen(clip, scaler is not None):
+            # The version of a gradient does not tell of what is done to its `.data`.
+            self._look_again([row for row in rows if row in self._seen.rows], scaler)
+            self._line.before_update(rows, scaler)
+        self._edits = self._seen.calls
         # A scaler leaves such steps out by itself.
         if self._skipper is not None and key not in self._by_scaler:
             readings = self._line.builder.readings_of(rows)
@@ -260,17 +372,50 @@ class OptimizerSteps:
                 readings.append(self._line.builder.again(edited))
             self._skipper.before_update(optimizer, readings, rows)
 
+    def _is_edited_unseen(self, clip: ClipReading, still_scaled: bool) -> bool:
+        """Whether gradients are not what they were, though neither torch nor a version tells so."""
+        if self._seen.are_clipped or moments.inside_backward() or clip.look.is_from_device:
+            return False
+        if clip.scale is not None and not still_scaled and not self._unscaled:
+            return False
+        coefficient = clip.read()
+        # What is not finite has no coefficient, edited or not.
+        return coefficient != 1.0 and all(np.isfinite(peaks).all() for peaks in clip.look.peaks)
+
+    def _is_edited_inside(self, rows: Sequence[int]) -> bool:
+        """Whether the optimizer has clipped or edited these gradients in its own step."""
+        if self._closure_evaluated or moments.inside_backward():
+            return False
+        if self._seen.calls != self._edits:
+            return True
+        edited = self._with_gradient(self._seen.edited_by_hand(rows))
+        gradients = [self._parameters[row].grad for row in edited]
+        # It may also have cleared them, as it is done with them.
+        return any(
+            gradient is not None and (is_accelerator(gradient.device) or bool(gradient.any()))
+            for gradient in gradients
+        )
+
     def _stepped(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
         if self._skipper is not None and self._skipper.after_update(optimizer):
             skipped = True
+        self._opened_in = None
         rows = self._rows_of(optimizer)
         key = id(optimizer)
         looked_at = self._seen.rows
         seen = [row for row in rows if row in looked_at]
         scaled = key in self._by_scaler or key in self._unscaled
-        self._line.after_update(seen, optimizer, scaled, False if skipped is None else skipped)
+        self._line.after_update(
+            seen,
+            optimizer,
+            scaled,
+            False if skipped is None else skipped,
+            edited_inside=bool(seen) and self._is_edited_inside(seen),
+        )
         self._any_seen |= bool(seen)
         self._any_local |= self._local
+        self._any_hooked |= self._hooked and bool(seen)
+        self._any_edited |= not self._seen.by_hand.isdisjoint(seen)
         changed = self._seen.is_any_changed(seen)
         if isinstance(changed, HostCopy):
             self._doubts.append(changed)
@@ -283,7 +428,8 @@ class OptimizerSteps:
         self._closure_evaluated = False
         self._note_step_in_backward()
         self._done.add(key)
-        if len(self._done) == len(self._optimizers):
+        awaited = (id(each) for each in self._optimizers)
+        if all(each in self._done or each in self._replaced for each in awaited):
             self._end_round()
 
     def _note_step_in_backward(self) -> None:
@@ -308,6 +454,14 @@ class OptimizerSteps:
             gradient = LATE_GRADIENT
         elif self._any_changed:
             gradient = CHANGED_GRADIENT
+        elif self._any_repaired:
+            gradient = REPAIRED_GRADIENT
+        elif self._any_edited:
+            gradient = EDITED_GRADIENT
+        elif self.lacks_parameters:
+            gradient = UNWATCHED_GRADIENT
+        elif self._any_hooked:
+            gradient = HOOKED_GRADIENT
         elif self._any_local:
             gradient = LOCAL_GRADIENT
         doubts: Sequence[HostCopy] = ()

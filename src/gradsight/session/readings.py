@@ -1,7 +1,7 @@
 """What is measured while a step is under way: started on the device, read when it has arrived."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradsight.measure.rank_table import norms_in, rank_table
 from gradsight.measure.units import UnitReading
 from gradsight.measure.update import UpdateReading
 from gradsight.session.step_passes import PassesOnTheWay
-from gradsight.values.measured import Floats, Norms, RankComparison, StepSignals
+from gradsight.values.measured import Floats, Norms, RankComparison, RankDigests, StepSignals
 from gradsight.values.steps import CHANGED_GRADIENT
 
 
@@ -73,6 +73,10 @@ class UsedGradients:
         parts = (self.reading, self.clip, self.update)
         return all(part is None or part.ready() for part in parts)
 
+    def without(self, rows: Collection[int]) -> "UsedGradients":
+        """The same without some of its rows."""
+        return replace(self, rows=[row for row in self.rows if row not in rows])
+
     def places(self) -> list[int]:
         """Where this optimizer's parameters are among those that were looked at."""
         return [self.reading.rows.index(row) for row in self.rows]
@@ -110,6 +114,7 @@ class StepInProgress:
     """What its backward passes were like, where they were looked at."""
     units: UnitReading | None = None
     rank_comparisons: tuple[RankComparison, ...] = ()
+    rank_digests: tuple[RankDigests, ...] = ()
 
     def ready(self) -> bool:
         """Whether reading would not wait: everything that will be read is there."""

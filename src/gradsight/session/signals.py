@@ -114,6 +114,10 @@ class TrainingSignals:
         """What the last backward pass of the step under way was called on; on the device still."""
         return self._loss
 
+    def batch(self) -> list[HostCopy]:
+        """Samples of the newest batch, on their way to the host."""
+        return [HostCopy.of(sample) for sample in self._batches.newest]
+
     def look_away(self) -> None:
         """Notice nothing more, but leave the hooks in place."""
         moments.leave(self)
@@ -291,6 +295,10 @@ class Clearing:
         if self._looks_away or moments.inside_backward():
             return
         if self._parameter is not None and self._passes:
+            gradient = self._parameter.grad
+            # Replaced after the last pass: what passes have added up is not what was used.
+            if self._left is not None and gradient is not self._left[0]():
+                self._cleared = True
             self._judge()
         if self._parameter is None or self._parameter.grad is None:
             self._parameter = _smallest_dense(optimizer)
@@ -332,7 +340,8 @@ class Batches:
 
     def __init__(self) -> None:
         self.count = 0
-        self._before: list[Tensor] = []
+        self.newest: list[Tensor] = []
+        """Samples of the tensors of the last batch."""
         self._objects: list[Callable[[], Tensor | None]] = []
         self._unread: deque[tuple[int, bool, list[HostCopy] | None]] = deque()
         """Comparisons on their way: the batch's number, whether it is the same object, flags."""
@@ -353,7 +362,7 @@ class Batches:
         same_objects = self._are_the_same_objects(tensors)
         flags = None if same_objects else self._compared(samples)
         self._unread.append((self.count, same_objects, flags))
-        self._before = samples
+        self.newest = samples
         self._objects = [weakref.ref(tensor) for tensor in tensors]
         self.read_arrived()
 
@@ -378,10 +387,10 @@ class Batches:
 
         None where the batches cannot be the same.
         """
-        if len(samples) != len(self._before):
+        if len(samples) != len(self.newest):
             return None
         flags = []
-        for one, other in zip(samples, self._before, strict=True):
+        for one, other in zip(samples, self.newest, strict=True):
             if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
                 return None
             # Compared on the device: torch.equal() would wait for it.

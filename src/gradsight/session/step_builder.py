@@ -18,7 +18,14 @@ from gradsight.core.gradient_parts import gradient_parts, lies_like_its_paramete
 from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
-from gradsight.measure.clipping import ClipProbe, ClipReading, joint_coefficient, remaining_share
+from gradsight.measure.clipping import (
+    ClipProbe,
+    ClipReading,
+    Edit,
+    how_edited,
+    joint_coefficient,
+    remaining_share,
+)
 from gradsight.measure.details import details_in
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy, loss_scale
@@ -46,6 +53,7 @@ from gradsight.values.measured import (
     MeasuredStep,
     Norms,
     RankComparison,
+    RankDigests,
     StepSignals,
 )
 from gradsight.values.steps import PART_GRADIENT, TRUE_GRADIENT, CloserLooks, Schedule, Step
@@ -120,17 +128,36 @@ class StepBuilder:
         self._merge: _Merge | None = None
         self._current = StepInProgress(plan.first_step)
         self._looked = False
+        self._made_any = False
         self._sequence = -1
+        """Autograd's count of operations when the last step was made."""
+        self._logged_ahead: set[str] = set()
+        """Names that were logged before the first backward pass."""
+
+    def continue_from(self, before: "StepBuilder") -> None:
+        """Take over what was logged to the step under way, and how logging is done."""
+        self._current.scalars.update(before._current.scalars)
+        self._made_any = before._made_any
+        self._sequence = before._sequence
+        self._logged_ahead = before._logged_ahead
 
     # The moments of a step.
 
     def gradients_ready(
-        self, rows: Sequence[int], scaler: torch.amp.GradScaler | None
+        self,
+        rows: Sequence[int],
+        scaler: torch.amp.GradScaler | None,
+        or_next: bool = False,
     ) -> GradientReading | None:
-        """Measure these gradients now, if anything is due."""
+        """Measure these gradients now, if anything is due.
+
+        `or_next`: they may be those of the next step.
+        """
         self._looked = True
-        wants_details = self._measures and self._plan.wants_details(self.step)
-        wants_norms = self._plan.norms.due(self.step) or wants_details or self._plan.every_step
+        plan = self._plan
+        steps = (self.step, self.step + 1) if or_next else (self.step,)
+        wants_details = self._measures and any(map(plan.wants_details, steps))
+        wants_norms = wants_details or plan.every_step or any(map(plan.norms.due, steps))
         if not wants_norms or not (self._measures or self._plan.on_every_rank):
             return None
         gradients = self._gradients(rows)
@@ -156,18 +183,46 @@ class StepBuilder:
         known = [self._readings[row] for row in rows if row in self._readings]
         return list({id(reading): reading for reading in known}.values())
 
+    def forget(self, rows: Sequence[int]) -> None:
+        """These gradients were taken away before the optimizer could use them."""
+        for row in rows:
+            self._readings.pop(row, None)
+
+    def is_broken(self, rows: Sequence[int]) -> bool:
+        """Whether a gradient of these was seen to hold a NaN or an infinity."""
+        known = [reading.known for reading in self.readings_of(rows)]
+        return any(norms is not None and norms.counts is not None for norms in known)
+
+    def how_edited(self, rows: Sequence[int], still_scaled: bool) -> Edit:
+        """What has become of these gradients since they were looked at, where that can be told.
+
+        `still_scaled`: a scaler's factor that was in them then is in them still.
+        """
+        readings = self.readings_of(rows)
+        if len(readings) != 1 or readings[0].known is None or self._sharded:
+            return "other"
+        reading = readings[0]
+        now = self.again(reading.rows).norms
+        if now.is_from_device:
+            return "other"
+        now.read()
+        return how_edited(reading.norms, now, 1.0 if still_scaled else reading.factor())
+
     def again(self, rows: Sequence[int]) -> GradientReading:
         """This rank's parts of these gradients as they are now; not for the record."""
         gradients = [self._gradient(row) for row in rows]
         return GradientReading(list(rows), NormReading(gradients), scale=None)
 
     def before_update(
-        self, rows: Sequence[int], scaler: torch.amp.GradScaler | None
+        self,
+        rows: Sequence[int],
+        scaler: torch.amp.GradScaler | None,
+        edited_alike: bool = True,
     ) -> tuple[GradientReading, ClipReading] | None:
         """See what the optimizer is about to use, and keep what it is about to change.
 
         The reading and how much of it is used, where all its gradients were looked at together.
-        `scaler`: its factor is still in them.
+        `scaler`: its factor is still in them. `edited_alike`: the same was done to all of them.
         """
         current = self._current
         readings = self.readings_of(rows)
@@ -179,7 +234,8 @@ class StepBuilder:
             left = self._left.pop(tuple(rows), None)
             current.update = UpdateReading(weights, offset=self.step, left=left)
         # Gradients of several looks have no one clip coefficient.
-        if len(readings) > 1:
+        current.clip = None
+        if len(readings) > 1 or not edited_alike:
             return None
         reading = readings[0]
         mine = None
@@ -195,8 +251,12 @@ class StepBuilder:
         optimizer: Optimizer | None,
         scaled: bool,
         skipped: bool | Tensor,
+        edited_inside: bool = False,
     ) -> None:
-        """Take the readings of these rows as what this optimizer stepped with."""
+        """Take the readings of these rows as what this optimizer stepped with.
+
+        `edited_inside`: it has edited its gradients itself, so no clip coefficient is known.
+        """
         current = self._current
         if current.update is not None:
             # Compared from the first look to the second and from that to the third, no longer.
@@ -204,9 +264,16 @@ class StepBuilder:
             left = current.update.finish(keep)
             if left is not None:
                 self._left[tuple(current.update_rows)] = left
-        clip = current.clip
+        clip = None if edited_inside else current.clip
         if clip is not None and clip.scale is not None and not scaled:
             clip = replace(clip, scale=None)
+        # An optimizer that steps later with the same parameters has made the step, not the first.
+        again = {row for used in current.used for row in used.rows}.intersection(rows)
+        if again:
+            kept = [used.without(again) for used in current.used]
+            current.used = [used for used in kept if used.rows]
+        if optimizer is not None and (again or not current.lrs):
+            current.lrs = learning_rates(optimizer)
         by_reading: dict[int, tuple[GradientReading, list[int]]] = {}
         for row in rows:
             reading = self._readings.pop(row, None)
@@ -221,8 +288,6 @@ class StepBuilder:
         current.update = None
         current.update_rows = ()
         current.skipped.append(skipped_by(skipped))
-        if not current.lrs and optimizer is not None:
-            current.lrs = learning_rates(optimizer)
 
     def end_step(
         self,
@@ -231,6 +296,7 @@ class StepBuilder:
         seen: SeenLoss,
         rank_comparisons: Sequence[RankComparison],
         doubts: Sequence[HostCopy] = (),
+        rank_digests: Sequence[RankDigests] = (),
     ) -> None:
         """The step is made, and on its way."""
         made = self._current
@@ -241,6 +307,7 @@ class StepBuilder:
         made.doubts = doubts
         made.signals = signals
         made.rank_comparisons = tuple(rank_comparisons)
+        made.rank_digests = tuple(rank_digests)
         if seen.loss is not None:
             made.loss = HostCopy.of(seen.loss.reshape(1).clone())
         made.guess = seen.guess
@@ -250,6 +317,7 @@ class StepBuilder:
             made.units = self._units.reading()
         self._current = StepInProgress(made.number + 1)
         self._looked = False
+        self._made_any = True
         self._sequence = _sequence_number()
         self._queue.append(made)
 
@@ -307,11 +375,22 @@ class StepBuilder:
 
     @property
     def begun(self) -> bool:
-        """Whether the step under way has begun.
+        """Whether the step under way has begun: a backward pass has written its gradients."""
+        return self._looked or not self._made_any
 
-        Its gradients were looked at, or autograd has recorded a forward pass since.
+    def is_of_step_under_way(self, name: str) -> bool:
+        """Whether a number logged now under this name is of the step under way.
+
+        Else it is of the step just made. After its backward pass that is clear. Before, only a loop
+        that began by logging this name before its first backward pass means the step to come; and
+        not even that one if autograd has recorded nothing since the last step.
         """
-        return self._looked or self._sequence < 0 or _sequence_number() != self._sequence
+        if self._looked:
+            return True
+        if not self._made_any:
+            self._logged_ahead.add(name)
+            return True
+        return name in self._logged_ahead and _sequence_number() != self._sequence
 
     def jump_to(self, step: int) -> None:
         """Give the step under way another number."""
@@ -424,6 +503,7 @@ class StepBuilder:
                 broken_weights=broken,
             ),
             rank_comparisons=made.rank_comparisons,
+            rank_digests=made.rank_digests,
         )
 
     def _broken_weights(self, made: StepInProgress) -> BrokenWeights | None:

@@ -17,6 +17,8 @@ from gradsight.core.open_watches import note_closed, note_open
 from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems, say
+from gradsight.core.shards import are_spread
+from gradsight.core.sharing import Reduction
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.core.watched_steps import WatchedSteps, count_steps_of, stop_counting
 from gradsight.errors import UsageError
@@ -42,6 +44,7 @@ from gradsight.session.opening import (
 )
 from gradsight.session.optimizer_steps import OptimizerSteps
 from gradsight.session.options import WatchOptions
+from gradsight.session.parameter_changes import ParameterChanges
 from gradsight.session.readings import take_scalars
 from gradsight.session.shutdown import ShutdownHooks
 from gradsight.session.step_builder import StepBuilder
@@ -49,7 +52,7 @@ from gradsight.session.subjects import watched_optimizers, watched_parameters
 from gradsight.session.termination import TERMINATION
 from gradsight.session.unseeable import refuse_unseeable
 from gradsight.store.incidents import with_ranks
-from gradsight.values.findings import Finding
+from gradsight.values.findings import Finding, StopTraining
 from gradsight.values.health_report import HealthReport
 from gradsight.values.whole_numbers import single_number, whole_number
 
@@ -63,6 +66,11 @@ _FORKED = (
     "To record it too, call gradsight.watch in it, with a run_dir of its own."
 )
 
+_NEW_ON_RANKS = (
+    "the model has got new parameters in the middle of a run on several ranks: they are not "
+    "recorded, and the record says so at every step. Close the watch and open another one on every "
+    "rank after the parameters have changed."
+)
 _CLOSED = "this watch is closed: what it is told from now on is not recorded"
 
 
@@ -95,6 +103,12 @@ class Watch:
         self._guard = Guard(LeavingProblems(self._problems), "capture", looking)
         self._calls = Guard(self._problems, "call", "a call of the watch failed", UsageError)
         self._closing = Guard(self._problems, "closing", "closing the watch failed")
+        noticing = "Gradsight no longer sees new parameters"
+        self._noticing = Guard(self._problems, "new-parameters", noticing)
+        self._outputs: list[Output] = []
+        """Where finished steps go, beside the record and the sinks."""
+        self._earlier_findings: list[Finding] = []
+        """Of the time before the model's parameters changed."""
         try:
             self._start(model, parameters, options, checks, left_out)
         except BaseException:
@@ -117,61 +131,88 @@ class Watch:
         # Twice: an interrupt may have come when the first was about to begin.
         self._closing.at_end(self._close_record)
         self._closing.at_end(self._close_record)
-        outputs = self._opened.outputs(parameters, options.sink_detail)
-        if self._group.is_first and not options.quiet:
-            outputs.append(FirstCritical(options.run_dir))
+        self._model = model
+        self._options = options
+        self._checks = checks
+        self._first_step = self._opened.first_step
         tensors = [named.tensor for named in parameters]
+        if self._group.is_first and not options.quiet:
+            self._outputs.append(FirstCritical(options.run_dir))
         if self._opened.store is not None:
-            outputs.append(CostOutput(self._opened.store, self, tensors))
-        place = Workplace(
-            model, parameters, self._optimizers, self._run_dir, self._opened, self._group
-        )
+            self._outputs.append(CostOutput(self._opened.store, self, tensors))
+        place = self._workplace(parameters)
         self._brake = make_brake(place, options)
         if self._brake is not None:
-            outputs.append(self._brake)
-        self._instruments = make_instruments(place, options, checks)
-        plan = measuring_plan(place, options, self._instruments)
-        self._line = StepLine(
-            StepBuilder(parameters, plan, self._group, left_out),
-            self._instruments,
-            outputs,
-            self._problems,
-            self._brake,
-            manual=not self._optimizers,
-        )
-        self._steps: OptimizerSteps | ManualSteps
-        if self._optimizers:
-            self._steps = OptimizerSteps(
-                model,
-                tensors,
-                self._optimizers,
-                self._line,
-                self._guard,
-                make_skipper(place, options),
-            )
-        else:
-            self._steps = ManualSteps(model, tensors, self._line, self._guard)
-        self._missing_steps = MissingSteps(
-            tensors, self._optimizers, self._line, self._problems, self._guard
-        )
-        inner = [innermost_optimizer(optimizer) for optimizer in self._optimizers]
-        self._captures = Captures(tensors, inner, self._problems)
+            self._outputs.append(self._brake)
+        self._assemble(place, left_out)
         self._leave_for_the_end()
         process = _Process(self)
         ShutdownHooks(process, self._closing)
         TERMINATION.add(process, self._closing)
-        if self._opened.store is not None:
-            first_step = self._opened.first_step
-            write_run_config(self._opened.store, options, first_step, parameters, self._optimizers)
+        self._write_config(parameters)
         # Hooks come last: whatever fails above leaves the model as it was.
+        self._changes = ParameterChanges(model, tensors, self._noticing, self._parameters_changed)
+        # Sharded parameters are other tensors while they are gathered.
+        if not are_spread(tensors):
+            self._changes.start()
+        self._start_parts(tensors)
+        self._closing.at_end(note_closed, self)
+        if self._run_dir is not None:
+            self._closing.at_end(stop_counting, self._run_dir)
+        _open.append(self)
+        self._closing.at_end(_open.remove, self)
+
+    def _workplace(self, parameters: Sequence[Named], has_begun: bool = False) -> Workplace:
+        return Workplace(
+            self._model,
+            parameters,
+            self._optimizers,
+            self._run_dir,
+            self._opened,
+            self._group,
+            has_begun,
+        )
+
+    def _assemble(self, place: Workplace, left_out: Sequence[bool]) -> None:
+        """Make everything that depends on which parameters there are."""
+        self._instruments = make_instruments(place, self._options, self._checks)
+        plan = measuring_plan(place, self._options, self._instruments)
+        outputs = self._opened.outputs(place.parameters, self._options.sink_detail)
+        self._line = StepLine(
+            StepBuilder(place.parameters, plan, self._group, left_out),
+            self._instruments,
+            [*outputs, *self._outputs],
+            self._problems,
+            self._brake,
+            Reduction(self._model, place.tensors),
+            manual=not self._optimizers,
+        )
+        self._steps: OptimizerSteps | ManualSteps
+        tensors = place.tensors
+        if self._optimizers:
+            skipper = make_skipper(place, self._options)
+            self._steps = OptimizerSteps(
+                tensors, self._optimizers, self._line, self._guard, skipper
+            )
+        else:
+            self._steps = ManualSteps(tensors, self._line, self._guard)
+        self._missing_steps = MissingSteps(
+            tensors,
+            self._optimizers,
+            self._line,
+            self._problems,
+            self._guard,
+            self._is_watched_elsewhere,
+        )
+        self._captures = Captures(tensors, place.inner_optimizers, self._problems)
+
+    def _start_parts(self, tensors: Sequence[torch.Tensor]) -> None:
         self._steps.start()
         if self._run_dir is not None:
             by_hand = not self._optimizers
-            steps = WatchedSteps(self._opened.first_step, self._line.builder, by_hand)
+            steps = WatchedSteps(self._first_step, self._line.builder, by_hand)
             count_steps_of(self._run_dir, steps)
-            self._closing.at_end(stop_counting, self._run_dir)
         note_open(self, self._run_dir, tensors)
-        self._closing.at_end(note_closed, self)
         self._missing_steps.start()
         if self._instruments.incidents is not None:
             self._instruments.incidents.start()
@@ -180,8 +221,52 @@ class Watch:
         self._captures.start()
         if self._instruments.signals is not None:
             self._instruments.signals.start()
-        _open.append(self)
-        self._closing.at_end(_open.remove, self)
+
+    def _is_watched_elsewhere(self, optimizer: Any) -> bool:
+        others = (watch for watch in open_watches() if watch is not self)
+        return any(
+            optimizer is innermost_optimizer(each) for watch in others for each in watch._optimizers
+        )
+
+    def _write_config(self, parameters: Sequence[Named]) -> None:
+        if self._opened.store is not None:
+            write_run_config(
+                self._opened.store,
+                self._options,
+                self._first_step,
+                parameters,
+                self._optimizers,
+            )
+
+    def _parameters_changed(self, parameters: list[Named]) -> None:
+        """The model has other parameters than before: record these from the next step on."""
+        if self._group.size > 1:
+            # The other ranks may not have come here: nothing is opened again without them.
+            self._problems.report("new-parameters", _NEW_ON_RANKS, step=self._line.builder.step)
+            if isinstance(self._steps, OptimizerSteps):
+                self._steps.lacks_parameters = True
+            return
+        before = self._line
+        self._finish_round()
+        before.flush()
+        if self._instruments.health is not None:
+            self._earlier_findings += self._instruments.health.report().findings
+        for guard in self._guards():
+            guard.close()
+        self._stop_comparing()
+        before.finish_judging()
+        self._stop_incidents()
+        self._wait_for_dumps()
+        self._opened = replace(self._opened, first_step=before.builder.step)
+        tensors = [named.tensor for named in parameters]
+        place = self._workplace(parameters, has_begun=True)
+        self._assemble(place, self._parts_left_out(parameters))
+        self._line.continue_from(before)
+        for guard in self._guards():
+            self._closing.at_end(guard.close)
+        self._write_config(parameters)
+        self._changes.watch_instead(tensors)
+        self._start_parts(tensors)
 
     def _parts_left_out(self, parameters: Sequence[Named]) -> list[bool]:
         """Of which parameters another rank's part is counted; refused alike on all ranks."""
@@ -195,23 +280,47 @@ class Watch:
     def _leave_for_the_end(self) -> None:
         """What `close` does, the last first; each under the guard by itself."""
         end = self._closing.at_end
-        parts = self._instruments
+        dumps = self._instruments.dumps
         if self._brake is not None:
             end(self._brake.close)
-        if parts.incidents is not None:
-            end(parts.incidents.stop)
-        end(self._line.finish_judging)
+        end(self._stop_incidents)
+        end(self._finish_judging)
         end(self._finish_steps)
-        if parts.dumps is not None:
-            end(parts.dumps.close)
-            if parts.dumps.keeps_gradients:
-                # Before: what is judged only now may be dumped.
-                end(self._line.flush)
+        end(self._wait_for_dumps)
+        if dumps is not None and dumps.keeps_gradients:
+            # Before: what is judged only now may be dumped.
+            end(self._flush)
         # Whoever was interrupted before the first step knows why there is none.
         end(self._say_what_is_missing)
         end(self._stop_comparing)
+        end(self._finish_round)
+        end(self._noticing.close)
         for guard in self._guards():
             end(guard.close)
+
+    # Parts of closing, each of the parts that are at work by then.
+
+    def _stop_incidents(self) -> None:
+        if self._instruments.incidents is not None:
+            self._instruments.incidents.stop()
+
+    def _finish_judging(self) -> None:
+        self._line.finish_judging()
+
+    def _wait_for_dumps(self) -> None:
+        if self._instruments.dumps is not None:
+            self._instruments.dumps.close()
+
+    def _flush(self) -> None:
+        self._line.flush()
+
+    def _finish_round(self) -> None:
+        """Optimizers that never step leave the last step open."""
+        if not isinstance(self._steps, OptimizerSteps):
+            return
+        if self._waits or not self._line.builder.is_merged:
+            with contextlib.suppress(StopTraining):
+                self._steps.finish()
 
     def _guards(self) -> list[Guard]:
         """Those of hooks, which they take away."""
@@ -323,7 +432,7 @@ class Watch:
         if not self._closed:
             self._line.flush()
         report = self._instruments.health.report()
-        findings: Sequence[Any] = report.findings
+        findings: Sequence[Any] = [*self._earlier_findings, *report.findings]
         if self._instruments.incidents is not None:
             findings = self._instruments.incidents.with_causes(findings)
         if self._run_dir is not None:
@@ -385,6 +494,7 @@ class Watch:
 
     def also_writes_to(self, output: Output) -> None:
         """Hand finished steps and their findings to this one too."""
+        self._outputs.append(output)
         self._line.also_write_to(output)
 
     def finish_steps(self, on_disk: bool = False) -> None:
@@ -397,6 +507,24 @@ class Watch:
         self._line.flush()
         if on_disk and self._opened.store is not None:
             self._opened.store.flush()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are recorded."""
+        return not self._closed
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where the record is."""
+        return self._run_dir
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """An optimizer made later that trains the same parameters, maybe in place of another."""
+        self._optimizers.append(optimizer)
+        if isinstance(self._steps, OptimizerSteps):
+            self._steps.add_optimizer(optimizer)
+        self._missing_steps.also_watched(optimizer)
+        self.also_optimized_by(optimizer)
 
     @property
     def asked_to_stop(self) -> Finding | None:

@@ -5,6 +5,7 @@ Arrays are never written to after a value has been made: whoever gets one only r
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,23 @@ class RankComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class RankDigests:
+    """How the checksums of all ranks compare at one step; None where they were not comparable."""
+
+    step: int
+    ranks: int
+    parallel: Literal["data", "other"] | None
+    """How the model is shared: by DDP or FSDP2, in another way, or not at all."""
+    same_start: bool | None
+    """Whether all ranks began with the same weights."""
+    same_gradient: bool | None
+    """Whether their optimizers used the same gradient."""
+    same_weights: bool | None
+    """Whether their weights are the same after the step."""
+    same_batch: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class BrokenWeights:
     """Weights that are not finite any more: nothing brings them back."""
 
@@ -124,6 +142,8 @@ class MeasuredStep:
     signals: StepSignals = field(default_factory=StepSignals)
     rank_comparisons: tuple[RankComparison, ...] = ()
     """Comparisons that have arrived since the step before; they are of earlier steps."""
+    rank_digests: tuple[RankDigests, ...] = ()
+    """The same for comparisons by checksum."""
     experts: Mapping[str, Floats] = field(default_factory=dict)
     """By group of experts: the norm of each one's gradient, 0 where it has none.
 

@@ -96,6 +96,17 @@ PART_GRADIENT = "the shards of one rank"
 """Other ranks did not open the watch: what they hold of each gradient is not in the record."""
 CHANGED_GRADIENT = "changed between backward passes"
 """A backward pass added to what was clipped, unscaled or edited already: none of it is true."""
+EDITED_GRADIENT = "changed after backward"
+"""Replaced, scaled, masked or reduced by hand: the numbers are of what the optimizer used.
+
+Where torch's functions clipped it after that, they are of the gradient before clipping.
+"""
+REPAIRED_GRADIENT = "not finite after backward, changed since"
+"""Edited by hand like the above, but the numbers are those of backward: a NaN is not hidden."""
+HOOKED_GRADIENT = "after hooks on parameters"
+"""Hooks on parameters ran during backward, and may have clipped or edited the gradient there."""
+UNWATCHED_GRADIENT = "without new parameters"
+"""Parameters were added in the middle of a run on several ranks: these are not in the record."""
 SHARED_GRADIENT = "written by several threads at once"
 """Nobody can tell what the optimizer has used, so nothing was measured."""
 NO_GRADIENT = "none seen"

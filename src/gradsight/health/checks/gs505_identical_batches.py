@@ -1,0 +1,49 @@
+"""GS505: identical batches on ranks."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS505",
+    "identical batches on ranks",
+    "warning",
+    asked=Asked(when="digests", needs=("rank digests",)),
+    incident=AsIncident(kept="never"),
+    advice=Advice(
+        recommendation=(
+            "All ranks train on the same batches, so additional ranks add nothing: give each rank "
+            "its own part of the data. If that is intended (tensor or pipeline parallelism, or an "
+            "overfitting test), silence it with health={'GS505': False}."
+        ),
+        fix="""
+# before the loop: a different part of the data for every rank
+# (keep your other arguments of DataLoader)
+sampler = torch.utils.data.DistributedSampler(loader.dataset)
+loader = torch.utils.data.DataLoader(
+    loader.dataset, loader.batch_size, sampler=sampler
+)
+
+# at the beginning of every epoch: shuffle again
+sampler.set_epoch(epoch)
+""",
+    ),
+)
+def identical_batches(window: Window, *, batches: int = 2) -> Iterator[Fact]:
+    """The model is called with the same batch on every rank.
+
+    Why: the ranks compute the same gradient, so training takes as many steps as on one rank.
+    """
+    digests = window.digests
+    if digests is None or digests.parallel != "data":
+        return
+    if digests.same_batch:
+        window.identical_batches += 1
+    if window.identical_batches >= batches:
+        text = (
+            f"{digests.ranks} ranks were given identical batches at {window.identical_batches} "
+            f"of the compared steps, the last one being step {digests.step}"
+        )
+        yield Fact(text, first_step=window.first_step)
