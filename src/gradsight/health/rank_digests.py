@@ -41,7 +41,8 @@ class _Step:
     polls: int = 0
 
     def ready(self) -> bool:
-        return all(part.ready() for part in (*self.gradients, self.weights, *self.batch))
+        parts: tuple[NormReading | HostCopy, ...] = (*self.gradients, self.weights, *self.batch)
+        return all(part.ready() for part in parts)
 
 
 class RankDigestExchange:
