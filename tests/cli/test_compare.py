@@ -193,11 +193,7 @@ def test_damage_is_2_and_wrong_usage_64(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    # SQLite's own files beside a record come and go with whoever reads it.
-    passing = ("-shm", "-wal")
-    return {
-        each.name: each.read_bytes() for each in folder.iterdir() if not each.name.endswith(passing)
-    }
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
 def test_the_page_with_both_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -393,11 +393,6 @@ class FlightRecorder:
         if isinstance(error, Exception):
             self._write_ending(step, "exception", describe_error(error))
 
-    def asked_to_end(self, step: int) -> None:
-        """SIGTERM has come."""
-        if self._options.first:
-            self._write_ending(step, "SIGTERM", "the process was asked to end")
-
     def _write_ending(self, step: int, code: str, reason: str) -> None:
         if self._writer is not None and not self.guard.faults:
             self._writing.attempt(self._write_ending_with, self._writer, step, code, reason)

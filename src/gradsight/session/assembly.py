@@ -72,7 +72,6 @@ def make_brake(place: Workplace, options: WatchOptions) -> Brake | None:
         return None
     return Brake(
         actions,
-        place.run_dir,
         place.opened.sinks,
         place.group,
         place.problems,
