@@ -1,8 +1,7 @@
-"""Incidents of runs that end: exceptions, SIGTERM, and disks that take nothing."""
+"""Incidents of runs that end: exceptions, and disks that take nothing."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,24 +48,6 @@ def loop(folder: Path, then: str, recorder: object = True) -> subprocess.Popen[s
 def body(incident: Any) -> dict[str, Any]:
     document = json.loads((Path(incident.path) / "incident.json").read_text())
     return document["incident"]  # type: ignore[no-any-return]
-
-
-def test_sigterm_leaves_an_incident_and_the_signal_does_its_work(tmp_path: Path) -> None:
-    process = loop(tmp_path, "print('ready', flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == -signal.SIGTERM
-    (incident,) = gradsight.open_run(tmp_path / "run").incidents()
-    assert (incident.step, incident.code, incident.reason) == (
-        4,
-        "SIGTERM",
-        "the process was asked to end",
-    )
-    ring = load_file(Path(incident.path) / "ring.safetensors")
-    assert ring["step"].tolist() == [0, 1, 2, 3]
-    assert ring["l2"].shape == (4, 2)
 
 
 def test_an_exception_nobody_catches_leaves_one_with_the_batch(tmp_path: Path) -> None:

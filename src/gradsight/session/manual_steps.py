@@ -32,10 +32,6 @@ class ManualSteps:
         """Begin to watch the loss scale."""
         moments.listen(self, self._guard, self._parameters)
 
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        moments.leave(self)
-
     def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
         """A backward pass has returned."""
         self._local = not reduces_gradients(self._model)

@@ -54,20 +54,11 @@ class MissingSteps:
         self._saw_gradients = False
         self._strangers: dict[str, int] = {}
         """Steps of optimizers that hold parameters of the model and are not watched, by class."""
-        self._handle: Any = None
 
     def start(self) -> None:
         """Begin to look."""
         moments.listen(self, self._guard, list(self._parameters.values()))
-        register = register_optimizer_step_post_hook
-        self._handle = put_hook(self._guard, register, self._stepped)
-
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        moments.leave(self)
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        put_hook(self._guard, register_optimizer_step_post_hook, self._stepped)
 
     def report(self) -> None:
         """The run is over: say why there is no step, where there is none. Rank 0 does."""

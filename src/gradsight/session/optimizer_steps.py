@@ -62,7 +62,6 @@ class OptimizerSteps:
         self._optimizers = [innermost_optimizer(optimizer) for optimizer in optimizers]
         self._line = line
         self._guard = guard
-        self._handles: list[Any] = []
         self._followed: FollowedParameters | None = None
         self._rows: dict[int, tuple[int, list[int]]] = {}
         self._seen = SeenGradients(self._parameters)  # since their optimizer last stepped
@@ -84,16 +83,8 @@ class OptimizerSteps:
         # it is fused, none yet where a closure makes them, and no step that a scaler skips.
         self._followed = moments.listen(self, self._guard, self._parameters)
         for optimizer in self._optimizers:
-            before = put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
-            after = put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
-            self._handles += [before, after]
-
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        moments.leave(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+            put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
+            put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
 
     # What torch tells, through the guard. The optimizers of one model may be stepped by several
     # threads, so the line's lock is taken.
