@@ -76,7 +76,6 @@ FILES = [
     "gradient_dumper/step2/full_gradients/manifest.json",
     "gradient_dumper/step2/full_gradients/__0_0.distcp",
     "incidents/*/incident.json",
-    "incidents/*/ring.safetensors",
     "incidents/*/batch.safetensors",
     "incidents/*/parameters.safetensors",
 ]

@@ -151,7 +151,6 @@ def _recorder_options(
         with_batch=options.recorder == "batch",
         seconds=options.diagnose_seconds,
         rules=rules,
-        names=[named.name for named in place.parameters],
         first=place.group.is_first,
         quiet=options.quiet or not place.group.is_first,
     )
