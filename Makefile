@@ -40,7 +40,7 @@ matrix: package
 fuzz: package
 	$(BIN)/python fuzz/run.py
 
-# The reliability campaign in short: kills, full disks, ranks, signals, flips; about 15 minutes.
+# The reliability campaign in short: kills, full disks, ranks, flips; about 15 minutes.
 soak: package
 	$(BIN)/python benchmarks/reliability.py
 

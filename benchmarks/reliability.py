@@ -46,7 +46,6 @@ class Part:
 
 PARTS = {
     "faults": Part("tests/session/planted_faults.py"),
-    "signals": Part("tests/session/signalled.py", size=("--tries", 60)),
     "threads": Part("tests/session/threads_campaign.py", size=("--tries", 20)),
     "flips": Part("tests/store/flips.py", size=("--tries", 100)),
     "fuzz": Part("fuzz/run.py", size=("--seconds", 8)),

@@ -44,7 +44,7 @@ def _run() -> Run:
 
 
 def corpus() -> list[bytes]:
-    """With a checksum, and as version 0.1 wrote it."""
+    """With a checksum, and without."""
     body = {
         "settings": {"watch": {"health": True}},
         "versions": {"gradsight": "0.1"},

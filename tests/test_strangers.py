@@ -51,7 +51,7 @@ def commands(run: Path) -> list[list[str]]:
         ["influence", str(run)],
         ["influence", str(run), "--by", "domain"],
         ["influence", str(run), "--json"],
-        ["compare", str(run), str(run), "--output", str(run.parent / "compare.html")],
+        ["compare", str(run), str(run)],
         ["dump", "list", str(run)],
         ["dump", "show", str(run)],
         ["dump", "show", str(run), "--parameter", "*weight"],
@@ -185,7 +185,7 @@ def test_looking_at_a_run_changes_nothing_but_the_report(
     for arguments in commands(run):
         said(capfd, arguments)
     after = snapshot(tmp_path)
-    written = {"run/report.md", "run/report.html", "run/norms.svg", "compare.html"}
+    written = {"run/report.md", "run/report.html", "run/norms.svg"}
     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     assert {name for name in changed if not name.startswith("home/.cache")} <= written
     assert {"run/report.md", "run/norms.svg"} <= changed

@@ -152,6 +152,8 @@ def test_a_scaler_is_told_whether_or_not_it_steps(overflows: bool) -> None:
         "before_backward",
         "after_backward",
         "gradients_ready",
+        "edit_begins",
+        "edit_ended",
         "gradients_unscaled",
         "scaler_steps",
         "scaler_stepped",

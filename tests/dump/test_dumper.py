@@ -75,9 +75,7 @@ def test_not_enabled(tmp_path: Path, model: nn.Module) -> None:
         ({"start_step": 5, "end_step": 4}, "end_step 4 lies before start_step 5"),
         ({"keep_last": 0}, "keep_last must be a whole number of 1 or more, got 0"),
         ({"max_bytes": -1}, "max_bytes must be a whole number of 1 or more, got -1"),
-        ({"queue_size": 0}, "queue_size must be a whole number of 1 or more, got 0"),
         ({"dump_on": "fatal"}, "dump_on must be 'warning', 'critical' or None, got 'fatal'"),
-        ({"when_full": "drop"}, "when_full must be 'wait' or 'skip', got 'drop'"),
         ({"save_first_n": True}, "save_first_n must be a whole number of 1 or more, got True"),
         ({"keep_last": "3"}, "keep_last must be a whole number of 1 or more, got '3'"),
         ({"max_bytes": "1GB"}, "max_bytes must be a whole number of 1 or more, got '1GB'"),
@@ -160,7 +158,7 @@ def test_the_older_fsdp_is_refused(tmp_path: Path) -> None:
 def test_what_is_dumped_is_what_was_there_at_the_call(tmp_path: Path, model: nn.Module) -> None:
     """Training changes the gradients while the writer is still at work."""
     before = model[0].weight.grad.clone()
-    with GradientDumper(tmp_path, queue_size=3) as dumper:
+    with GradientDumper(tmp_path) as dumper:
         for step in range(3):
             dumper.dump(model, step)
             model[0].weight.grad.mul_(2)
@@ -211,23 +209,6 @@ def test_training_does_not_wait_for_the_disk(
         assert folder.exists()
 
 
-def test_a_full_queue_skips_and_counts(
-    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    dumper = GradientDumper(tmp_path, when_full="skip", queue_size=2)
-    returned = [dumper.dump(model, step) for step in range(5)]
-    gate.open.set()
-    with pytest.warns(
-        GradsightWarning, match="gradient dump of step 2: dumps were skipped because an earlier one"
-    ) as told:
-        dumper.close()
-    assert [path is None for path in returned] == [False, False, True, True, True]
-    assert (dumper.written, dumper.skipped, dumper.failed) == (2, 3, 0)
-    assert steps(tmp_path) == [0, 1]
-    assert len(told) == 1
-
-
 def test_a_full_queue_waits(
     tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +236,7 @@ import torch
 from gradsight import GradientDumper
 model = torch.nn.Linear(400, 400)
 model(torch.ones(1, 400)).sum().backward()
-dumpers = [GradientDumper({str(tmp_path)!r}, queue_size=3, save_first_n=n) for n in (None, 2)]
+dumpers = [GradientDumper({str(tmp_path)!r}, save_first_n=n) for n in (None, 2)]
 for step in range(3):
     for dumper in dumpers:
         dumper.dump(model, step)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,6 @@ import gradsight
 from gradsight.core.guard import Guard
 from gradsight.errors import UsageError
 from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
-from gradsight.incidents.ring import Ring
-from gradsight.values.measured import MeasuredStep, Norms, StepSignals
-from gradsight.values.steps import Step
 from incidents.faults import Probability, mlp
 
 HERE = Path(__file__).name
@@ -240,31 +236,6 @@ def test_a_compiled_model_is_kept_and_diagnosed(in_place: bool, tmp_path: Path) 
     assert [sample.row for sample in finding.diagnosis.samples] == [4]
     assert len(graphs) == 1
     assert inner._compiled_call_impl is compiled
-
-
-def test_the_ring_is_bounded_in_bytes() -> None:
-    names = [f"layer{number}.weight" for number in range(150)]
-    ring = Ring(names, most_bytes=200_000)
-    sizes = []
-    for step in range(2000):
-        l2 = np.full(150, float(step))
-        made = Step(step, 0.0, lr=0.1, total_norm=1.0)
-        ring.add(MeasuredStep(made, None, Norms(l2, l2), signals=StepSignals(loss=2.5)))
-        sizes.append(
-            sum(array.nbytes for array in ring.arrays().values()) if step % 100 == 0 else 0
-        )
-    assert max(sizes) <= ring.bytes <= 200_000
-    arrays = ring.arrays()
-    assert arrays["step"].tolist() == list(range(2000 - len(ring), 2000))
-    assert arrays["l2"].shape == (len(ring), 150)
-    assert arrays["l2"][-1, 3] == 1999
-    assert arrays["loss"][-1] == 2.5
-    assert math.isnan(arrays["clip_coef"][-1])
-    l2 = np.array([1.0, 2.0])
-    signals = StepSignals(loss=2.5)
-    ring.add(MeasuredStep(Step(2000, 0.0, loss=7.0), (3, 5), Norms(l2, l2), signals=signals))
-    assert ring.arrays()["l2"][-1, [3, 4, 5]].tolist()[::2] == [1.0, 2.0]
-    assert ring.arrays()["loss"][-1] == 7.0
 
 
 def test_ids_are_numbers_or_text() -> None:

@@ -1,8 +1,7 @@
-"""Incidents of runs that end: exceptions, SIGTERM, and disks that take nothing."""
+"""Incidents of runs that end: exceptions, and disks that take nothing."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.numpy import load_file
 from torch import nn
 
 import gradsight
@@ -51,24 +49,6 @@ def body(incident: Any) -> dict[str, Any]:
     return document["incident"]  # type: ignore[no-any-return]
 
 
-def test_sigterm_leaves_an_incident_and_the_signal_does_its_work(tmp_path: Path) -> None:
-    process = loop(tmp_path, "print('ready', flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == -signal.SIGTERM
-    (incident,) = gradsight.open_run(tmp_path / "run").incidents()
-    assert (incident.step, incident.code, incident.reason) == (
-        4,
-        "SIGTERM",
-        "the process was asked to end",
-    )
-    ring = load_file(Path(incident.path) / "ring.safetensors")
-    assert ring["step"].tolist() == [0, 1, 2, 3]
-    assert ring["l2"].shape == (4, 2)
-
-
 def test_an_exception_nobody_catches_leaves_one_with_the_batch(tmp_path: Path) -> None:
     process = loop(tmp_path, "raise KeyError('gone')", recorder="batch")
     _, errors = process.communicate(timeout=60)
@@ -78,9 +58,7 @@ def test_an_exception_nobody_catches_leaves_one_with_the_batch(tmp_path: Path) -
     assert (incident.step, incident.code) == (4, "exception")
     assert incident.reason == f"KeyError: 'gone' ({tmp_path / 'loop.py'}:15)"
     assert incident.replayable
-    assert {"batch.safetensors", "parameters.safetensors", "ring.safetensors"} <= set(
-        os.listdir(incident.path)
-    )
+    assert {"batch.safetensors", "parameters.safetensors"} <= set(os.listdir(incident.path))
 
 
 def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> None:
@@ -116,7 +94,7 @@ def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> N
     report = (tmp_path / "report.md").read_text()
     assert "- step 3, exception: FloatingPointError: a gradient is not finite (" in report
     assert "  - sample 1: gradient not finite, alone too" in report
-    assert set(os.listdir(incident.path)) == {"incident.json", "ring.safetensors"}
+    assert set(os.listdir(incident.path)) == {"incident.json"}
 
 
 def test_an_exception_of_the_model_is_kept_with_its_own_call_and_replayed(
@@ -156,17 +134,9 @@ def test_the_default_writes_no_data_of_the_users(tmp_path: Path) -> None:
     fault = FAULTS["NaN in a sample"]
     train(fault, lambda model, optimizer: gradsight.watch(model, optimizer, run_dir=tmp_path))
     (incident,) = gradsight.open_run(tmp_path).incidents()
-    assert set(os.listdir(incident.path)) == {"incident.json", "ring.safetensors"}
+    assert set(os.listdir(incident.path)) == {"incident.json"}
     assert "passes" not in body(incident)
     assert body(incident)["replay"].startswith("the batch was not written")
-    values = {
-        float(value)
-        for (batch,) in fault.batches(fault.bad_step)
-        for value in batch.flatten()
-        if value == value
-    }
-    ring = load_file(Path(incident.path) / "ring.safetensors")
-    assert not values & {float(value) for array in ring.values() for value in array.flatten()}
 
 
 def test_a_folder_that_cannot_be_written_costs_the_incident_alone(tmp_path: Path) -> None:

@@ -324,21 +324,6 @@ def test_what_cannot_be_meant_is_refused_at_opening(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_address_is_in_no_file_of_the_run(tmp_path: Path) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with (
-        pytest.warns(GradsightWarning, match="could not be posted"),
-        gradsight.watch(
-            net, optimizer, run_dir=tmp_path, on_finding="http://127.0.0.1:1/secret", quiet=True
-        ),
-    ):
-        train(net, optimizer, [0, 1, 2, 3], (3,))
-    for file in tmp_path.rglob("*"):
-        if file.is_file():
-            assert b"/secret" not in file.read_bytes(), file
-
-
 def test_findings_for_scripts_that_poll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

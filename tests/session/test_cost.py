@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from torch import nn
 from gradsight import open_run, watch
 from gradsight.core import guard
 from gradsight.core.guard import Guard
-from gradsight.session.cost import held_bytes
 
 
 def train(run_dir: Path, steps: int, width: int = 4, **options: object) -> None:
@@ -30,7 +28,6 @@ def test_a_run_tells_what_it_cost(tmp_path: Path) -> None:
     assert cost is not None
     assert cost.steps == 29, "the first step is where counting begins"
     assert 0 < cost.seconds_per_step < 1
-    assert cost.bytes_held > 0
 
 
 def test_a_run_of_before_has_none(tmp_path: Path) -> None:
@@ -64,40 +61,3 @@ def test_time_inside_the_border_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     outer.run(fail)
     assert list(guard.spent.values()) == [31.0]
     assert math.isclose(now[0], 131.0)
-
-
-class Holder:
-    """An object of ours."""
-
-    __module__ = "gradsight.example"
-
-    def __init__(self, **held: object) -> None:
-        vars(self).update(held)
-
-
-def test_what_is_held_is_counted_once_and_the_users_not_at_all() -> None:
-    tensor = torch.zeros(100)
-    model = nn.Linear(10, 10)
-    theirs = {weight.untyped_storage()._cdata for weight in model.parameters()}
-    holder = Holder(
-        tensor=tensor,
-        view=tensor[:10],
-        array=np.zeros(50),
-        deeper={"a": [Holder(text=b"12345678")]},
-        model=model,
-        weight=model.weight,
-        piece=model.weight.detach()[0],
-    )
-    holder.itself = holder  # type: ignore[attr-defined]
-    assert held_bytes(holder, theirs) == 400 + 400 + 8
-    assert held_bytes(holder) == 400 + 400 + 8 + 400, "without `theirs` the weight is counted"
-
-
-def test_more_is_held_where_batches_are_kept(tmp_path: Path) -> None:
-    train(tmp_path / "plain", 12, width=500)
-    train(tmp_path / "batch", 12, width=500, recorder="batch")
-    plain = open_run(tmp_path / "plain").cost()
-    batch = open_run(tmp_path / "batch").cost()
-    assert plain is not None
-    assert batch is not None
-    assert batch.bytes_held > plain.bytes_held

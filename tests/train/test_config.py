@@ -16,7 +16,6 @@ from gradsight.train.config import Settings, from_dict, options_of, to_dict
 OPTIONS = {
     "data": None,
     "data_weights": None,
-    "select": None,
     "tokenizer": None,
     "block_size": None,
     "architecture": "char",

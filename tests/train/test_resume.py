@@ -29,8 +29,6 @@ KINDS: list[dict[str, Any]] = [
         "train_dtype": "bfloat16",
         "model__dropout": 0.1,
     },
-    {"select": "samples", "gradient_accumulation_steps": 2},
-    {"select": "domains", "model__dropout": 0.1},
 ]
 EIGHT = {"max_steps": 8, "checkpoint_interval": 3, "eval_interval": 4, "dot_prod_save_interval": 2}
 

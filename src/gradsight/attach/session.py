@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from gradsight.attach.models import (
     together,
     variable_name,
 )
-from gradsight.attach.step_calls import frame_outside_wrappers, step_call
+from gradsight.attach.step_calls import frame_outside_wrappers
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
 from gradsight.core.group import rank
@@ -322,8 +322,6 @@ class Session:
             if known["id"] == id(optimizer):
                 if frame is not None:
                     known.setdefault("steps", (frame.f_code.co_filename, frame.f_lineno))
-                    calls = known.setdefault("step_calls", [])
-                    calls.append(asdict(step_call(frame, optimizer)))
                 known["lr"] = (
                     optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
                 )

@@ -116,11 +116,8 @@ def all_commands(listing: bool = False) -> App:
     for name, (place, line) in _COMMANDS.items():
         options = {"help": line} if listing else {}
         app.command(f"gradsight.cli.{place}", name=name, **options)
-    app.command(
-        "gradsight.cli.completion:install_completion",
-        name="--install-completion",
-        help="Let bash, zsh or fish complete commands and options.",
-        group="Shell",
+    app.register_install_completion_command(
+        help="Let bash, zsh or fish complete commands and options.", group="Shell"
     )
     return app
 

@@ -20,9 +20,7 @@ from gradsight.core import rundir
 from gradsight.errors import UsageError
 from gradsight.show.text import json_text
 
-_WITH_VALUE = {
-    "steps", "run_dir", "fail_on", "patch", "nproc_per_node", "health", "stop_on", "overfit",
-}  # fmt: skip
+_WITH_VALUE = {"steps", "run_dir", "fail_on", "nproc_per_node", "health", "stop_on", "overfit"}
 
 
 def check(
@@ -38,7 +36,6 @@ def check(
     nproc_per_node: Annotated[int | None, Parameter(name="--nproc_per_node")] = None,
     health: Path | None = None,
     stop_on: Annotated[Literal["warning", "critical"] | None, Parameter(name="--stop-on")] = None,
-    patch: Path | None = None,
     no_preflight: Annotated[bool, Parameter(name="--no-preflight", negative=())] = False,
 ) -> int:
     """Run an unmodified training script and judge its gradients.
@@ -77,9 +74,6 @@ def check(
         A TOML file that tunes or silences checks: [GS201] with factor = 20, or GS405 = false.
     stop_on
         End the script at the first finding that is at least so bad: warning or critical.
-    patch
-        Write a unified diff here that mends the script, where that can be done by a machine; what
-        is left as it is, is said.
     no_preflight
         Leave out the pre-flight: the passes beside training at the first step, and GS601 to GS611.
     """
@@ -87,7 +81,6 @@ def check(
     if steps is not None and steps < 1:
         raise UsageError(f"--steps must be 1 or more, got {steps}")
     _check_health(health)
-    to_mend = None if patch is None else _to_mend(script, args, patch)
     with tempfile.TemporaryDirectory(prefix="gradsight-") as temporary:
         folder = (run_dir or Path(temporary)).resolve()
         make_new_run(folder)
@@ -105,8 +98,6 @@ def check(
             result.forget_incidents()
         else:
             result.write(folder)
-        if patch is not None and to_mend is not None:
-            result.write_patch(*to_mend, patch)
         show_result(result, json, run_dir)
         return result.exit_code(fail_on)
 
@@ -209,27 +200,6 @@ def make_new_run(folder: Path) -> None:
     rundir.make_run_dir(folder)
 
 
-def _to_mend(script: str, args: Sequence[str], patch: Path) -> tuple[Path, bytes]:
-    """The script that a patch is for, and its text before it runs."""
-    file = Path(script)
-    if not file.is_file() or _is_launcher(file):  # then the script is among its arguments
-        named = [Path(each) for each in args if each.endswith(".py") and Path(each).is_file()]
-        if not named:
-            raise UsageError(f"--patch mends a Python file, and {script} was given none")
-        file = named[0]
-    if patch.is_dir():
-        raise UsageError(f"--patch {patch} is a directory; give a file to write the diff to")
-    if not patch.resolve().parent.is_dir():
-        raise UsageError(f"--patch {patch}: there is no directory {patch.parent}")
-    if patch.exists() and patch.samefile(file):
-        raise UsageError(f"--patch {patch} is the script itself; give another file for the diff")
-    try:
-        patch.touch()
-    except OSError as error:
-        raise UsageError(f"--patch {patch} cannot be written: {error.strerror}") from error
-    return file, file.read_bytes()
-
-
 def attached_environment(told: Mapping[str, object]) -> dict[str, str]:
     """The environment of a script that is to be watched; `told` is what `attach` is told."""
     site = Path(_attach).resolve().parent / "site"
@@ -264,6 +234,6 @@ def show_result(result: CheckResult, as_json: bool, run_dir: Path | None) -> Non
     if as_json:
         print(json_text(result.to_dict()))
         return
-    print("\n".join([*result.lines(sys.stdout), *result.patch_lines()]))
+    print("\n".join(result.lines(sys.stdout)))
     if run_dir is not None:
         print(f"report: {run_dir / rundir.REPORT}")

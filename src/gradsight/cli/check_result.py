@@ -12,7 +12,7 @@ from gradsight.core.documents import load_json, load_object
 from gradsight.core.places import kind_below, names_in, read_file
 from gradsight.core.records import read_record, read_value
 from gradsight.dump.reader import dumps_in
-from gradsight.errors import RunError, UsageError
+from gradsight.errors import RunError
 from gradsight.show.run_report import write_empty_reports, write_reports
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
@@ -35,8 +35,6 @@ class CheckResult:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     ours: Sequence[str] = ()
     """Options of ours that stood behind the script's name, and so went to the script."""
-    patch: dict[str, Any] | None = None
-    """Where a patch was written, if one was asked for, and what it leaves as it is."""
 
     @property
     def judged(self) -> dict[str, Summary]:
@@ -65,11 +63,7 @@ class CheckResult:
             "status": self.status,
             "script": {"command": self.command, "exit_code": self.code},
             "models": {name: summary.health.to_dict() for name, summary in self.judged.items()},
-            "optimizers": [
-                {key: value for key, value in optimizer.items() if key != "step_calls"}
-                for optimizer in self.optimizers
-            ],
-            **({} if self.patch is None else {"patch": self.patch}),
+            "optimizers": self.optimizers,
         }
 
     def lines(self, stream: TextIO) -> list[str]:
@@ -130,28 +124,6 @@ class CheckResult:
             write_reports(open_run(place), summary, notes=self.notes())
         if not self.runs:
             write_empty_reports(folder, self.notes())
-
-    def write_patch(self, script: Path, before: bytes, file: Path) -> None:
-        """A unified diff that mends the script of these bytes, where that is known."""
-        from gradsight.cli.patch import proposed_patch
-
-        runs = self.runs.values()
-        findings = [finding for summary in runs for finding in summary.health.findings]
-        patch = proposed_patch(script, before, findings, self.optimizers)
-        try:
-            file.write_bytes(patch.diff)
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-        self.patch = {"file": str(file), "empty": not patch.diff, "notes": list(patch.notes)}
-
-    def patch_lines(self) -> list[str]:
-        """What became of the patch."""
-        if self.patch is None:
-            return []
-        lines = [f"patch: {self.patch['file']}"]
-        if self.patch["empty"]:
-            lines = [f"no patch: {self.patch['file']} is empty."]
-        return [for_terminal(each) for each in (*lines, *(f"  {n}." for n in self.patch["notes"]))]
 
 
 def read_result(

@@ -306,8 +306,6 @@ def _detail(console: Console, name: str, entry: Entry, numbers: Statistics | Non
             markup=False,
             highlight=False,
         )
-    if entry.ranks_disagree:
-        console.print("  [yellow]the ranks did not have the same values[/]")
 
 
 def _differences(differences: list[Difference], tolerance: float) -> Table:

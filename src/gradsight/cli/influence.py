@@ -1,21 +1,19 @@
 """gradsight influence RUN_DIR"""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from gradsight.core import rundir
 from gradsight.errors import RunError, UsageError, WrongPlace
 from gradsight.show.export import keep_lines, weight_lines
-from gradsight.show.figures import bar
 from gradsight.show.influence import Influence, influence_of
 from gradsight.show.samples import TextOf, influence_lines
 from gradsight.show.text import json_text, wants_colour
 from gradsight.store.run_files import write_report
 from gradsight.store.scores import readable_scores
 from gradsight.train.sample_texts import SampleTexts
-from gradsight.values.texts import for_terminal, in_a_column
+from gradsight.values.texts import for_terminal
 
 
 def influence(
@@ -30,7 +28,6 @@ def influence(
     json: bool = False,
     export: Path | None = None,
     drop: float | None = None,
-    tokens: str | None = None,
     data: Path | None = None,
     tokenizer: Path | None = None,
 ) -> int:
@@ -63,10 +60,6 @@ def influence(
     drop
         With --export: leave out this share of the samples, the worst. By default those with a
         score below 0.
-    tokens
-        Show one sample's tokens instead, by number: which of them help the validation batch, at
-        the weights of the newest checkpoint. For runs of `gradsight train` alone, which keep their
-        model; it is loaded, so this needs torch.
     data
         Where the samples' text is: what `gradsight train --data` was given. No path that the run
         itself names is opened.
@@ -76,8 +69,6 @@ def influence(
     _refuse_wrong_options(top, export, drop)
     if raw and share:
         raise UsageError("--raw and --share both say what a score is: give one of them")
-    if tokens is not None:
-        return _show_tokens(run_dir, _existing(data), tokens, json)
     _refuse_without_scores(run_dir)
     table, unreadable = readable_scores(run_dir)
     if not len(table):
@@ -98,29 +89,6 @@ def influence(
     if notes:
         lines = [*lines, "", *(for_terminal(note) for note in notes)]
     print("\n".join(lines))
-    return 0
-
-
-def _show_tokens(run_dir: Path, data: Path | None, sample_id: str, as_json: bool) -> int:
-    """Print the scores of one sample's tokens."""
-    from gradsight.train.token_scores import token_scores
-
-    if not run_dir.is_dir():
-        raise WrongPlace(f"there is no run directory at {run_dir}")
-    found = token_scores(run_dir, data, sample_id)
-    if as_json:
-        print(json_text(asdict(found)))
-        return 0
-    largest = max(map(abs, found.scores))
-    lines = [
-        f"Sample {found.sample_id} at the weights after {found.step} steps, plain scores:",
-        f"{sum(found.scores):+.3e} in all; above 0 helps the validation batch",
-        "",
-    ]
-    for place, (text, score) in enumerate(zip(found.texts, found.scores, strict=True), 1):
-        drawn = bar(abs(score) / largest, 30) if largest else ""
-        lines.append(f"  {place:>5}  {score:+.2e}  {in_a_column(repr(text)):<12} {drawn}".rstrip())
-    print("\n".join(for_terminal(line) for line in lines))
     return 0
 
 

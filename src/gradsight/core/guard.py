@@ -82,7 +82,7 @@ class Guard:
 
 def put_back(users: list[Any], user: object, get: Any, put: Any, pair: Any) -> None:
     """Behind the last user put back (ours, original), unless somebody has replaced ours."""
-    with lock, suppress(ValueError):  # only the main thread may set handlers of signals
+    with lock:
         users[:] = [each for each in users if each is not user]
         if not users and get() is pair[0]:
             put(pair[1])

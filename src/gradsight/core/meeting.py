@@ -76,6 +76,17 @@ class MeetingPlace:
         self._rank = dist.get_rank()
         self._size = dist.get_world_size()
 
+    def leave_note(self, name: str, text: str) -> None:
+        """Leave a text for the other ranks, without waiting for any of them."""
+        self._store.set(f"{self._prefix}/{name}/{self._rank}", text)
+
+    def notes(self, name: str) -> list[str] | None:
+        """What all ranks have left under this name, in their order; None while one is missing."""
+        keys = [f"{self._prefix}/{name}/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):
+            return None
+        return [self._store.get(key).decode() for key in keys]
+
     def meet(self, name: str, patience: float) -> Meeting:
         """Return when every rank has come, or when the first has lost its patience.
 

@@ -57,8 +57,6 @@ class GradientDumper:
     dump_on: under watch, also dump a step when something "warning" or worse, or "critical", is
       found of it, as it was before clipping; once when it begins. On an accelerator this waits for
       the gradients of every step; several ranks agree on it, in one small message a step.
-    queue_size: how many copies may wait to be written.
-    when_full: whether to "wait" or to "skip" the dump when all of them are still being written.
     """
 
     def __init__(
@@ -74,14 +72,11 @@ class GradientDumper:
         max_bytes: int | None = None,
         asynchronous: bool = True,
         dump_on: Literal["warning", "critical"] | None = None,
-        queue_size: int = 1,
-        when_full: Literal["wait", "skip"] = "wait",
     ) -> None:
         counts = {
             "save_first_n": save_first_n,
             "keep_last": keep_last,
             "max_bytes": max_bytes,
-            "queue_size": queue_size,
         }
         for name, value in counts.items():
             if value is not None:
@@ -92,8 +87,6 @@ class GradientDumper:
                 raise UsageError(f"{name} must be True or False, got {switch!r}")
         if dump_on not in (None, *SEVERITIES):
             raise UsageError(f"dump_on must be 'warning', 'critical' or None, got {dump_on!r}")
-        if when_full not in ("wait", "skip"):
-            raise UsageError(f"when_full must be 'wait' or 'skip', got {when_full!r}")
         self.enabled = enabled
         self.dump_on = dump_on
         self.schedule = Schedule(start_step, end_step, step_interval)
@@ -103,8 +96,7 @@ class GradientDumper:
         self._limits = Limits(counts["keep_last"], counts["max_bytes"], counts["save_first_n"])
         kind = "full" if save_first_n is None else "sampled"
         self._layout = Layout(_usable(run_dir), kind)
-        self._wait = when_full == "wait"
-        self._pool = Pool(counts["queue_size"] or 1)
+        self._pool = Pool(1)
         self._writer = Writer(self._work, asynchronous)
         self._ranks: ProcessGroup | None = None
         self._turns = Turns()
@@ -272,7 +264,7 @@ class GradientDumper:
         # Of 200 MiB, training waits 39 ms for memory that is kept and a thread of ours; 160 ms for
         # torch's async_save, 248 ms for a synchronous save.
         buffer = self._pool.take()
-        while buffer is None and self._wait and self._pool.is_worth_waiting_for:
+        while buffer is None and self._pool.is_worth_waiting_for:
             if not self._writer.wait_for_one():
                 break
             buffer = self._pool.take()

@@ -235,11 +235,7 @@ def _seal(
             chunks.setdefault(name, []).append(record.chunk)
     # Reversed, so that the lowest rank's row is the one that stays.
     rows = {row.name: row for offer in reversed(offers) for row in offer.rows}
-    tensors = {
-        name: _entry(rows[name], chunks[name], name in plan.disagreeing)
-        for name in plan.parameters
-        if name in chunks
-    }
+    tensors = {name: _entry(rows[name], chunks[name]) for name in plan.parameters if name in chunks}
     stored: dict[str, Stored] = {name: file for shard in shards for name, file in shard.files}
     if layout.kind == "full":
         stored[full.METADATA] = full.write_metadata(folder, tensors, shards)
@@ -264,7 +260,7 @@ def _seal(
     return manifest
 
 
-def _entry(row: Row, chunks: Sequence[Chunk], disagree: bool) -> Entry:
+def _entry(row: Row, chunks: Sequence[Chunk]) -> Entry:
     """One gradient of the manifest."""
     place = row.place
     ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
@@ -277,7 +273,6 @@ def _entry(row: Row, chunks: Sequence[Chunk], disagree: bool) -> Entry:
         row.source,
         place.mesh,
         place.placements,
-        disagree,
     )
 
 
@@ -288,13 +283,6 @@ def _notes(manifest: Manifest) -> list[Fault]:
         name, why = next(iter(manifest.left_out.items()))
         text = f"{len(manifest.left_out)} gradients are not in the dump; {name}: {why}"
         notes.append(Fault("left out", text))
-    differing = [name for name, entry in manifest.tensors.items() if entry.ranks_disagree]
-    if differing:
-        text = (
-            f"{len(differing)} gradients differ between ranks, or are None on some, not reduced "
-            f"yet? First: {differing[0]}. The dump has those of the lowest rank that has one"
-        )
-        notes.append(Fault("ranks disagree", text))
     return notes
 
 

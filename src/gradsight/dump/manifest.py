@@ -65,8 +65,6 @@ class Entry:
     source: str = "grad"
     mesh: str | None = None
     placements: tuple[str, ...] = ()
-    ranks_disagree: bool = False
-    """Ranks held different values or none: stored is that of the first rank that had one."""
 
     @property
     def bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gradsight.dump.gradients import Row
 from gradsight.dump.manifest import tiles
@@ -38,7 +38,6 @@ class Plan:
     parameters: tuple[str, ...]
     aliases: Mapping[str, str]
     left_out: Mapping[str, str]
-    disagreeing: frozenset[str] = field(default_factory=frozenset)
 
 
 def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
@@ -58,7 +57,7 @@ def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
             "no gradient",
             "no parameter has a gradient on any rank: dump after backward() and before zero_grad()",
         )
-    chosen, disagreeing = _choose(held)
+    chosen = _choose(held)
     left_out = {name: why for offer in held for name, why in offer.left_out.items()}
     left_out |= _holes(held, chosen)
     kept = [
@@ -73,33 +72,27 @@ def decide(offers: Sequence[Offer | Fault]) -> Plan | Fault:
     )
     names = tuple(dict.fromkeys(name for offer in held for name in offer.parameters))
     aliases = {alias: name for offer in held for alias, name in offer.aliases.items()}
-    return Plan(
-        tuple(kept), lengths, names, aliases, left_out, frozenset(disagreeing - left_out.keys())
-    )
+    return Plan(tuple(kept), lengths, names, aliases, left_out)
 
 
-def _choose(offers: Sequence[Offer]) -> tuple[list[list[int]], set[str]]:
-    """For each piece the offering rank with the least to do; the first one where ranks disagree."""
+def _choose(offers: Sequence[Offer]) -> list[list[int]]:
+    """For each piece the offering rank with the least to do; the first one where values differ."""
     pieces: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
     for rank, offer in enumerate(offers):
         for index, row in enumerate(offer.rows):
             pieces[row.name, row.place.offsets].append((rank, index))
-    knowing = [set(offer.parameters) for offer in offers]
     load = [0] * len(offers)
     chosen: list[list[int]] = [[] for _ in offers]
-    disagreeing: set[str] = set()
-    for (name, _), holders in pieces.items():
+    for holders in pieces.values():
         rows = [offers[rank].rows[index] for rank, index in holders]
-        # A replica is every rank's that knows the parameter: one that has None disagrees too.
-        expected = len(holders) if rows[0].alone else sum(name in names for names in knowing)
-        if any(row != rows[0] for row in rows) or expected > len(holders):
-            disagreeing.add(name)
+        # Gradients that are not reduced yet must not come from several ranks in one dump.
+        if any(row != rows[0] for row in rows):
             rank, index = holders[0]
         else:
             rank, index = min(holders, key=lambda holder: load[holder[0]])
         load[rank] += rows[0].bytes
         chosen[rank].append(index)
-    return chosen, disagreeing
+    return chosen
 
 
 def _holes(offers: Sequence[Offer], chosen: Sequence[Sequence[int]]) -> dict[str, str]:

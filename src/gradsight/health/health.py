@@ -22,7 +22,6 @@ from gradsight.health.ranks import RankComparer
 from gradsight.health.registry import CheckSettings
 from gradsight.health.subject import group_of_rows, groups_of, memberships_of, subject_of
 from gradsight.measure.host_copy import HostCopy
-from gradsight.measure.norms import NormReading
 from gradsight.values.findings import Finding, IncidentRule
 from gradsight.values.health_report import Abstention, HealthReport
 from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
@@ -115,7 +114,7 @@ class Health:
         return self._digests is not None and self._digests.wants(step)
 
     def compare_digests(
-        self, step: int, gradients: Sequence[NormReading], batch: Sequence[HostCopy]
+        self, step: int, gradients: Sequence[HostCopy], batch: Sequence[HostCopy]
     ) -> list[RankDigests]:
         """The step is made: the comparisons by checksum that have arrived, of steps before."""
         return [] if self._digests is None else self._digests.end_step(step, gradients, batch)

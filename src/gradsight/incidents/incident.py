@@ -20,8 +20,7 @@ from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.core.shards import is_sharded
 from gradsight.incidents.arguments import CannotStore, pack_passes
 from gradsight.incidents.bundle import Bundle, remove_unfinished
-from gradsight.incidents.ring import Ring
-from gradsight.store.incident_format import BATCH, PARAMETERS, RING
+from gradsight.store.incident_format import BATCH, PARAMETERS
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.findings import Finding
 from gradsight.values.plain import plain
@@ -63,25 +62,11 @@ class IncidentWriter:
             bundle.discard()
             raise
 
-    def write(
-        self, name: str, staged: StagedIncident, what: Mapping[str, Any], ring: Ring | None
-    ) -> Path:
+    def write(self, name: str, staged: StagedIncident, what: Mapping[str, Any]) -> Path:
         """Finish a bundle under this name."""
         bundle = staged.bundle
         try:
-            if ring is not None and len(ring):
-                from safetensors.numpy import save_file
-
-                bundle.add(RING, lambda file: save_file(ring.arrays(), file))
-            return bundle.finish(
-                name,
-                {
-                    **_circumstances(),
-                    **staged.facts,
-                    **what,
-                    "ring": ring.summary() if ring else {},
-                },
-            )
+            return bundle.finish(name, {**_circumstances(), **staged.facts, **what})
         except BaseException:
             bundle.discard()
             raise

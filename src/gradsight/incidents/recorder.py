@@ -27,7 +27,6 @@ from gradsight.incidents.incident import (
 )
 from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
 from gradsight.incidents.parameter_copy import ParameterCopy
-from gradsight.incidents.ring import Ring
 from gradsight.store.diagnoses import is_broken, numbered
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.findings import ONE_LOOK, PRECISION, TREND, Finding, IncidentRule
@@ -76,8 +75,6 @@ class RecorderOptions:
     """How long a diagnosis may take; 0 diagnoses nothing."""
     rules: Mapping[str, IncidentRule]
     """By the code of a check: which of its findings get an incident."""
-    names: Sequence[str]
-    """The parameters of the model."""
     first: bool
     """Whether this rank judges and writes; the others write what they find beside it."""
     quiet: bool = True
@@ -131,12 +128,9 @@ class FlightRecorder:
         """The parameters before the last update, where numbers come late."""
         if options.with_batch:
             self._copy = ParameterCopy(list(model.parameters()), problems, options.quiet)
-        self._ring: Ring | None = None
         self._writer: IncidentWriter | None = None
         if run_dir is not None:
             self._writer = IncidentWriter(run_dir, self._model, options.with_batch)
-            if options.first:
-                self._ring = Ring(options.names)
         self._incidents_seen = 0
         self._clean_calls = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
@@ -282,7 +276,7 @@ class FlightRecorder:
             reason = f"what rank {rank()} found"
             facts = facts_of_ending(pending.step, code, reason, diagnosis) | pending.facts
             name = f"step{pending.step}-{code}"
-            self._writing.attempt(self._writer.write, name, pending.staged, facts, None)
+            self._writing.attempt(self._writer.write, name, pending.staged, facts)
             pending.staged = None
         self._forget()
 
@@ -296,8 +290,6 @@ class FlightRecorder:
         explained = list(findings)
         for finding in findings:
             self._findings[finding.code] = finding
-        if self._ring is not None:
-            self._ring.add(measured)
         explained += self._write_incidents(measured, findings)
         return self.with_causes(explained)
 
@@ -382,7 +374,7 @@ class FlightRecorder:
             facts = facts_of_finding(step, finding, None) | {"after": True}
         else:
             facts = facts_of_finding(step, finding, pending.diagnosis) | pending.facts
-        writer.write(name, staged, facts, self._ring)
+        writer.write(name, staged, facts)
         return f"incidents/{name}"
 
     # When the run ends.
@@ -392,11 +384,6 @@ class FlightRecorder:
         # Ctrl-C and sys.exit() leave early on purpose.
         if isinstance(error, Exception):
             self._write_ending(step, "exception", describe_error(error))
-
-    def asked_to_end(self, step: int) -> None:
-        """SIGTERM has come."""
-        if self._options.first:
-            self._write_ending(step, "SIGTERM", "the process was asked to end")
 
     def _write_ending(self, step: int, code: str, reason: str) -> None:
         if self._writer is not None and not self.guard.faults:
@@ -413,7 +400,7 @@ class FlightRecorder:
         facts = facts_of_ending(step, code, reason, diagnosis)
         if pending is not None:
             facts |= pending.facts
-        writer.write(name, staged, facts, self._ring)
+        writer.write(name, staged, facts)
 
     def look_away(self) -> None:
         """Keep no more calls of the model; what is pending can still be written."""

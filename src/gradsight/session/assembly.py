@@ -74,7 +74,6 @@ def make_brake(place: Workplace, options: WatchOptions) -> Brake | None:
         return None
     return Brake(
         actions,
-        place.run_dir,
         place.opened.sinks,
         place.group,
         place.problems,
@@ -154,7 +153,6 @@ def _recorder_options(
         with_batch=options.recorder == "batch",
         seconds=options.diagnose_seconds,
         rules=rules,
-        names=[named.name for named in place.parameters],
         first=place.group.is_first,
         quiet=options.quiet or not place.group.is_first,
     )

@@ -1,4 +1,4 @@
-"""Does what was asked for about findings: calls, alerts, posts, and stops training on all ranks.
+"""Does what was asked for about findings: calls, alerts, and stops training on all ranks.
 
 Every finding goes out once, and once more where it has become critical. A failing action is a
 problem of the run, and never stops training.
@@ -6,8 +6,6 @@ problem of the run, and never stops training.
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +13,7 @@ from gradsight.core.group import PendingArrays, ProcessGroup
 from gradsight.core.meeting import RanksMissing
 from gradsight.core.problems import Problems
 from gradsight.health.registry import CHECKS
-from gradsight.session.on_finding import ALERT, SKIP, STOP, Action, FindingActions, is_address
-from gradsight.session.webhook import Webhook
+from gradsight.session.on_finding import ALERT, SKIP, STOP, Action, FindingActions
 from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.sinks.step_sink import Alert
 from gradsight.values.findings import Finding, StopTraining
@@ -35,7 +32,6 @@ class Brake:
     def __init__(
         self,
         actions: FindingActions,
-        run_dir: Path | None,
         sinks: SinkQueue | None,
         group: ProcessGroup,
         problems: Problems,
@@ -43,11 +39,9 @@ class Brake:
     ) -> None:
         """`raises`: whether stopping is an exception; a trainer's door stops its trainer itself."""
         self._actions = actions
-        self._run_dir = run_dir
         self._sinks = sinks
         self._problems = problems
         self._raises = raises
-        self._webhook = Webhook(problems)
         self._done: set[tuple[str, int, str]] = set()
         self._to_stop_for: Finding | None = None
         self._agreement: StopAgreement | None = None
@@ -94,8 +88,7 @@ class Brake:
                 raise StopTraining(finding)
 
     def close(self) -> None:
-        """Post what is left, and leave the other ranks."""
-        self._webhook.close()
+        """Leave the other ranks."""
         if self._agreement is not None:
             self._agreement.close()
 
@@ -118,8 +111,6 @@ class Brake:
     def _act(self, action: Action, finding: Finding) -> None:
         if not isinstance(action, str):
             action(finding)
-        elif is_address(action):
-            self._webhook.post(action, self._body(finding))
         elif action == STOP:
             self._to_stop_for = self._to_stop_for or finding
         elif action == ALERT:
@@ -139,15 +130,6 @@ class Brake:
                 'on_finding="alert" reaches nobody: alerts go to the sinks "wandb" and "trackio", '
                 "and none of them is open",
             )
-
-    def _body(self, finding: Finding) -> dict[str, Any]:
-        return {
-            "text": _sentence(finding),
-            "code": finding.code,
-            "severity": finding.severity,
-            "step": finding.made_step,
-            "run_dir": None if self._run_dir is None else str(self._run_dir),
-        }
 
 
 class StopAgreement:

@@ -1,15 +1,9 @@
-"""What a watch takes of the training itself: host seconds per step, and the bytes that it holds."""
+"""What a watch takes of the training itself: host seconds per step."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from threading import get_ident
-from typing import Any
-
-import numpy as np
-import torch
 
 from gradsight.core.guard import spent
-from gradsight.core.shards import local_part
 from gradsight.store.store import Store
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import Abstention
@@ -17,9 +11,8 @@ from gradsight.values.measured import MeasuredStep
 from gradsight.values.plain import plain
 from gradsight.values.steps import Cost
 
-_OURS = "gradsight."
 _EVERY = 1000
-"""Steps between two looks: one walks over everything that the watch holds."""
+"""Steps between two records of the cost."""
 _EARLY = (10, 100)
 
 
@@ -28,16 +21,11 @@ class CostOutput:
 
     title = "the cost of watching"
 
-    def __init__(self, store: Store, watch: object, theirs: Iterable[torch.Tensor]) -> None:
-        """`theirs` are the model's own tensors, which a watch refers to but does not hold."""
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._watch = watch
-        self._theirs = {_storage(tensor) for tensor in theirs}
         self._thread = 0
         self._before = 0.0
         self._steps = 0
-        self._held: int | None = None
-        """Bytes, when they were last counted."""
 
     def write(self, measured: MeasuredStep, findings: Sequence[Finding]) -> None:
         """One more step."""
@@ -49,7 +37,6 @@ class CostOutput:
             return
         self._steps += 1
         if self._steps % _EVERY == 0 or self._steps in _EARLY:
-            self._held = held_bytes(self._watch, self._theirs)
             self._record()
 
     def finish(self, findings: Sequence[Finding], abstained: Sequence[Abstention]) -> None:
@@ -68,53 +55,5 @@ class CostOutput:
 
     def _record(self) -> None:
         seconds = spent.get(self._thread, 0.0) - self._before
-        # Counting them takes as long as the rest of closing: at the end the last count will do.
-        held = held_bytes(self._watch, self._theirs) if self._held is None else self._held
-        cost = Cost(seconds / self._steps, held, self._steps)
+        cost = Cost(seconds / self._steps, self._steps)
         self._store.add_record("cost", "watch", 0, plain(cost))
-
-
-def held_bytes(root: object, theirs: Set[int] = frozenset()) -> int:
-    """The bytes of all tensors, arrays and texts that an object of ours holds.
-
-    What is the user's is not looked into: modules, optimizers, functions, and storages of theirs.
-    """
-    seen: set[int] = set()
-    storages = set(theirs)
-    total = 0
-    waiting: deque[Any] = deque([root])
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            place = _storage(each)
-            if place not in storages:
-                storages.add(place)
-                total += local_part(each).untyped_storage().nbytes()
-        elif isinstance(each, np.ndarray):
-            total += each.nbytes if each.base is None else 0
-        elif isinstance(each, bytes | bytearray):
-            total += len(each)
-        else:
-            waiting.extend(_parts(each))
-    return total
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    # A sharded tensor has no memory of its own: its part has.
-    return int(local_part(tensor).untyped_storage()._cdata)
-
-
-def _parts(holder: object) -> Iterator[object]:
-    """What a container or an object of ours refers to."""
-    if isinstance(holder, Mapping):
-        yield from list(holder.values())
-    elif isinstance(holder, list | tuple | set | frozenset | deque):
-        yield from list(holder)
-    elif type(holder).__module__.startswith(_OURS):
-        yield from vars(holder).values() if hasattr(holder, "__dict__") else ()
-        for kind in type(holder).__mro__:
-            for name in getattr(kind, "__slots__", ()):
-                yield getattr(holder, name, None)

@@ -26,7 +26,6 @@ from gradsight.health.health import Health
 from gradsight.incidents.recorder import FlightRecorder, LateStep
 from gradsight.measure.clipping import ClipReading
 from gradsight.measure.host_copy import HostCopy
-from gradsight.measure.norms import NormReading
 from gradsight.session.brake import Brake
 from gradsight.session.loss_flags import LossFlags
 from gradsight.session.readings import GradientReading, StepInProgress, after_doubts, arrived
@@ -348,10 +347,11 @@ class StepLine:
         health = self._health
         if health is None:
             return ()
-        gradients: list[NormReading] = []
+        gradients: list[HostCopy] = []
         batch: Sequence[HostCopy] = ()
         if health.wants_digests(step):
-            gradients = [used.reading.norms for used in self.builder.used()]
+            readings = [used.reading.norms for used in self.builder.used()]
+            gradients = [HostCopy.of(each) for norms in readings for each in norms.extremes()]
             if self._signals is not None:
                 batch = self._signals.guard.run(self._signals.batch) or ()
         return health.compare_digests(step, gradients, batch)

@@ -36,10 +36,6 @@ class ManualSteps:
         """Begin to watch the loss scale."""
         moments.listen(self, self._guard, self._parameters)
 
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        moments.leave(self)
-
     def before_backward(self, begun: BackwardPass) -> None:
         """A backward pass begins, of this model or of another."""
         self._here.pass_begins(begun)

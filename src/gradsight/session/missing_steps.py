@@ -60,20 +60,11 @@ class MissingSteps:
         self._since = 0
         """Their steps since an optimizer that is watched has stepped."""
         self._said_since = False
-        self._handle: Any = None
 
     def start(self) -> None:
         """Begin to look."""
         moments.listen(self, self._guard, list(self._parameters.values()))
-        register = register_optimizer_step_post_hook
-        self._handle = put_hook(self._guard, register, self._stepped)
-
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        moments.leave(self)
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        put_hook(self._guard, register_optimizer_step_post_hook, self._stepped)
 
     def also_watched(self, optimizer: Optimizer) -> None:
         """The watch has got another optimizer."""

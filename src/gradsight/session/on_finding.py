@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from gradsight.errors import UsageError
 from gradsight.health.registry import CHECKS
@@ -19,10 +18,7 @@ _SEVERITIES = ("warning", "critical")
 NOT_FINITE = ("GS103", "GS104")
 """The codes of a gradient that is not finite: the only ones that a step can be left out for."""
 _EVERY = "every finding"
-_FORMS = (
-    'an action is "stop", "skip", "alert", an http:// or https:// address, a callable, '
-    "or a list of these"
-)
+_FORMS = 'an action is "stop", "skip", "alert", a callable, or a list of these'
 
 _WORD = re.compile(r"[\w ,;-]{0,30}")
 """Texts that are no address."""
@@ -51,14 +47,8 @@ class FindingActions:
         """Whether nothing but an action of this name is asked for."""
         return all(actions == (name,) for actions in self.by_key.values())
 
-    @property
-    def addresses(self) -> list[str]:
-        """Every address that findings are posted to, once."""
-        actions = [each for actions in self.by_key.values() for each in actions]
-        return list(dict.fromkeys(str(each) for each in actions if is_address(each)))
-
     def for_the_record(self) -> dict[str, list[str]]:
-        """The actions as config.json may keep them: an address is a secret."""
+        """The actions as config.json keeps them: a callable by its name."""
         return {key: [_spoken(each) for each in actions] for key, actions in self.by_key.items()}
 
 
@@ -78,11 +68,6 @@ def finding_actions(given: object) -> FindingActions | None:
                 f"{' and '.join(NOT_FINITE)}; it cannot be done for {key}"
             )
     return FindingActions(by_key)
-
-
-def is_address(action: object) -> bool:
-    """Whether findings are posted there."""
-    return isinstance(action, str) and action.lower().startswith(("http://", "https://"))
 
 
 def _key(key: object) -> str:
@@ -105,10 +90,6 @@ def _actions(given: object) -> tuple[Action, ...]:
 
 
 def _action(given: Any) -> Action:
-    if is_address(given):
-        if not _has_host(given):
-            raise UsageError(f"on_finding: an address without a host; {_FORMS}")
-        return str(given)
     if isinstance(given, str) and given in _NAMED:
         return given
     if callable(given):
@@ -116,15 +97,8 @@ def _action(given: Any) -> Action:
     raise UsageError(f"on_finding: {_quoted(given)} is no action; {_FORMS}")
 
 
-def _has_host(address: str) -> bool:
-    try:
-        return bool(urlsplit(address).hostname)
-    except ValueError:
-        return False
-
-
 def _quoted(given: object) -> str:
-    """What was given, unless it may hold an address, be it a mistyped one: that is a secret."""
+    """What was given, unless it may hold the address of a webhook: that is a secret."""
     if isinstance(given, str):
         return repr(given) if _WORD.fullmatch(given) else "this text"
     if given is None or isinstance(given, int | float):
@@ -133,8 +107,6 @@ def _quoted(given: object) -> str:
 
 
 def _spoken(action: Action) -> str:
-    if is_address(action):
-        return "an address"
     if isinstance(action, str):
         return action
     return getattr(action, "__qualname__", type(action).__name__)

@@ -73,7 +73,6 @@ class OptimizerSteps:
         self._optimizers = [innermost_optimizer(optimizer) for optimizer in optimizers]
         self._line = line
         self._guard = guard
-        self._handles: list[Any] = []
         self._followed: FollowedParameters | None = None
         self._rows: dict[int, tuple[int, list[int]]] = {}
         self._seen = SeenGradients(self._parameters)  # since their optimizer last stepped
@@ -109,9 +108,8 @@ class OptimizerSteps:
             self._put_hooks(optimizer)
 
     def _put_hooks(self, optimizer: Optimizer) -> None:
-        before = put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
-        after = put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
-        self._handles += [before, after]
+        put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
+        put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Watch one more. Optimizers with some of its parameters are no longer waited for."""
@@ -121,13 +119,6 @@ class OptimizerSteps:
         self._optimizers.append(inner)
         self._rows.clear()
         self._put_hooks(inner)
-
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        moments.leave(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def finish(self) -> None:
         """The run is over: a round in which some optimizer has not stepped is a step too."""

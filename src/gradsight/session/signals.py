@@ -69,7 +69,6 @@ class TrainingSignals:
         self._optimizers = optimizers
         self.guard = guard
         self.first_look = first_look
-        self._handles: list[Any] = []
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
         self._batches = Batches()
@@ -88,26 +87,14 @@ class TrainingSignals:
             self.first_look.guard.run(self.first_look.start)
         for optimizer, clearing in zip(self._optimizers, self._clearing, strict=True):
             clearing.start()
-            before = put_hook(self.guard, optimizer.register_step_pre_hook, self._step_begins)
-            after = put_hook(self.guard, optimizer.register_step_post_hook, self._step_ends)
-            self._handles += [before, after]
+            put_hook(self.guard, optimizer.register_step_pre_hook, self._step_begins)
+            put_hook(self.guard, optimizer.register_step_post_hook, self._step_ends)
         # Hooks inside a compiled call would break its graph.
         if getattr(self._model, "_compiled_call_impl", None) is None:
             register = self._model.register_forward_pre_hook
             self._forward_handle = put_module_hook(
                 self.guard, register, self._on_forward, with_kwargs=True
             )
-
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        moments.leave(self)
-        if self.first_look is not None:
-            self.first_look.guard.attempt(self.first_look.stop)
-        for clearing in self._clearing:
-            clearing.stop()
-        while self._handles:
-            self._handles.pop().remove()
-        self._leave_model()
 
     @property
     def loss(self) -> Tensor | None:
@@ -243,20 +230,12 @@ class Clearing:
         self._zeros: HostCopy | None = None
         self._undecided: HostCopy | None = None
         self._passes = 0
-        self._handle: Any = None
         self._looks_away = False
         self.uncleared: bool | None = None
 
     def start(self) -> None:
         """Begin to watch the optimizer's steps."""
-        register = self._optimizer.register_step_post_hook
-        self._handle = put_hook(self._guard, register, self._stepped)
-
-    def stop(self) -> None:
-        """Stop watching."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._parameter = None
+        put_hook(self._guard, self._optimizer.register_step_post_hook, self._stepped)
 
     def look_away(self) -> None:
         """Read no gradient any more."""

@@ -1,7 +1,7 @@
 """A watched run: puts the parts of a session together, and takes them apart again."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ from gradsight.session.readings import take_scalars
 from gradsight.session.shutdown import ShutdownHooks
 from gradsight.session.step_builder import StepBuilder
 from gradsight.session.subjects import watched_optimizers, watched_parameters
-from gradsight.session.termination import TERMINATION
 from gradsight.session.unseeable import refuse_unseeable
 from gradsight.store.incidents import with_ranks
 from gradsight.values.findings import Finding, StopTraining
@@ -59,8 +58,6 @@ from gradsight.values.whole_numbers import single_number, whole_number
 _PATIENCE = 5.0
 """Seconds to wait at the end for what other ranks are still sending, where all end together."""
 _SHORT_PATIENCE = 0.2
-_FOR_THE_STEP = 1.0
-"""Seconds that training gets to come out of our code when the process is asked to end."""
 _FORKED = (
     "this process was forked from one that is being recorded; what it trains is not. "
     "To record it too, call gradsight.watch in it, with a run_dir of its own."
@@ -139,16 +136,14 @@ class Watch:
         if self._group.is_first and not options.quiet:
             self._outputs.append(FirstCritical(options.run_dir))
         if self._opened.store is not None:
-            self._outputs.append(CostOutput(self._opened.store, self, tensors))
+            self._outputs.append(CostOutput(self._opened.store))
         place = self._workplace(parameters)
         self._brake = make_brake(place, options)
         if self._brake is not None:
             self._outputs.append(self._brake)
         self._assemble(place, left_out)
         self._leave_for_the_end()
-        process = _Process(self)
-        ShutdownHooks(process, self._closing)
-        TERMINATION.add(process, self._closing)
+        ShutdownHooks(_Process(self), self._closing)
         self._write_config(parameters)
         # Hooks come last: whatever fails above leaves the model as it was.
         self._changes = ParameterChanges(model, tensors, self._noticing, self._parameters_changed)
@@ -612,46 +607,6 @@ class _Process:
     def ended_by(self, error: BaseException) -> None:
         """An exception that nobody has caught ends the process."""
         self._watch._ended_by(error)
-
-    @contextlib.contextmanager
-    def standing_still(self) -> Iterator[None]:
-        """In here training makes no step, if it could be held in time."""
-        lock = self._watch._line.lock
-        held = lock.acquire(timeout=_FOR_THE_STEP)
-        try:
-            yield
-        finally:
-            if held:
-                lock.release()
-
-    def flush(self) -> None:
-        """Bring all steps that were made into the record."""
-        watch = self._watch
-        if not watch._closed:
-            watch._line.flush()
-        if watch._opened.store is not None:
-            watch._opened.store.flush()
-
-    def asked_to_end(self) -> None:
-        """SIGTERM has come: the flight recorder writes down how things stood."""
-        watch = self._watch
-        watch._ended_early = True
-        # Steps that are merged need the other ranks, which may not answer any more.
-        merged = watch._line.builder.is_merged
-        if not merged:
-            watch._closing.attempt(self.flush)
-        if watch._instruments.incidents is not None and not watch._closed:
-            watch._instruments.incidents.asked_to_end(watch._line.builder.step)
-        if merged:
-            watch._closing.attempt(self.flush)
-
-    def wait_for_writers(self) -> None:
-        """Dumps are finished and sinks closed."""
-        watch = self._watch
-        if watch._instruments.dumps is not None:
-            watch._closing.attempt(watch._instruments.dumps.close)
-        if watch._opened.sinks is not None:
-            watch._closing.attempt(watch._opened.sinks.close)
 
 
 def _say_at_next_step(optimizer: Any, message: str) -> None:

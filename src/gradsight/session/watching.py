@@ -66,9 +66,9 @@ def watch(
     quiet: whether to say nothing on standard error. Otherwise one line says that an old run is
       continued, and one line the first critical finding: step, code, cause, and where to read on.
     on_finding: what to do about a finding: "stop" raises StopTraining out of `optimizer.step()`,
-      "skip" leaves out steps whose gradient is not finite, "alert" tells W&B and Trackio, an
-      http(s) address gets a POST, a callable gets the Finding; or a list of these, or such by code
-      and severity: {"GS103": "skip", "critical": ["alert", "stop"]}.
+      "skip" leaves out steps whose gradient is not finite, "alert" tells W&B and Trackio, a
+      callable gets the Finding; or a list of these, or such by code and severity:
+      {"GS103": "skip", "critical": ["alert", "stop"]}.
     max_bytes: what the record may take, such as "2GB"; None has no limit. Old steps are then put
       together by their minimum and maximum, apart from those near findings.
     preflight: whether the first step is looked at for what no gradient norm shows: leaks, targets,

@@ -2,7 +2,6 @@
 
     incident.json           {"format", "version", "crc32", "incident"}: what happened, and the other
                             files' sizes and checksums
-    ring.safetensors        the last steps' statistics
     batch.safetensors       with recorder="batch": the tensors of the calls of the model, whose
                             structure is in incident.json
     parameters.safetensors  with recorder="batch": parameters and buffers as they were
@@ -28,7 +27,6 @@ from gradsight.errors import RunError, UsageError, WrongPlace
 FORMAT = "gradsight-incident"
 VERSION = 1
 DOCUMENT = "incident.json"
-RING = "ring.safetensors"
 BATCH = "batch.safetensors"
 PARAMETERS = "parameters.safetensors"
 _BLOCK = 1 << 22

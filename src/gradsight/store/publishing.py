@@ -11,18 +11,9 @@ from pathlib import Path
 from gradsight.core import rundir
 from gradsight.core.files import whole_file
 from gradsight.store import schema
-from gradsight.store.record_file import (
-    CHECKSUM_AT,
-    copy_old,
-    copy_record,
-    is_old,
-    open_record,
-    seal,
-)
+from gradsight.store.record_file import CHECKSUM_AT, copy_record, open_record, seal
 from gradsight.store.tail_file import Frame, TailReader
 from gradsight.store.thinning import thin
-
-_OLD_COMPANIONS = (f"{rundir.RECORD}-wal", f"{rundir.RECORD}-shm")
 
 
 def create_record(run_dir: Path) -> None:
@@ -41,24 +32,18 @@ def publish(run_dir: Path, tail: TailReader, last: int, most: int | None = None)
     most: how many bytes it may take; then old steps are put together, and True says so.
     """
     thinned = False
-    with open_record(run_dir) as source, whole_file(run_dir / rundir.RECORD, below=run_dir) as next:
-        was_old = is_old(source)
-        if was_old:
-            copy_old(run_dir, next)
-        with next.open("r+b") as target:
-            if not was_old:
-                copy_record(source, target.fileno())
-            with closing(_connect(next)) as connection:
-                if was_old:
-                    schema.upgrade(connection, new_run_number())
-                known = schema.read_meta(connection)["last_frame"]
-                schema.apply(connection, _between(tail, known, last))
-                if most is not None:
-                    thinned = thin(connection, most)
-            seal(target.fileno())
-    for name in _OLD_COMPANIONS:
-        if was_old:
-            (run_dir / name).unlink(missing_ok=True)
+    with (
+        open_record(run_dir) as source,
+        whole_file(run_dir / rundir.RECORD, below=run_dir) as next,
+        next.open("r+b") as target,
+    ):
+        copy_record(source, target.fileno())
+        with closing(_connect(next)) as connection:
+            known = schema.read_meta(connection)["last_frame"]
+            schema.apply(connection, _between(tail, known, last))
+            if most is not None:
+                thinned = thin(connection, most)
+        seal(target.fileno())
     return thinned
 
 

@@ -5,14 +5,12 @@ journal or shared memory to read it: SQLite is told that it is immutable, on any
 read-only media, and looks for no journal that a stranger may have laid beside it.
 
 The file carries a checksum of itself: crc32 of all its bytes with the four of `user_version` (at
-byte 60) taken as zero, kept in those four. `application_id` says that it has one. Records written
-before version 0.2 are in WAL mode and have none.
+byte 60) taken as zero, kept in those four. `application_id` says that it has one.
 """
 
 import os
 import sqlite3
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -28,14 +26,11 @@ UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 """What SQLite raises of a file that is none of ours: its own messages may be no text."""
 _SQLITE = b"SQLite format 3\0"
 _HEADER_SIZE = 100
-_MODES_AT = 18
 CHECKSUM_AT = 60
 _APPLICATION_AT = 68
-_WAL_MODE = b"\2\2"
 _BLOCK = 1 << 20
 _OPERATIONS = 100_000
 _SETTLED = 2.0
-_WAL = f"{rundir.RECORD}-wal"
 
 _proven: dict[tuple[int, int, int, int], int] = {}
 """Checksums of files that were read whole in this process, by what changes with their bytes."""
@@ -87,21 +82,11 @@ def seal(handle: int) -> None:
     os.fsync(handle)
 
 
-def is_old(handle: int) -> bool:
-    """Whether a record was written before version 0.2, and so has no checksum."""
-    header = os.pread(handle, _HEADER_SIZE, 0)
-    # All three at once: a flipped byte or two must not make an old record of a new one.
-    untouched = header[CHECKSUM_AT : CHECKSUM_AT + 4] + header[_APPLICATION_AT:][:4]
-    return header[_MODES_AT:][:2] == _WAL_MODE and not any(untouched)
-
-
 def prove_whole(handle: int, file: Path) -> None:
     """An error where a record's bytes do not fit its checksum, or it is no record at all."""
     header = os.pread(handle, _HEADER_SIZE, 0)
     if not header.startswith(_SQLITE):
         raise RunError(f"{file} is damaged or is not a run: file is not a database")
-    if is_old(handle):
-        return
     if header[_APPLICATION_AT:][:4] != struct.pack(">I", APPLICATION):
         raise _no_record(file)
     (claimed,) = struct.unpack_from(">I", header, CHECKSUM_AT)
@@ -142,8 +127,6 @@ def connect(run_dir: Path) -> tuple[ReadingConnection, os.stat_result]:
     # Published twice while it is being opened is rare; ten times is a file that is not ours.
     for _ in range(10):
         with open_record(run_dir) as handle:
-            if is_old(handle) and _has_bytes(run_dir, _WAL):
-                return _connect_copy(run_dir), os.fstat(handle)
             connection = connect_unchanging(file)
             identity = os.fstat(handle)
             if os.path.samestat(identity, os.lstat(file)):
@@ -180,50 +163,6 @@ def copy_record(source: int, target: int) -> None:
     # Damage that is copied would get a checksum of its own, and be believed for ever.
     if struct.pack(">I", checksum) != claimed:
         raise RunError("the record is damaged: its bytes do not fit its checksum")
-
-
-def copy_old(run_dir: Path, target: Path) -> None:
-    """Copy an old record together with its write-ahead log, into one file without either."""
-    with tempfile.TemporaryDirectory(prefix="gradsight-") as folder:
-        _copy_below(run_dir, rundir.RECORD, Path(folder))
-        # Never a rollback journal: old records have none, and a stranger's may name other files.
-        with suppress(FileNotFoundError):
-            _copy_below(run_dir, _WAL, Path(folder))
-        with closing(sqlite3.connect(Path(folder) / rundir.RECORD)) as connection:
-            # Exclusive, so that the log needs no shared memory.
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            connection.execute("PRAGMA journal_mode = DELETE")
-            connection.execute("PRAGMA journal_mode = OFF")
-        with (Path(folder) / rundir.RECORD).open("rb") as whole, target.open("wb") as copy:
-            while block := whole.read(_BLOCK):
-                copy.write(block)
-
-
-def _connect_copy(run_dir: Path) -> ReadingConnection:
-    """Of a run that an old version was killed in; the run directory may be read-only."""
-    with tempfile.TemporaryDirectory(prefix="gradsight-") as folder:
-        copy = Path(folder) / rundir.RECORD
-        try:
-            copy_old(run_dir, copy)
-        except UNREADABLE as error:
-            raise RunError(f"{run_dir / rundir.RECORD} is damaged: {error}") from error
-        # It stays readable when its name is gone.
-        return connect_unchanging(copy)
-
-
-def _copy_below(run_dir: Path, name: str, folder: Path) -> None:
-    with open(open_file(run_dir, name), "rb") as source, (folder / name).open("wb") as target:
-        while block := source.read(_BLOCK):
-            target.write(block)
-
-
-def _has_bytes(run_dir: Path, name: str) -> bool:
-    try:
-        handle = open_file(run_dir, name)
-    except FileNotFoundError:
-        return False
-    with open(handle, "rb"):
-        return os.fstat(handle).st_size > 0
 
 
 def _write_all(handle: int, data: bytes | bytearray) -> None:

@@ -235,12 +235,6 @@ class RecordView:
         if self._tail is None:
             return None
         reader = TailReader(self._tail, str(self._tail_file))
-        if reader.is_old and self.meta["schema"] > schema.FIRST:
-            # Left by whoever made a new record of an old one, and was killed before it was done.
-            numbers = [number for number, _, _ in reader.frames()]
-            if not numbers or numbers[-1] > self.meta["last_frame"]:
-                raise RunError(f"{self._tail_file} is damaged: its header is not that of a tail")
-            return None
         if reader.run is not None and reader.run != self.meta.get("run"):
             raise RunError(f"{self._tail_file} is the tail of another run than {self._file}")
         if reader.first is not None and reader.first > self.meta["last_frame"] + 1:

@@ -19,7 +19,7 @@ _NOT_LOOKED_INTO = {
     rundir.CHECKPOINTS,
     rundir.TENSORBOARD,
 }
-_WATCHED = (rundir.RECORD, f"{rundir.RECORD}-wal", rundir.TAIL, rundir.CONFIG)
+_WATCHED = (rundir.RECORD, rundir.TAIL, rundir.CONFIG)
 
 Fingerprint = tuple[tuple[int, int, int] | None, ...]
 """Of every file of the record: which file it is, its size, when it was written."""

@@ -16,9 +16,7 @@ from gradsight.store import tail_format as frames
 from gradsight.store.record_file import APPLICATION
 from gradsight.store.tail_file import Frame
 
-FIRST = 1
 VERSION = 2
-"""The first: in WAL mode, without a checksum; 2: published whole, with one."""
 READER = "0.2.0"
 """The first version of Gradsight that reads this schema."""
 
@@ -34,7 +32,7 @@ class Table:
     forgotten: str = ""
     """Which rows `forget` removes: a condition with the step as its only value."""
     may_lack: bool = False
-    """Whether a record may be without it: one of an earlier version, or that has no such rows."""
+    """Whether a record that has no such rows is without it."""
 
 
 TABLES = {
@@ -82,13 +80,12 @@ TABLES = {
         ("kind", "key"),
         forgotten="step >= ?",
     ),
-    # What trackers were given, under a count of their own; records of earlier versions lack it.
+    # What trackers were given, under a count of their own.
     "tracked": Table(
         "CREATE TABLE tracked (step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, "
         "PRIMARY KEY (step, name)) WITHOUT ROWID",
         ("step", "name", "value"),
         ("step", "name"),
-        may_lack=True,
     ),
     # Made when a model turns out to have experts: earlier versions read the record of any other.
     "experts": Table(
@@ -130,18 +127,8 @@ def create_tables(connection: sqlite3.Connection, run: int) -> None:
         connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
 
 
-def upgrade(connection: sqlite3.Connection, run: int) -> None:
-    """Make a record of today's schema of one of the first."""
-    connection.execute(f"PRAGMA application_id = {APPLICATION}")
-    with connection:
-        if not has_table(connection, "tracked"):
-            connection.execute(TABLES["tracked"].definition)
-        rows = {"schema": VERSION, "reader": READER, "run": run}
-        connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows.items())
-
-
 def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    """Whether the record has this table; those of earlier versions lack one."""
+    """Whether the record has this table: only one with experts has theirs."""
     query = "SELECT count(*) FROM sqlite_master WHERE name = ?"
     return bool(connection.execute(query, (name,)).fetchone()[0])
 

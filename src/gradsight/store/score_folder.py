@@ -7,7 +7,6 @@ stands beside a file goes with it: it holds the same rows or is not there.
 
 import contextlib
 import os
-import re
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gradsight.core import rundir
 from gradsight.core.file_locks import lock_alone, unlock_and_close
 from gradsight.core.files import make_folder, remove_abandoned, whole_file
-from gradsight.core.places import names_in, open_folder, remove_below
+from gradsight.core.places import open_folder
 from gradsight.errors import GradsightError, RunError, UsageError
 from gradsight.store.score_pickle import remove_pickle, write_pickle
 from gradsight.store.score_seal import sealed
@@ -246,7 +245,7 @@ def _lock(run_dir: Path) -> int | None:
         return None  # writing will say why
     try:
         lock_alone(handle)
-        _remove_leftovers(run_dir)
+        remove_abandoned(folder)
     except BlockingIOError as error:
         os.close(handle)
         raise UsageError(
@@ -256,11 +255,3 @@ def _lock(run_dir: Path) -> int | None:
     except OSError:
         pass  # a file system that refuses it in ways of its own
     return handle
-
-
-def _remove_leftovers(run_dir: Path) -> None:
-    """Remove what killed writers have left, also under the names of version 0.1."""
-    remove_abandoned(run_dir / rundir.SCORES)
-    for name in names_in(run_dir, rundir.SCORES):
-        if re.fullmatch(r"iter_[0-9]+\.partial", name):
-            remove_below(run_dir, Path(rundir.SCORES, name))

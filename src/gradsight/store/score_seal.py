@@ -3,7 +3,7 @@
 A parquet file ends in its footer, which says where every page begins. Between the last page and the
 footer, where no reader of parquet looks, stand twenty bytes: "GSscore1", the crc32 of all other
 bytes of the file, and "1erocsSG". Both words are asked for: a flipped byte in one of them must not
-make an old file of a new one. Files written before version 0.2 have neither.
+make a file without a checksum of one that has it.
 """
 
 import struct

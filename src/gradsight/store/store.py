@@ -28,7 +28,7 @@ from gradsight.core.worker import WALL_CLOCK, Clock, Worker
 from gradsight.errors import GradsightError, RunError, WrongPlace
 from gradsight.store import publishing, schema
 from gradsight.store import tail_format as frames
-from gradsight.store.record_file import UNREADABLE, connect, is_old, open_record
+from gradsight.store.record_file import UNREADABLE, connect
 from gradsight.store.record_view import RecordView
 from gradsight.store.run_files import write_config
 from gradsight.store.score_folder import forget_scores
@@ -356,11 +356,6 @@ class Store:
             publishing.create_record(self.path)
             os.ftruncate(tail.handle, 0)
         try:
-            with open_record(self.path) as record:
-                was_old = is_old(record)
-            if was_old:
-                publishing.publish(self.path, tail.reader(), limits.NUMBER)
-                os.ftruncate(tail.handle, 0)
             connection, _ = connect(self.path)
             schema.check_tables(connection, file)
             meta = schema.read_meta(connection)

@@ -10,8 +10,6 @@ All numbers are little-endian. The file only ever grows at its end, so a killed 
 frame that is cut off, and a power failure one that ends in zeros: both are *torn*, and reading ends
 before it. Anything else that does not fit is *damage*, and an error. The checksum of the payload
 stands behind it so that the two can be told apart: zeros there mean that it never was written.
-
-Tails written before version 0.2 have no header, and one checksum per frame.
 """
 
 import os
@@ -30,7 +28,6 @@ _ANY_VERSION = MAGIC[:6]
 HEADER = struct.Struct("<8sQQI")
 _HEAD = struct.Struct("<IBQI")
 _END = struct.Struct("<I")
-_OLD_HEAD = struct.Struct("<IIQB")
 _BLOCK = 1 << 20
 
 
@@ -59,8 +56,6 @@ class TailReader:
         """The number of its first frame; None where that is not known."""
         self.position = 0
         """Where the next frame begins."""
-        self.is_old = False
-        """Whether it was written before version 0.2."""
         self._handle = handle
         self._name = name
         self.last = 0
@@ -74,9 +69,7 @@ class TailReader:
         if self.position == 0:
             # The writer was killed, or has only begun.
             self._read_header()
-        if self.is_old:
-            yield from self._old_frames()
-        elif self.position:
+        if self.position:
             yield from self._new_frames()
 
     def is_torn(self) -> bool:
@@ -92,8 +85,7 @@ class TailReader:
         if data[: len(MAGIC)] != MAGIC:
             if data[: len(_ANY_VERSION)] == _ANY_VERSION:
                 raise self._damaged("its format is unknown, unless a newer Gradsight wrote it")
-            self.is_old = True
-            return
+            raise self._damaged("its header is not that of a tail")
         _, run, first, checksum = HEADER.unpack(data)
         if zlib.crc32(data[: -_END.size]) != checksum:
             raise self._damaged("its header does not fit its checksum")
@@ -129,23 +121,6 @@ class TailReader:
                 raise self._damaged(f"frame {number} follows frame {self.last}")
             self.position += _HEAD.size + length + _END.size
             self.last = number
-            yield number, kind, payload
-
-    def _old_frames(self) -> Iterator[Frame]:
-        self._block = b""
-        while True:
-            head = self._read(self.position, _OLD_HEAD.size)
-            if len(head) < _OLD_HEAD.size:
-                return
-            length, checksum, number, kind = _OLD_HEAD.unpack(head)
-            if length > limits.FRAME_BYTES:
-                return
-            payload = self._read(self.position + _OLD_HEAD.size, length)
-            numbered = struct.pack("<QB", number, kind)
-            # The length may be what is damaged: nobody knows where the next frame begins.
-            if len(payload) < length or zlib.crc32(payload, zlib.crc32(numbered)) != checksum:
-                return
-            self.position += _OLD_HEAD.size + length
             yield number, kind, payload
 
     def _read(self, position: int, size: int) -> bytes:

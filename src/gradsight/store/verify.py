@@ -1,7 +1,6 @@
 """Is a run on the disk what was written? Record, tail, config, scores, incidents. No torch.
 
-Reads every byte and writes none. What was written before version 0.2 has no checksum: it is read as
-far as that goes, and said.
+Reads every byte and writes none. Files without a checksum are read as far as that goes, and named.
 """
 
 import os
@@ -18,7 +17,6 @@ from gradsight.store.scores import is_sealed, read_score_file, score_files
 from gradsight.store.tail_file import TailReader
 from gradsight.values.findings import Damage
 
-_OLD = "has no checksum: it was written before version 0.2"
 _MEANING = {
     rundir.RECORD: "steps, statistics and findings read from it may be wrong",
     rundir.TAIL: "the steps from there on are lost; those before are not touched by it",
@@ -44,8 +42,6 @@ def verify_record(run_dir: Path) -> Iterator[Verified]:
             yield from _verify_tail_alone(run_dir)
         return
     try:
-        if view.meta["schema"] == schema.FIRST:
-            yield f"{rundir.RECORD} {_OLD}"
         if view.has_torn_tail():
             yield f"{rundir.TAIL} ends inside of a frame: the run was killed, or is being written"
         for table in sorted(schema.TABLES.keys() - {"meta"}):
@@ -82,7 +78,7 @@ def verify_documents(run_dir: Path) -> Iterator[Verified]:
             data = read_file(run_dir, name, limits.DOCUMENT_BYTES)
             load_document(data, str(run_dir / name))
             if "checksum" not in load_object(data, name):
-                yield f"{name} {_OLD}" if name == rundir.CONFIG else f"{name} has no checksum"
+                yield f"{name} has no checksum"
         except (OSError, RunError) as error:
             yield _damage(run_dir, name, error)
 
@@ -94,7 +90,7 @@ def verify_scores(run_dir: Path) -> Iterator[Verified]:
         try:
             read_score_file(file)
             if not is_sealed(file):
-                yield f"{name} {_OLD}"
+                yield f"{name} has no checksum"
         except FileNotFoundError:
             pass  # a writer has put another file into its place meanwhile
         except (OSError, RunError) as error:

@@ -9,7 +9,6 @@ from torch import Tensor
 from gradsight.core.devices import sent_to
 from gradsight.errors import UsageError
 from gradsight.train.samples import Order, Samples
-from gradsight.train.selected_order import SelectedOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class BatchStream:
     """Hands out micro-batches: of a step's global batch, first by micro-batch, then by process."""
 
     samples: Samples
-    order: Order | SelectedOrder
+    order: Order
     batch_size: int
     accumulation: int
     rank: int

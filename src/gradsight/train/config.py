@@ -141,9 +141,6 @@ class Settings:
     """Sample ids to keep, one per line, or a CSV of sample_id,weight; `gradsight influence
     --export` writes both.
     """
-    select: Annotated[Literal["samples", "domains"] | None, Parameter(group=DATA)] = None
-    """Draw samples by their scores so far: those that helped the validation batch more often, or
-    all samples of the domains that did."""
     tokenizer: Annotated[str | None, Parameter(group=DATA)] = None
     """A tokenizer.json of Hugging Face's, by which the tokens of a .bin are shown as text."""
     block_size: Annotated[int | None, Parameter(group=DATA)] = None
@@ -268,27 +265,10 @@ def _refuse_bounds(settings: Settings) -> None:
     dropout = settings.model.dropout
     if not 0 <= dropout < 1:
         raise UsageError(f"--model.dropout must be at least 0 and below 1, got {dropout}")
-    _refuse_selection(settings)
     folder = settings.experiment
     if folder is not None and (not folder.strip("./ ") or "/" in folder):
         raise UsageError(
             f"--experiment is the name of a folder inside --results_dir, got {folder!r}"
-        )
-
-
-def _refuse_selection(settings: Settings) -> None:
-    """Refuse what samples cannot be selected with."""
-    if settings.select is None:
-        return
-    if settings.method != "GradDotProd":
-        raise UsageError(
-            f"--select {settings.select} goes by the scores of samples, and --method "
-            f"{settings.method} makes none: give --method GradDotProd"
-        )
-    if settings.data_weights is not None:
-        raise UsageError(
-            f"--select {settings.select} and --data_weights both say how often samples are drawn: "
-            f"give one of them"
         )
 
 

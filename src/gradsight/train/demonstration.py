@@ -24,7 +24,6 @@ from gradsight.train.processes import Processes
 from gradsight.train.run import instruments, prepare, resolved
 from gradsight.train.run_directory import Beginning, run_directory
 from gradsight.train.samples import Order
-from gradsight.train.selected_order import SelectedOrder
 from gradsight.values.memory import CheckpointingReport
 
 
@@ -80,7 +79,7 @@ class Demonstration:
         weights[self.poisoned_row] = self.poison
         return replace(batch, weights=weights)
 
-    def poisoned_sample(self, order: Order | SelectedOrder) -> int:
+    def poisoned_sample(self, order: Order) -> int:
         """The id of the sample that is poisoned."""
         ids = order.take(self.poisoned_step * self.batch_size, self.batch_size)
         return ids[self.poisoned_row]

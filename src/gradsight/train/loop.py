@@ -32,7 +32,6 @@ from gradsight.train.evaluate import NextTokenLoss, evaluate
 from gradsight.train.processes import Processes
 from gradsight.train.progress import Progress
 from gradsight.train.scoring import Scoring
-from gradsight.train.selected_order import SelectedOrder
 from gradsight.train.stop_request import StopRequest
 from gradsight.train.training_log import TrainingLog
 from gradsight.train.training_state import Trained, save
@@ -86,12 +85,6 @@ class Training:
 
     def __post_init__(self) -> None:
         self.problems = RunProblems(self.run_dir if self.processes.first else None)
-
-    @property
-    def selected_order(self) -> SelectedOrder | None:
-        """The order of samples, where it goes by their scores."""
-        order = self.batches.order
-        return order if isinstance(order, SelectedOrder) else None
 
     def evaluate(self) -> dict[str, float | None]:
         """The losses of train, val and test."""
@@ -150,8 +143,6 @@ def train(run: Training, tools: Instruments) -> int | None:
             norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad()
-            if run.selected_order is not None:
-                run.selected_order.learn(*tools.scoring.taken())
             loss = run.processes.mean(loss)
             watched.log(loss=loss, lr=lr)
             run.step = step + 1
@@ -258,7 +249,7 @@ def save_progress(run: Training, scoring: Scoring) -> None:
         data=run.batches.samples.fingerprint,
         processes=run.processes.world,
     )
-    trained = Trained(run.model, run.optimizer, run.selected_order)
+    trained = Trained(run.model, run.optimizer)
     fault = save(run.run_dir, trained, run.processes, facts, run.settings.keep_checkpoints)
     if fault is not None:
         run.problems.report("checkpoint", fault, run.step)
@@ -275,9 +266,7 @@ def keep_settings(run: Training) -> None:
     }
     try:
         config = read_run_config(run.run_dir)
-        # Beside what the watch has put there: what chose the samples belongs to what ran.
-        settings = {**config.get("settings", {}), "select": run.settings.select}
-        settings["train"] = to_dict(run.settings)
+        settings = {**config.get("settings", {}), "train": to_dict(run.settings)}
         write_config(run.run_dir, {**config, "settings": settings, "data": data})
     except (OSError, RunError) as error:
         text = f"{rundir.CONFIG} does not hold the trainer's settings: {error}. Training goes on"

@@ -49,7 +49,6 @@ from gradsight.train.run_directory import Beginning, how_to_begin, run_directory
 from gradsight.train.sample_texts import SampleTexts
 from gradsight.train.samples import Order, Samples, read_weights
 from gradsight.train.scoring import Scoring
-from gradsight.train.selected_order import SelectedOrder
 from gradsight.train.training_state import Trained, load_newest
 
 
@@ -154,10 +153,8 @@ def prepare(
     )
 
 
-def order_of(settings: Settings, samples: Samples) -> Order | SelectedOrder:
+def order_of(settings: Settings, samples: Samples) -> Order:
     """The order in which the run trains on its samples."""
-    if settings.select is not None:
-        return SelectedOrder(settings.select, samples, settings.seed)
     weights = np.ones(len(samples))
     if settings.data_weights is not None:
         weights = read_weights(settings.data_weights, samples)
@@ -229,7 +226,7 @@ def instruments(run: Training) -> Iterator[Instruments]:
     engine = None
     if run.settings.method == "GradDotProd":
         engine = make_engine(run)
-    scoring = Scoring(engine, run.problems, selects=run.settings.select is not None)
+    scoring = Scoring(engine, run.problems)
     # What is counted in epochs is shown wherever the watch shows its steps.
     sinks = run.settings.trainer.callbacks.watch.sinks if processes.first else ()
     tracker = MetricsTracker(
@@ -298,7 +295,7 @@ def resume_from_checkpoint(run: Training) -> None:
 
 def load_from(run: Training, optimizer: Optimizer | None) -> CheckpointFacts:
     """Load the newest checkpoint that is intact, and say which ones are not."""
-    trained = Trained(run.model, optimizer, run.selected_order)
+    trained = Trained(run.model, optimizer)
     facts, passed_over = load_newest(run.run_dir, trained, run.processes)
     folder = rundir.checkpoint_folder(facts.step)
     for damage in passed_over:

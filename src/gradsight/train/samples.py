@@ -77,13 +77,6 @@ class Samples:
         """The domain that a sample comes from."""
         return self._domains[self._part(sample_id)]
 
-    def domain_names(self) -> list[str]:
-        """The domain of every sample."""
-        counts = np.diff(self._starts)
-        return [
-            name for name, count in zip(self._domains, counts, strict=True) for _ in range(count)
-        ]
-
     def text(self, sample_id: int) -> str:
         """A sample to read: text where tokens are bytes or a tokenizer is known, else numbers."""
         tokens = self.tokens(sample_id)

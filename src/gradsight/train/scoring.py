@@ -17,20 +17,12 @@ Rows = tuple[Tensor, ...]
 class Scoring:
     """Scores micro-batches where there is an engine; goes on without where it cannot score."""
 
-    def __init__(
-        self, engine: GhostEngine | None, problems: RunProblems, *, selects: bool = False
-    ) -> None:
-        """`selects`: whether samples are drawn by their scores, which are then kept for `taken`."""
+    def __init__(self, engine: GhostEngine | None, problems: RunProblems) -> None:
         self._engine = engine
-        self._selects = selects
         self._problems = problems
         self._step = 0
         self._stopped = False
         """Whether samples can no longer be scored; what was scored before is still saved."""
-        self._is_scored = False
-        """Whether the pass under way is scored."""
-        self._sample_ids: list[int] = []
-        self._scores: list[float] = []
         self._joined = False
         """Whether the last pass had the validation rows in it, and its step is not over."""
 
@@ -48,7 +40,6 @@ class Scoring:
                     rows = self._enter(stack, self._engine, batch)
                 yield rows
                 passed = True
-            self._keep_scores(batch)
         except GradsightError as error:
             # The pass itself broke off: there is no whole gradient to go on with.
             if not passed:
@@ -57,7 +48,6 @@ class Scoring:
             self._stopped = True
 
     def _enter(self, stack: ExitStack, engine: GhostEngine, batch: Batch) -> Rows:
-        self._is_scored = True
         try:
             # Rows with weights of their own have a loss that the protocol does not know.
             if engine.mode != "two_pass" and batch.weights is None:
@@ -66,23 +56,8 @@ class Scoring:
         except (
             GradsightError
         ) as error:  # the target's gradient is not finite: there is no direction to score along
-            self._is_scored = False
             self._report("scoring", f"step {self._step} is not scored: {error}")
         return batch.for_loss
-
-    def _keep_scores(self, batch: Batch) -> None:
-        """Remember what the pass that has just ended has shown."""
-        if self._selects and self._is_scored and self._engine is not None:
-            self._sample_ids += batch.sample_ids
-            self._scores += self._engine.scores.total.tolist()
-        self._is_scored = False
-
-    def taken(self) -> tuple[list[int], list[float]]:
-        """The samples of all micro-batches since it was last asked, and their scores."""
-        ids, scores = self._sample_ids, self._scores
-        self._sample_ids = []
-        self._scores = []
-        return ids, scores
 
     @contextmanager
     def _with_validation_rows(self, engine: GhostEngine, batch: Batch) -> Iterator[Rows]:

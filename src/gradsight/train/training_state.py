@@ -28,7 +28,6 @@ from gradsight.train.checkpoint import (
     write,
 )
 from gradsight.train.processes import Processes
-from gradsight.train.selected_order import PREFIX, SelectedOrder
 from gradsight.values.findings import Damage
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,8 +52,6 @@ class Trained:
     model: nn.Module
     optimizer: Optimizer | None
     """None where only the model is wanted."""
-    order: SelectedOrder | None = None
-    """The order of samples, where training chooses them."""
 
 
 def save(
@@ -66,8 +63,6 @@ def save(
     """
     fault = None
     tensors = {name: value for name, value in _gathered(trained) if processes.first}
-    if trained.order is not None:
-        tensors |= trained.order.tensors()
     # Each process draws its own dropout, so that bit for bit takes the generators of all.
     for kind, state in _random_state(processes.device).items():
         for rank, one in enumerate(processes.gather(state) or ()):
@@ -116,7 +111,7 @@ def _load(file: Path, facts: CheckpointFacts, trained: Trained, processes: Proce
     expected = {f"model/{key}": _kind(value) for key, value in _parameters(model)}
     state = _expected_state(model, processes, facts)
     try:
-        _refuse_too_large(file, expected, _room(trained.order), name)
+        _refuse_too_large(file, expected, name)
         found = _kinds_in(file)
         _refuse_another_model(expected, found, name)
         _refuse_incomplete(state, found.keys() - expected.keys(), found, name)
@@ -125,11 +120,6 @@ def _load(file: Path, facts: CheckpointFacts, trained: Trained, processes: Proce
         raise
     except Exception as error:
         raise damaged_checkpoint(name, f"{file.name} cannot be read: {error}") from error
-    if trained.order is not None:
-        try:
-            trained.order.restore(tensors)
-        except UsageError as error:
-            raise damaged_checkpoint(name, str(error)) from error
     if trained.optimizer is not None:
         _set_optimizer_and_generators(model, trained.optimizer, tensors, facts, processes, name)
     with torch.no_grad():
@@ -186,16 +176,10 @@ def _expected_state(
     return expected
 
 
-def _room(order: SelectedOrder | None) -> int:
-    """Bytes that a checkpoint may have beside the model's and the optimizer's tensors."""
-    learnt = {} if order is None else order.tensors()
-    return _ROOM + sum(tensor.nbytes for tensor in learnt.values())
-
-
-def _refuse_too_large(file: Path, parameters: Mapping[str, _Kind], room: int, name: str) -> None:
+def _refuse_too_large(file: Path, parameters: Mapping[str, _Kind], name: str) -> None:
     """Refuse a file before it is read into memory that is not of this model's size."""
     size = file.stat().st_size
-    most = room
+    most = _ROOM
     for shape, dtype in parameters.values():
         assert isinstance(dtype, torch.dtype)
         most += (1 + len(_MOMENTS)) * torch.Size(shape).numel() * dtype.itemsize
@@ -245,8 +229,8 @@ def _refuse_incomplete(
             there = _said("is", found.get(key), "is missing")
             raise damaged_checkpoint(name, f"{key} {there}, and should be {kind[0]} {kind[1]}")
     for key in sorted(others - expected.keys()):
-        # Of another kind of device, or of more processes; and of samples that were selected.
-        if not key.startswith(("rng/", PREFIX)):
+        # Of another kind of device, or of more processes.
+        if not key.startswith("rng/"):
             raise damaged_checkpoint(name, f"{key!r:.80} belongs to nothing in this model")
 
 

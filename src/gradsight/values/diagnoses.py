@@ -78,7 +78,7 @@ class Incident:
 
     step: int
     code: str
-    """The finding's, or "exception", or "SIGTERM"."""
+    """The finding's, or "exception"."""
     path: str
     reason: str = ""
     """What happened, in one line."""

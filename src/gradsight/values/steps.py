@@ -188,8 +188,6 @@ class Cost:
 
     seconds_per_step: float
     """Host seconds that the training thread spent in Gradsight; opening and closing not counted."""
-    bytes_held: int
-    """Tensors, arrays and bytes that the watch itself held, when it was looked at last."""
     steps: int
     """Over how many steps this was measured."""
 

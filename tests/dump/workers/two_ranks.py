@@ -103,17 +103,6 @@ def nothing(out: Path) -> None:
     report(run, dumper)
 
 
-def not_synchronised(out: Path) -> None:
-    """Inside no_sync each rank has gradients of its own: they are compared, not believed."""
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    run = out / "not_synchronised"
-    with model.no_sync(), GradientDumper(run) as dumper:
-        backward(model, 2)
-        dumper.dump(model, 0)
-    report(run, dumper)
-
-
 def troubles(out: Path) -> None:
     """Ranks at different steps, a disk that is full for one of them: no dump, and the next one
     finds them together.
@@ -144,7 +133,7 @@ def skipping(out: Path) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     backward(model, 2)
     run = out / "skipping"
-    with GradientDumper(run, when_full="skip") as dumper:
+    with GradientDumper(run) as dumper:
         taken = dumper._pool.take() if dist.get_rank() == 1 else None
         dumper.dump(model, 0)
         dumper.wait()
@@ -194,7 +183,6 @@ if __name__ == "__main__":
         fsdp,
         some_none,
         nothing,
-        not_synchronised,
         troubles,
         skipping,
         one_rank_only,

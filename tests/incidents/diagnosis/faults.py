@@ -32,7 +32,6 @@ class Fault:
     samples: set[tuple[int, int]]
     """(micro-batch, row)."""
     loss: Callable[[nn.Module, Any], Tensor] = squared
-    rerun: bool = False
     detail: str = ""
     library: str = ""
     compiled: Callable[[nn.Module], None] | None = None
@@ -247,10 +246,6 @@ def log_loss(model: nn.Module, x: Tensor) -> Tensor:
     return -p.log().mean()  # log in the loss
 
 
-def distance_loss(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - x).square().sum(-1).sqrt().mean()  # root in the loss
-
-
 def summed(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum()
 
@@ -310,28 +305,6 @@ FAULTS = {
         "calls the model for its log loss",
         {(0, 9)},
         log_loss,
-    ),
-    "log in a loss that can be run again": Fault(
-        identity,
-        lambda: [wide()],
-        "log",
-        "loss",
-        None,
-        "log in the loss",
-        {(0, 9)},
-        log_loss,
-        rerun=True,
-    ),
-    "root in a loss that can be run again": Fault(
-        identity,
-        lambda: [rows()],
-        "sqrt",
-        "loss",
-        None,
-        "root in the loss",
-        {(0, row) for row in range(ROWS)},
-        distance_loss,
-        rerun=True,
     ),
     "log in the model": Fault(
         lambda: Body(Log()),

@@ -22,10 +22,7 @@ def test_fault_is_found(name: str) -> None:
     ), "the fault is planted"
     if fault.compiled is not None:
         fault.compiled(model)
-    rerun = (lambda inner, number: fault.loss(inner, batches[number])) if fault.rerun else None
-    found = diagnose(
-        model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss, rerun=rerun)
-    )
+    found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
     operation = found.operation
     assert operation is not None, found.notes
     assert (operation.operation, operation.phase, operation.module) == (

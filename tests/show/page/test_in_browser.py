@@ -13,7 +13,6 @@ from playwright.sync_api import Page
 from browser import Visits
 from gradsight.show.page.assemble import page as page_of
 from gradsight.show.page.payload import run_payload
-from gradsight.show.page.second import with_second
 from gradsight.show.summary import summarize
 from gradsight.store.reader import open_run
 from gradsight.store.store import open_store
@@ -437,25 +436,6 @@ def test_the_issue_text_holds_no_text_of_a_sample(visit: Visits, small: Recorded
     text = page.evaluate("navigator.clipboard.readText()")
     assert "GS103" in text
     assert "diary" not in text
-
-
-def test_a_second_run_lies_over_the_first(visit: Visits, small: Recorded, tmp_path: Path) -> None:
-    norms = small.norms.copy()
-    norms[120:, 4] *= 8
-    other = record(tmp_path / "other", norms, names=small.names)
-    first, second = open_run(small.path), open_run(other.path)
-    summaries = (summarize(first), summarize(second))
-    payload = run_payload(first, summaries[0])
-    target = tmp_path / "both.html"
-    target.write_text(page_of(with_second(payload, (first, second), summaries)))
-    name = small.names[4]
-    page = visit(f"{target.as_uri()}#mode=difference&rows={name}&step=200&row={name}")
-    assert page.input_value("#mode") == "difference"
-    assert "8 times the first run's" in page.inner_text("#cell")
-    check_cell(cell(page), other, within=0.002)
-    hover(page, 0.1, 0.5)
-    assert "1 times the first run's" in page.inner_text("#cell")
-    assert "other" in page.inner_text("#facts")
 
 
 def test_a_run_without_any_gradient_says_what_to_do(visit: Visits, tmp_path: Path) -> None:

@@ -148,14 +148,6 @@ class RowSampler(Sampler[int], ABC):
         self._last_drawn.append(row)
         return row
 
-    def rows_at(self, start: int, count: int) -> list[int]:
-        """The rows of some places of one order without end, by the present weights.
-
-        For a trainer that counts places itself; iterations are not touched.
-        """
-        places = range(start, start + count)
-        return [self._row_at(self._chances.at(0, place)) for place in places]
-
     def _turns(self) -> tuple[int, int]:
         """This rank, and how many take turns."""
         # Asked for late: a sampler may be made before the processes have found each other.

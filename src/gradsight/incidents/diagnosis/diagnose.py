@@ -15,7 +15,6 @@ from gradsight.core.parameters import unwrapped
 from gradsight.core.shards import are_spread
 from gradsight.errors import GradsightError
 from gradsight.incidents.diagnosis.operation import find_operation
-from gradsight.incidents.diagnosis.rerun import Rerun
 from gradsight.incidents.diagnosis.samples import SampleNorms, measure_samples
 from gradsight.incidents.diagnosis.watcher import Budget, OutOfTime
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
@@ -32,8 +31,6 @@ class DiagnosisOptions:
     seconds: float
     loss_root: Tensor | None = None
     """The tensor that backward was called on."""
-    rerun: Rerun | None = None
-    """Runs a micro-batch up to its loss, where that can be done."""
     scale: float = 1.0
     """What the gradients at the outputs are to be divided by (GradScaler's factor)."""
     most: int | None = 16
@@ -97,9 +94,7 @@ def _operation(
     for number, call in enumerate(calls):
         operation = None
         with _survived(f"micro-batch {number} for its operations", budget, troubles):
-            operation = find_operation(
-                root, call, number, budget, loss_root=options.loss_root, rerun=options.rerun
-            )
+            operation = find_operation(root, call, number, budget, loss_root=options.loss_root)
         if operation is not None:
             notes += troubles
             return operation

@@ -90,8 +90,6 @@ class Finder(OperationWatcher):
         self, names: Mapping[int, str], micro_batch: int, caller: str | None, budget: Budget
     ) -> None:
         super().__init__(budget)
-        self.whole_step = False
-        """Whether the loss is seen too: then what runs in no module of the model belongs to it."""
         self.events: list[Event] = []
         self._names = names
         self._micro_batch = micro_batch
@@ -216,8 +214,6 @@ class Finder(OperationWatcher):
                 place = forward_place
             else:
                 place = replace(place, module=forward_place.module)
-        if place.module is None and self.whole_step:
-            phase = "loss"
         line = place.place or self._caller
         values = [each.value for each in operation.inputs if each.value.is_floating_point()]
         return GuiltyOperation(

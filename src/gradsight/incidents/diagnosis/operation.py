@@ -18,11 +18,9 @@ from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import module_names, source_of
 from gradsight.incidents.diagnosis.rerun import (
     NoGradient,
-    Rerun,
     are_last,
     pull,
     run_model,
-    run_to_loss,
     trained_parameters,
 )
 from gradsight.incidents.diagnosis.watcher import Budget
@@ -40,7 +38,6 @@ def find_operation(
     budget: Budget,
     *,
     loss_root: Tensor | None = None,
-    rerun: Rerun | None = None,
 ) -> GuiltyOperation | None:
     """The operation that made this call's gradient non-finite; None where the call is innocent."""
     finder = Finder(module_names(root), number, call.caller, budget)
@@ -50,8 +47,6 @@ def find_operation(
             finder.expect(tensor, event)
         for tensor, event in _broken_arguments(root, call, (args, kwargs), number):
             finder.expect(tensor, event)
-        if rerun is not None:
-            return _whole_step(root, number, finder, rerun)
         with finder:
             outputs = run_model(root, args, kwargs)
         pairs = _cotangents(call, outputs)
@@ -108,17 +103,6 @@ def _in_forward(finder: Finder, outputs: Sequence[Tensor]) -> GuiltyOperation | 
         return None
     broken = any(nonfinite_in(y) == "nan" for y in outputs)
     return likely if broken or likely.phase == "before" else None
-
-
-def _whole_step(
-    root: nn.Module, number: int, finder: Finder, rerun: Rerun
-) -> GuiltyOperation | None:
-    """The same with the loss: whatever makes the gradient non-finite is seen."""
-    finder.whole_step = True
-    with finder:
-        loss = run_to_loss(rerun, root, number)
-        gradients = pull([loss], [torch.ones_like(loss)], trained_parameters(root))
-    return _at_first(finder, finder.first(gradients), [loss]) or finder.first([loss])
 
 
 def _at_first(

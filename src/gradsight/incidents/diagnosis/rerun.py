@@ -3,7 +3,7 @@
 The model is called here and nowhere else under a watcher: see places.BOUNDARY.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from gradsight.core.samples import tensors_in
 from gradsight.errors import GradsightError
-
-Rerun = Callable[[nn.Module, int], Tensor]
-"""Runs a micro-batch, given by its number, through the model up to its loss."""
 
 
 class NoGradient(GradsightError):
@@ -23,11 +20,6 @@ class NoGradient(GradsightError):
 def run_model(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of the model's output."""
     return tensors_in(root(*args, **kwargs))
-
-
-def run_to_loss(rerun: Rerun, root: nn.Module, number: int) -> Tensor:
-    """The loss of a micro-batch."""
-    return rerun(root, number)
 
 
 def pull(

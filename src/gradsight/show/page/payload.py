@@ -76,7 +76,6 @@ def run_payload(
         "lines": run_lines(summary.steps),
         "histograms": histograms_over_time(looks, heat.rows),
         "experts": expert_section(summary.experts),
-        "second": None,
     }
 
 
@@ -115,7 +114,7 @@ def nothing_payload(folder: Path, what: str, notes: Sequence[str] = ()) -> dict[
         "histograms": None,
         "experts": [],
     }
-    return {"schema": SCHEMA, **shown, **pictures, "second": None}
+    return {"schema": SCHEMA, **shown, **pictures}
 
 
 def run_words(
@@ -144,13 +143,6 @@ def run_words(
         "judged": summary.is_judged,
         "config": plain(summary.config),
     }
-    shown: dict[str, Any] = cleaned(shareable_config(words), for_terminal)
-    return shown
-
-
-def second_words(run: ShownRun, summary: Summary) -> dict[str, Any]:
-    """What is said of a run that lies over another."""
-    words = {"run": run_label(run.path), **verdict(summary), "steps": len(summary.steps)}
     shown: dict[str, Any] = cleaned(shareable_config(words), for_terminal)
     return shown
 

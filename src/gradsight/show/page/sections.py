@@ -29,7 +29,6 @@ _MOST_DOMAINS = 30
 _MOST_LISTED = 100
 _COSTS = {
     "seconds_per_step": "time of the training thread, per step",
-    "bytes_held": "memory that the watch held",
     "steps": "measured over so many steps",
 }
 _MONITORED = {

@@ -83,7 +83,6 @@ class LivePayload:
                 **self._position(),
                 "heat": heat,
                 "lines": lines,
-                "second": None,
             }
 
     def update(self, shown: Shown) -> tuple[dict[str, Any], Shown]:

@@ -6,8 +6,7 @@ import { cssColour } from "./theme.js";
 import { colourTable, specialPixels, cssOf } from "./colours.js";
 import { cellsOf, cellAtPixel, cellOfStep, cellValue, FAR } from "./view.js";
 
-const TOP = 18, BOTTOM = 24, LEAST_ROW = 4, NAMED_ROW = 13, MOST_ROW = 22, SPREADS = 8, OCTAVES = 3;
-const PER_OCTAVE = 8; // differences are told in eighths of an octave
+const TOP = 18, BOTTOM = 24, LEAST_ROW = 4, NAMED_ROW = 13, MOST_ROW = 22, SPREADS = 8;
 
 /** How each mode is coloured: the map it reads, the ramp, and what its numbers are. */
 export const PAINTS = {
@@ -17,7 +16,6 @@ export const PAINTS = {
   weight: { map: "weight", ramp: "ink", noun: "weight RMS" },
   change: { map: "change", ramp: "ink", noun: "update RMS" },
   zeros: { map: "zeros", ramp: "ink", noun: "share of zeros" },
-  difference: { map: "difference", ramp: "poles", noun: "second run's norm" },
 };
 
 export class HeatMapView {
@@ -88,7 +86,6 @@ export class HeatMapView {
   /** The heights between which colours run: all shown rows over all steps, so that zooming keeps them. */
   colourRange() {
     if (this.mode === "deviation") return [-SPREADS, SPREADS];
-    if (this.mode === "difference") return [-OCTAVES * PER_OCTAVE, OCTAVES * PER_OCTAVE];
     if (this.mode === "zeros") return [0, 1];
     const level = this.source.ready(this.paint.map, 0) ?? this.level;
     if (this.ranged?.level === level && this.ranged.shown === this.shown) return this.ranged.range;
@@ -193,7 +190,7 @@ export class HeatMapView {
       if (value.high === ZERO) { seen.seen.zero = true; return special.zero; }
       return null;
     };
-    if (this.mode === "deviation" || this.mode === "difference") return value => {
+    if (this.mode === "deviation") return value => {
       if (value.deviation !== value.deviation) return plain(value) ?? pick(0.5);
       return between(value.deviation);
     };
@@ -323,8 +320,7 @@ export class HeatMapView {
     const bar = make("canvas", "", { width: 120, height: 10 }), c = bar.getContext("2d");
     const ramp = colourTable(this.paint.ramp), [lo, hi] = this.range;
     for (let x = 0; x < 120; x++) { c.fillStyle = cssOf(ramp[Math.round(x / 119 * 255)]); c.fillRect(x, 0, 1, 10); }
-    const ends = { deviation: [`${SPREADS} spreads below`, `${SPREADS} above its usual`], zeros: ["0%", "100%"],
-      difference: ["8 times smaller", "8 times larger"] }[this.mode] ?? [figure(2 ** lo), figure(2 ** hi)];
+    const ends = { deviation: [`${SPREADS} spreads below`, `${SPREADS} above its usual`], zeros: ["0%", "100%"] }[this.mode] ?? [figure(2 ** lo), figure(2 ** hi)];
     const parts = [make("span", ends[0]), bar, make("span", ends[1])];
     const special = specialPixels();
     if (this.seen.nan) parts.push(this.swatch(special, 1), make("span", "NaN"));
@@ -394,7 +390,6 @@ export class HeatMapView {
   awayText(value) {
     const away = value.deviation;
     if (away !== away || value.high !== value.high || value.high === Infinity) return "";
-    if (this.mode === "difference") return ` · ${figure(2 ** (away / PER_OCTAVE))} times the first run's`;
     if (Math.abs(away) < 0.25) return " · as usual";
     return ` · ${Math.abs(away).toFixed(1)} spreads ${away < 0 ? "below" : "above"} its usual`;
   }
@@ -438,13 +433,5 @@ export class HeatMapView {
     const level = here.findLast(each => each), from = row * level.columns;
     return { starts: level.starts, lasts: level.lasts, thinned: !level.whole,
       low: level.low.subarray(from, from + level.columns), high: level.high.subarray(from, from + level.columns) };
-  }
-
-  /** The same of the second run, where there is one. */
-  secondLine(row) {
-    const level = this.source.ready("difference", 0);
-    if (!level) return null;
-    const part = plane => plane.subarray(row * level.columns, (row + 1) * level.columns);
-    return { starts: level.starts, lasts: level.lasts, thinned: !level.whole, low: part(level.low), high: part(level.high) };
   }
 }

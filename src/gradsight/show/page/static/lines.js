@@ -14,31 +14,30 @@ const EMPTY = {
 
 export class Lines {
   /** told: {zoom(from, to), point(step)} */
-  constructor(data, second, told) {
-    Object.assign(this, { data, second, told, charts: [], row: null });
+  constructor(data, told) {
+    Object.assign(this, { data, told, charts: [], row: null });
     this.sync = uPlot.sync("gradsight");
   }
 
-  /** Unpacks the lines, of a second run too. */
+  /** Unpacks the lines. */
   async load() {
     this.lines = await unpackAll(this.data.lines);
-    this.others = this.second ? await unpackAll(this.second.lines) : {};
   }
 
   charted() {
-    const { lines, others } = this, clip = lines.clipping?.norm ?? null;
+    const { lines } = this, clip = lines.clipping?.norm ?? null;
     const skipped = lines.skipped?.count ? counted(lines.skipped.count, "skipped step") : "";
     const clipped = lines.clipping?.steps ? `${grouped(lines.clipping.steps)} of ${grouped(lines.clipping.of)} steps clipped` : "";
     const list = [
-      { key: "loss", title: "Loss", line: lines.loss, other: others.loss, log: isSteep(lines.loss) },
-      { key: "total_norm", title: "Total gradient norm", line: lines.total_norm, other: others.total_norm, log: true,
+      { key: "loss", title: "Loss", line: lines.loss, log: isSteep(lines.loss) },
+      { key: "total_norm", title: "Total gradient norm", line: lines.total_norm, log: true,
         limit: clip, note: [clipped && (clip ? `${clipped} to ${figure(clip)}` : clipped), skipped].filter(Boolean).join(", "),
         ticks: lines.skipped?.steps ?? [] },
-      { key: "row", title: "Chosen row", line: this.row?.line, other: this.row?.other ?? null, log: true, note: this.row?.name ?? "point at the map",
-        pinned: this.row?.other ? [] : this.row?.pinned ?? [] },
-      { key: "lr", title: "Learning rate", line: lines.lr, other: others.lr },
+      { key: "row", title: "Chosen row", line: this.row?.line, log: true, note: this.row?.name ?? "point at the map",
+        pinned: this.row?.pinned ?? [] },
+      { key: "lr", title: "Learning rate", line: lines.lr },
     ];
-    if (lines.scale) list.push({ key: "scale", title: "Loss scale", line: lines.scale, other: others.scale, log: true, ticks: lines.skipped?.steps ?? [] });
+    if (lines.scale) list.push({ key: "scale", title: "Loss scale", line: lines.scale, log: true, ticks: lines.skipped?.steps ?? [] });
     return list;
   }
 
@@ -106,9 +105,9 @@ export class Lines {
   }
 
   /** Another row was chosen; `source` has its norms by column. */
-  choose({ name, columns, others, pinned }) {
+  choose({ name, columns, pinned }) {
     if (this.row?.name === name) return;
-    this.row = { name, line: lineOfRow(columns), other: others && lineOfRow(others),
+    this.row = { name, line: lineOfRow(columns),
       pinned: pinned.map(each => ({ name: each.name, line: lineOfRow(each.columns) })) };
     const at = this.charts.findIndex(chart => chart.spec.key === "row");
     if (at < 0) return;
@@ -181,18 +180,7 @@ function seriesOf(points, spec) {
     data.push(pointsOf(line, spec.log)[1]);
     series.push({ stroke: cssColour(PINS[at]), width: 1.2, points: { show: false } });
   });
-  if (!spec.other) return { data, series, bands };
-  // The second run lies over the first one at the first one's steps.
-  const other = pointsOf(spec.other, spec.log);
-  series.push({ stroke: cssColour("second"), width: 1.4, dash: [5, 3], points: { show: false }, spanGaps: true });
-  const { joined, first, second } = joinedSteps(points, other);
-  return { data: [joined, ...first, second], series: series.map((each, at) => at ? { ...each, spanGaps: true } : each), bands };
-}
-
-function joinedSteps(points, other) {
-  const joined = [...new Set([...points[0], ...other[0]])].sort((a, b) => a - b);
-  const spread = (steps, values) => { const known = new Map(steps.map((step, at) => [step, values[at]])); return joined.map(step => known.get(step)); };
-  return { joined, first: points.slice(1).map(values => spread(points[0], values)), second: spread(other[0], other[1]) };
+  return { data, series, bands };
 }
 
 /** Whether a plain scale would show nothing but one spike. */

@@ -14,7 +14,7 @@ import { showSections } from "./sections.js";
 import { showExperts } from "./experts.js";
 import { bindKeys } from "./keys.js";
 
-const LABELS = { norm: "norm", deviation: "deviation", update: "update / weight", weight: "weight RMS", change: "update RMS", zeros: "share of zeros", difference: "difference" };
+const LABELS = { norm: "norm", deviation: "deviation", update: "update / weight", weight: "weight RMS", change: "update RMS", zeros: "share of zeros" };
 
 const CHARTS_EVERY = 1000;
 /** The parts of the data from which the lower sections are made. */
@@ -31,7 +31,7 @@ class Page {
     this.folded = new Set();
     this.pins = []; // rows whose lines stay while others are pointed at
     this.state = stateOfHash(location.hash);
-    this.lines = new Lines(this.data, this.data.second, {
+    this.lines = new Lines(this.data, {
       zoom: (from, to) => this.zoom(from, to), point: step => this.pointAt(step) });
     this.spectrum = new Spectrum(this.data.histograms, this.rows);
     this.heat = new HeatMapView(source, { fold: block => this.fold(block) });
@@ -45,7 +45,6 @@ class Page {
     this.facts = rowFacts(this.level, this.rows.length);
     this.first = this.level.starts[0];
     this.last = Math.max(this.data.steps.last ?? 0, this.level.lasts[this.level.columns - 1]);
-    if (this.source.levels("difference").length) await this.source.level("difference", 0);
     if (this.rows.length > MANY_ROWS) this.foldAll();
     this.marksOf();
     this.choices();
@@ -114,7 +113,7 @@ class Page {
     const { lines } = this.lines, ends = line => line && `${figure(line.first)} → ${figure(line.last)}`;
     const parameters = this.rows.filter(row => !row.of).length;
     showVerdict(this.data, [ends(lines.loss) && `loss ${ends(lines.loss)}`,
-      ends(lines.total_norm) && `gradient norm ${ends(lines.total_norm)}`, counted(parameters, "parameter"), this.second()]);
+      ends(lines.total_norm) && `gradient norm ${ends(lines.total_norm)}`, counted(parameters, "parameter")]);
     // What has not changed stays: somebody may be reading or selecting it.
     if (!changed || changed.has("findings")) showFindings(this.data, finding => this.goTo(finding));
     if (!changed || SECTIONS.some(part => changed.has(part))) showSections(this.data);
@@ -127,12 +126,6 @@ class Page {
       weight: "Root mean square of a weight's entries before the step.", change: "Root mean square of what the step added to them.",
       deviation: "How far a norm is from its row's usual, as the judge sees it: median and spread of the last 50 steps." };
     byId("thinned").textContent = [explained[this.state.mode] ?? this.data.measured, this.thinned()].filter(Boolean).join(" ");
-  }
-
-  /** The run that lies over this one. */
-  second() {
-    const other = this.data.second;
-    return other && `dashed: ${other.run}, ${other.counts}`;
   }
 
   /** What was left out of the picture, in words. */
@@ -162,8 +155,7 @@ class Page {
 
   choices() {
     const has = mode => mode === "deviation" ? this.source.levels("norm").length : this.source.levels(mode).length;
-    put(byId("mode"), ...MODES.map(mode => make("option", LABELS[mode], { value: mode, disabled: !has(mode), title: has(mode) ? "" : "not measured in this run" }))
-      .filter(option => option.value !== "difference" || has("difference")));
+    put(byId("mode"), ...MODES.map(mode => make("option", LABELS[mode], { value: mode, disabled: !has(mode), title: has(mode) ? "" : "not measured in this run" })));
     put(byId("order"), ...ORDERS.map(order => make("option", order, { value: order })));
     if (!has(this.state.mode)) this.state.mode = "norm";
   }
@@ -271,7 +263,7 @@ class Page {
     if (this.row === row && this.lines.row) return;
     this.row = row;
     const pinned = this.pins.filter(pin => pin !== row).map(pin => ({ name: this.rows[pin].name, columns: this.heat.rowLine(pin) }));
-    this.lines.choose({ name: this.rows[row].name, columns: this.heat.rowLine(row), others: this.heat.secondLine(row), pinned });
+    this.lines.choose({ name: this.rows[row].name, columns: this.heat.rowLine(row), pinned });
     clearTimeout(this.later);
     this.later = setTimeout(() => this.spectrum.steps && this.spectrum.show(row), 150);
   }

@@ -1,6 +1,6 @@
 // What is shown, as the page's address has it: every state is a link, on file:// too.
 
-export const MODES = ["norm", "deviation", "update", "zeros", "weight", "change", "difference"];
+export const MODES = ["norm", "deviation", "update", "zeros", "weight", "change"];
 export const ORDERS = ["depth", "size", "deviation", "name"];
 
 /** rows: the filter; from, to: visible steps, null for all; step, row: the cursor. */
