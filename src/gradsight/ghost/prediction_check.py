@@ -43,10 +43,6 @@ class PredictionCheck:
         return float((table[:, 0] * table[:, 1]).sum() / (table[:, 0].norm() * table[:, 1].norm()))
 
 
-Honesty = PredictionCheck
-"""The name by which users of `GhostEngine.honesty()` know it."""
-
-
 @dataclass
 class StepSum:
     """The sums of a step's scores by target, and what the optimizer did with its gradient."""
