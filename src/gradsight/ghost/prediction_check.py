@@ -112,7 +112,7 @@ class CarriedMoment:
 
     Adam moves by (1 - beta1) g + beta1 m. Of that, scores know g; m is nine tenths. On a small GPT
     the correlation of Adam-aware predictions with what happened was 0.02 where sums of scores along
-    older directions stood in for m, and 0.98 with m itself (benchmarks/adam_honesty.py).
+    older directions stood in for m, and 0.98 with m itself.
     """
 
     def __init__(
