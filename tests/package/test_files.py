@@ -110,7 +110,7 @@ def test_no_extra_is_without_code() -> None:
     for extra, modules in MODULES_OF.items():
         assert modules & imported, f"nothing in src imports what the extra {extra} brings"
         lines = "\n".join(project["optional-dependencies"][extra])
-        named = {name for name in re.findall(r"^[a-z0-9-]+", lines, re.M)}
+        named = set(re.findall(r"^[a-z0-9-]+", lines, re.M))
         assert named == modules
 
 
