@@ -3,14 +3,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 EMPTY  := $(VENV)/without-extras
-TRAINERS := $(VENV)/trainers
 DIST   := $(VENV)/dist
 STAGE  := scripts/stage.sh
 PIP    := $(BIN)/pip --disable-pip-version-check
 # Some virtual machines announce matrix tiles and forbid them: products in bfloat16 end the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint types unit matrix browser fuzz soak trainers uplot package clean
+.PHONY: demo test lint types unit matrix browser fuzz soak uplot package clean
 demo: package
 	@$(BIN)/gradsight demo
 
@@ -44,12 +43,6 @@ fuzz: package
 soak: package
 	$(BIN)/python benchmarks/reliability.py
 
-# Trainers that cannot share an environment with the rest; their doors are tested with stand-ins too.
-trainers: package $(TRAINERS)/.ready
-	@$(STAGE) "installing the wheel there" \
-		$(PIP) --python $(TRAINERS)/bin/python install --no-deps --force-reinstall $(DIST)/*.whl
-	tests/trainers/run.sh $(TRAINERS)/bin/python
-
 # The page is tested in the system's own browser; BROWSER=0 leaves that out.
 browser:
 	@scripts/browser.sh
@@ -75,14 +68,6 @@ $(EMPTY)/.ready: $(VENV)/.ready
 		$(PIP) --python $(EMPTY)/bin/python install --constraint constraints.txt torch
 	@$(STAGE) "installing the packages that every user gets" \
 		$(PIP) --python $(EMPTY)/bin/python install --constraint constraints.txt .
-	@touch $@
-
-$(TRAINERS)/.ready: $(VENV)/.ready tests/trainers/requirements.txt
-	@$(STAGE) "making the environment of torchtitan and OLMo-core" $(PYTHON) -m venv $(TRAINERS)
-	@$(STAGE) "installing torch there" \
-		$(PIP) --python $(TRAINERS)/bin/python install --constraint constraints.txt torch
-	@$(STAGE) "installing torchtitan, OLMo-core and Gradsight" $(PIP) --python $(TRAINERS)/bin/python \
-		install --requirement tests/trainers/requirements.txt .
 	@touch $@
 
 # The newest uPlot, or UPLOT=1.6.32: script, style, licence, checksums. Needs npm; look at the difference.

@@ -10,9 +10,11 @@ several rounds in which all candidates take turns.
 """
 
 import gc
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cyclopts
@@ -28,9 +30,11 @@ from gradsight import (
     plan_checkpointing,
     predict_peak_memory,
 )
-from gradsight.memory.allocator import allocator_peak
 from gradsight.memory.workload import Workload, backward, call_build
 from gradsight.train.models import training_step
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from memory.allocator import allocator_peak
 
 WIDTH, HEADS, VOCABULARY = 256, 4, 1024
 

@@ -8,12 +8,6 @@ a process that has imported everything and end as a script does. An abort is an 
 the last line: what torchrun calls a failed training.
 """
 
-import sys
-
-sys.path.append(
-    sys.path.pop(0)
-)  # this folder last: its statistics.py must not hide the standard library's
-
 import argparse
 import collections
 import itertools
@@ -21,6 +15,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import warnings

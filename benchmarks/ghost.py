@@ -394,27 +394,6 @@ def hugging_face(rounds: int, size: dict[str, int]) -> None:
     compare_modes("Hugging Face GPT-2, dropout on", model, own_loss, rows, size["rows"], rounds)
 
 
-def compiled(rounds: int, size: dict[str, int]) -> None:
-    """Scores of a compiled model, in its compiled code and eagerly."""
-    torch.manual_seed(0)
-    model = GPT(size["vocabulary"], size["length"], size["width"], size["blocks"])
-    net = torch.compile(model)
-    everything = tokens(size["rows"] + 1, size["length"], size["vocabulary"])
-    batch, val = split(everything, size["rows"])
-    print(f"\na compiled model, B = {size['rows']} + 1")
-    arms = {
-        BOTH: plain(net, token_loss, everything),
-        "plain again (A/A)": plain(net, token_loss, everything),
-        "plain, not compiled": plain(model, token_loss, everything),
-        "scores in one pass": in_one_pass(net, token_loss, batch, val),
-        "scores in two": in_one_pass(net, token_loss, batch, val, mode="two_pass"),
-        "scores in one pass, eagerly": in_one_pass(model, token_loss, batch, val),
-    }
-    for name in ("scores in one pass", "scores in two"):
-        arms[name]()  # compiled from the second block on
-    report(race(arms, max(9, rounds)), BOTH)
-
-
 def choice(rounds: int, size: dict[str, int]) -> None:
     """Which mode a step is cheaper in, and what the rule of mode="auto" says."""
     print("\nthe rule of mode='auto': a step of n micro-batches of B rows, V validation rows")
@@ -502,29 +481,23 @@ def routes(rounds: int, quick: bool) -> None:
             model, loss_fn = GPT(256, length, width, 2, tied=False), token_loss
             everything = tokens(rows + val_rows, length, 256)
         batch, val = split(everything, rows)
-        options: list[str | None] = ["materialise", "project", "gram", None]
+        options: list[str | None] = ["materialise", "project", None]
         arms = {
             f"{r}": observed(model, loss_fn, batch, val, refresh_every=10**9, _route=r)
             for r in options
         }
         best = best_times({"plain": plain(model, loss_fn, batch), **arms}, rounds)
-        target = val_rows * length
-        small = target * 2 * width < width * width
-        pick = choose(length, width, width, 1, target if small else None)
-        times = "  ".join(
-            f"{r} {best[r] / best['plain']:.2f}x" for r in ("materialise", "project", "gram")
-        )
-        fastest = min(("materialise", "project", "gram"), key=lambda r: best[r])
-        note = (
-            "" if small else " (gram not kept: the target is too large, that arm falls to the rule)"
-        )
+        pick = choose(length, width, width, 1)
+        names = ("materialise", "project")
+        times = "  ".join(f"{r} {best[r] / best['plain']:.2f}x" for r in names)
+        fastest = min(names, key=lambda r: best[r])
         print(
             f"  T={length:3d}  {times}  | the rule: {best['None'] / best['plain']:.2f}x, {pick}; "
-            f"fastest: {fastest}{note}"
+            f"fastest: {fastest}"
         )
 
 
-ONLY = ["scores", "one_pass", "compiled", "choice", "peers", "routes"]
+ONLY = ["scores", "one_pass", "choice", "peers", "routes"]
 
 
 def main() -> None:
@@ -573,8 +546,6 @@ def main() -> None:
         headline(rounds, size | {"length": 2 * size["length"]})
     if options.only in {None, "one_pass"}:
         one_pass(rounds, size | {"validation": 1})
-    if options.only == "compiled":  # needs a C++ compiler
-        compiled(rounds, size)
     if options.only in {None, "choice"}:
         choice(rounds, size)
     if options.only in {None, "peers"}:

@@ -5,7 +5,7 @@ The sequence runs on CPU tensors, which count as an accelerator's here: so the t
 of the kernels too, and is an upper bound. "as it was" is the sequence of version 0.1: five
 operations per gradient.
 
-    python benchmarks/statistics.py [--turns 60]
+    python benchmarks/look_costs.py [--turns 60]
 """
 
 import argparse

@@ -39,7 +39,7 @@ OF_OTHERS = [
 ]
 """What other packages print on any page: regular expressions for how such lines begin."""
 NOT_INSTALLED = {"torchtitan", "OLMo-core"}
-"""They need other versions of some packages; `make trainers` trains with them."""
+"""They need other versions of some packages; examples/other_trainers/run.sh trains with them."""
 SILENCED = {
     # Progress bars.
     "TQDM_DISABLE": "1",

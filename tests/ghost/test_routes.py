@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ghost.models import build
@@ -10,12 +9,10 @@ from ghost.small import relative_error
 from ghost.test_table import observe, plain_scores
 from gradsight import GhostEngine
 from gradsight.ghost import scratch
-from gradsight.ghost.gram import FactorRecorder
 from gradsight.ghost.routes import balance_of, choose
-from gradsight.ghost.rules import linear
 
 
-@pytest.mark.parametrize("route", ["materialise", "project", "gram", None])
+@pytest.mark.parametrize("route", ["materialise", "project", None])
 @pytest.mark.parametrize("name", ["mlp", "transformer_time_first", "qwen2", "oddities", "convnet"])
 def test_every_route_is_exact(name: str, route: str | None) -> None:
     case = build(name)
@@ -71,7 +68,6 @@ def test_scratch_memory_is_shared_by_layers_but_not_by_devices_or_types() -> Non
 def test_the_rule() -> None:
     assert choose(256, 384, 1536) == "materialise"
     assert choose(16, 384, 1536) == "project"
-    assert choose(1, 1024, 1024, target_positions=8) == "gram"
     assert choose(64, 512, 512, directions=8) == "materialise"
 
 
@@ -81,62 +77,3 @@ def test_an_accelerator_moves_fewer_entries_per_product_than_a_core() -> None:
     assert choose(256, 384, 1536, balance=single) == "materialise"
     assert choose(256, 384, 1536, balance=half) == "project"
     assert choose(2048, 384, 1536, balance=half) == "materialise"
-
-
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The routes that linear layers take from here on."""
-    seen: list[str] = []
-    for route in ("gram", "project"):
-        function = getattr(linear, route)
-        monkeypatch.setattr(
-            linear, route, lambda *a, f=function, r=route: (seen.append(r), f(*a))[1]
-        )
-    return seen
-
-
-def test_an_mlp_with_a_small_target_takes_gram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the same weight used twice in the target's pass is counted twice."""
-    torch.manual_seed(0)
-    shared = nn.Linear(24, 24)
-    model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), shared, nn.Tanh(), shared).double()
-    x, v = torch.randn(6, 24, dtype=torch.float64), torch.randn(3, 24, dtype=torch.float64)
-
-    def loss_fn(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(m(batch), batch)
-
-    engine = GhostEngine(model, loss_fn, v, self_check=False)
-    seen = taken(monkeypatch)
-    with engine.observe():
-        loss_fn(model, x).backward()
-    assert seen == ["gram"] * 3
-    assert engine.verify(x).max_relative_error < 1e-12
-
-
-def test_a_tied_weight_never_takes_gram() -> None:
-    """Its direction has a part from the embedding, which the linear layer's activations do not make
-    up.
-    """
-    torch.manual_seed(0)
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(40, 40)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return F.linear(torch.tanh(self.embed(ids)), self.embed.weight)
-
-    model = Tied().double()
-    engine = GhostEngine(model, lambda m, b: F.cross_entropy(m(b), b), torch.arange(3))
-    with engine.observe():
-        F.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
-    assert engine._targets.factors.look_up(["validation"], "embed.weight") is None
-    assert engine.verify(torch.arange(5)).max_relative_error < 1e-12
-
-
-def test_the_recorder_keeps_only_what_is_small() -> None:
-    layer = nn.Linear(10, 10)
-    with FactorRecorder(lambda t: "w" if t is layer.weight else None) as recorder:
-        layer(torch.randn(4, 10)).sum().backward()
-        layer(torch.randn(5, 10)).sum().backward()
-    assert [a.shape[0] for a, _ in recorder.found["w"]] == [4]

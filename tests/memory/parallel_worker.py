@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsight import apply_checkpointing, measure_peak_memory
-from gradsight.memory.allocator import allocator_peak
 from gradsight.memory.storages import storages
+from memory.allocator import allocator_peak
 
 
 class Block(nn.Module):

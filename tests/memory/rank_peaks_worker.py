@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsight import apply_checkpointing
-from gradsight.memory.allocator import allocator_peak
 from gradsight.memory.counter import storages
 from gradsight.memory.workload import model_loss
+from memory.allocator import allocator_peak
 
 STEPS = 8
 WIDTH = 48

@@ -278,11 +278,6 @@ def test_what_is_measured(wrong: Any, message: str) -> None:
     refused(lambda: measure_peak_memory(wrong), message)
 
 
-@pytest.mark.parametrize("wrong", ["yes", None, 1])
-def test_operators_is_a_switch(wrong: Any) -> None:
-    refused(lambda: measure_peak_memory(build, operators=wrong), "operators must be True or False")
-
-
 def test_what_is_measured_may_raise_its_own() -> None:
     def fails() -> None:
         raise KeyError("mine")

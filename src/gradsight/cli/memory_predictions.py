@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsight.cli.memory_predict import NO_POLICY, Answer, Question
-from gradsight.values.memory import MemoryUse
 from gradsight.values.sizes import format_size
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "by_kind": dict(use.by_kind),
         "assumptions": use.assumptions,
         "bounds": use.bounds,
-        "reserved_bytes": use.reserved,
         "notes": use.notes,
     }
     if question.limit is not None:
@@ -169,16 +167,7 @@ def _kinds(answer: Answer) -> Table:
         if any(use.by_kind[kind] for use in uses):
             table.add_row(kind, *(format_size(use.by_kind[kind]) for use in uses))
     table.add_row("total", *(format_size(use.peak_bytes) for use in uses), style="bold")
-    if all(use.reserved is not None for use in uses):
-        table.add_row("reserved", *(_range(use) for use in uses))
     return table
-
-
-def _range(use: MemoryUse) -> str:
-    """What the allocator takes from the device, from the least to the most."""
-    assert use.reserved is not None
-    least, most = use.reserved
-    return f"{format_size(least)} to {format_size(most)}"
 
 
 def _what_fits(answer: Answer) -> list[str]:
@@ -219,7 +208,10 @@ def _assumptions(answer: Answer) -> list[str]:
         text = f"Assumed (policy {policy}): {'; '.join(use.assumptions)}"
         if use.bounds is not None:
             least, most = use.bounds
-            text += f"; the peak is at least {format_size(least)} and at most {format_size(most)}"
+            text += (
+                f"; with an even load or almost all tokens at one expert, the peak ranges from "
+                f"{format_size(least)} to {format_size(most)}"
+            )
         lines.append(text)
     return lines
 

@@ -118,11 +118,6 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
-def multiplies_in_tf32() -> bool:
-    """Whether a GPU may round the factors of a matrix product to TF32."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
-
-
 def autocast_kinds() -> list[str]:
     """The kinds of devices that autocast can be on for: the accelerator's first."""
     device = torch.accelerator.current_accelerator()

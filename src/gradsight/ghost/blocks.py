@@ -4,7 +4,6 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +15,6 @@ from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
 from gradsight.ghost.arguments import errors_of_ours
-from gradsight.ghost.compiled_choice import CompiledChoice, PassKind, PastPass
-from gradsight.ghost.compiled_pass import CompiledObservation
-from gradsight.ghost.compiled_plan import (
-    PassPlan,
-    Shapes,
-    given_directions,
-    given_scales,
-)
-from gradsight.ghost.compiled_trial import CompiledTrial
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
 from gradsight.ghost.joined_calls import JoinedCalls
@@ -97,24 +87,19 @@ class BlockScorer:
         self._noticed: set[str] = set()
         """Operations without a fast rule that the user knows of."""
         self._noticed_passes = False
-        self._compiled = CompiledChoice(self._against_compiling())
-        self._kind = PassKind(joined=False, splits_loss=False, direction="plain")
-        self._shapes: Shapes | None = None
-        self._ran_compiled = False
-        self._seed = torch.ones((), device=parameters.device)
-        """The last factor that a GradScaler gave a loss."""
+        self._noticed_compiled = False
         self._closed = False
         # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
         # before there is a block.
         self._scales = LossScales(self)
 
     @property
-    def _open(self) -> Observation | CompiledObservation | None:
+    def _open(self) -> Observation | None:
         """The pass that is being observed."""
         return self._opened.observation
 
     @_open.setter
-    def _open(self, observation: Observation | CompiledObservation | None) -> None:
+    def _open(self, observation: Observation | None) -> None:
         self._opened.observation = observation
 
     @property
@@ -135,13 +120,8 @@ class BlockScorer:
         """The processes that train the model together."""
         return self._group
 
-    def begin(
-        self, size: int | None, step: int | None, shapes: Shapes | None = None
-    ) -> Observation | CompiledObservation:
-        """Start a block of two passes: fresh directions if they are due, then the eyes open.
-
-        `shapes`: of the batch, where it is known.
-        """
+    def begin(self, size: int | None, step: int | None) -> Observation:
+        """Start a block of two passes: fresh directions if they are due, then the eyes open."""
         self._start(step)
         self._one_pass = None
         if self._schedule.refresh_if_due(self._step, self.parameters):
@@ -150,13 +130,12 @@ class BlockScorer:
         guard = PassGuard(None, judges_loss=self._check.first)
         options = self._trace(self._directions(), guard, None)
         expected = Expected(size, self._options.batch_dim)
-        compiled = self._observe_compiled(options, expected, shapes, splits_loss=False)
-        return compiled or self._observe(options, expected)
+        return self._observe(options, expected)
 
     def begin_joined(
-        self, parts: RowParts, step: int | None, shapes: Shapes, *, splits_loss: bool
-    ) -> tuple[Observation | CompiledObservation, OnePass]:
-        """Start a block of one pass over joined rows, of these shapes."""
+        self, parts: RowParts, step: int | None, *, splits_loss: bool
+    ) -> tuple[Observation, OnePass]:
+        """Start a block of one pass over joined rows."""
         self._start(step)
         names = None
         if self._options.per_parameter:
@@ -170,82 +149,7 @@ class BlockScorer:
             self._schedule.refresh_now(self.parameters)
         options = self._trace_joined(one_pass, splits_loss)
         expected = Expected(parts.total, self._options.batch_dim)
-        compiled = self._observe_compiled(options, expected, shapes, splits_loss=splits_loss)
-        return compiled or self._observe(options, expected), one_pass
-
-    def _observe_compiled(
-        self, options: TraceOptions, expected: Expected, shapes: Shapes | None, *, splits_loss: bool
-    ) -> CompiledObservation | None:
-        """Open the eyes on a pass in compiled code; None where it has to run eagerly."""
-        one_pass = options.one_pass
-        kind = PassKind(one_pass is not None, splits_loss, self._schedule.kind)
-        self._kind = kind
-        self._shapes = shapes
-        choice = self._compiled
-        if not choice.possible or not is_compiled(self.model):
-            return None
-
-        def trial(past: PastPass) -> str | None:
-            own = one_pass
-            if one_pass is not None and past.call.batch != one_pass.parts.total:
-                return f"its last batch of {past.call.batch} rows is of another kind"
-            plan = self._plan(own, past.tied, splits_loss)
-            return CompiledTrial(self.model, plan, options, own).fault(past.call, past.autocast)
-
-        choice.compare(kind, trial)
-        known = choice.any_proven(kind) if shapes is None else choice.proven(kind, shapes)
-        if known is None:
-            return None
-        observation = CompiledObservation(self._plan(one_pass, known.tied, splits_loss), one_pass)
-        observation.on_refusal = weakly(self.abandon)
-        sizes = None
-        if one_pass is not None:
-            sizes = one_pass.parts.sizes
-        elif shapes is not None:
-            sizes = (known.batch,)
-        else:
-            observation.on_new_call = partial(weakly(self._go_on_eagerly), options, expected)
-            observation.sizes_by_call = weakly(self._sizes_of_call)
-        self._open = observation
-        observation.start(self.model, sizes)
-        return observation
-
-    def _sizes_of_call(self, shapes: Shapes) -> tuple[int, ...] | None:
-        """The samples of a call of the model that nobody announced; None: it is a new one."""
-        known = self._compiled.proven(self._kind, shapes)
-        return None if known is None else (known.batch,)
-
-    def _go_on_eagerly(self, options: TraceOptions, expected: Expected) -> None:
-        """The model is about to be called with new shapes: this block runs eagerly."""
-        assert isinstance(self._open, CompiledObservation)
-        self._open.stop()
-        self._observe(options, expected)
-
-    def _plan(self, one_pass: OnePass | None, tied: frozenset[str], splits_loss: bool) -> PassPlan:
-        if one_pass is None:
-            directions = [self.targets.directions[name] for name in self.targets.names]
-            given = given_directions(self.parameters, directions)
-        else:
-            given = given_scales(self.parameters, one_pass)
-        return PassPlan(
-            self.parameters,
-            len(self.targets.names),
-            self._options.per_parameter,
-            given,
-            tied if one_pass is not None else frozenset(),
-            splits_loss,
-            self._seed,
-        )
-
-    def _against_compiling(self) -> str | None:
-        rules = self._options.rules
-        if self._group.size > 1:
-            return "several processes share it"
-        if rules.exact_grad:
-            return "exact_grad=True asks for gradients that are plain training's bit for bit"
-        if rules.kernel is not None or rules.route is not None:
-            return "a kernel or a route of its own is asked for"
-        return None
+        return self._observe(options, expected), one_pass
 
     def rehearsal(self, parts: RowParts, *, splits_loss: bool) -> tuple[Observation, OnePass]:
         """An observation of one pass that is no part of training; the twin is asked in it."""
@@ -334,7 +238,6 @@ class BlockScorer:
         if observation is None:
             raise UsageError("no observed block is open")
         observation.stop()
-        self._ran_compiled = isinstance(observation, CompiledObservation)
         try:
             self._finish(observation, ids, domains)
         finally:
@@ -357,8 +260,6 @@ class BlockScorer:
         """A GradScaler has multiplied a loss."""
         if self._open is not None and self._open.scale is None:
             self._open.loss_scaled(scaler)
-            if self._open.scale is not None:
-                self._seed = self._open.scale.detach().clone()
 
     def close(self) -> None:
         """Give up an open block, and let go of directions and memory."""
@@ -378,25 +279,20 @@ class BlockScorer:
             self.targets.names,
             parameters=parameters,
             group=self._group,
-            factors=self.targets.factors,
         )
 
     def _finish(
         self,
-        observation: Observation | CompiledObservation,
+        observation: Observation,
         ids: list[int | str] | None,
         domains: list[str | None] | None,
     ) -> None:
         table = observation.scores().clone()
         table = table.view(len(self.targets.names), -1, table.shape[1])
-        if isinstance(observation, Observation):
-            self._judge(ObservedPass(table.sum(1), observation.scale, observation.calls))
-            self._memory.forget_unproven()
-            self._notice_slow(observation)
-            if is_compiled(self.model):
-                self._compiled.ran_eagerly(observation, self._kind, self._shapes)
-        elif self._one_pass is not None:
-            self._take_losses(table.sum(1))
+        self._judge(ObservedPass(table.sum(1), observation.scale, observation.calls))
+        self._memory.forget_unproven()
+        self._notice_slow(observation)
+        self._notice_compiled()
         batch = table.shape[2]
         if ids is None:
             ids = self._running_numbers(batch)
@@ -456,8 +352,19 @@ class BlockScorer:
         self._log.add(BlockScores(self._step, ids, domains, kept, kind), totals)
         by_target = dict(zip(targets, totals, strict=True))
         mode = "two_pass" if self._one_pass is None else "concat"
-        compiled = self._ran_compiled
-        self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode, compiled)
+        self._scores = Scores(self._step, ids, by_target, by_parameter, kind, mode)
+
+    def _notice_compiled(self) -> None:
+        """Warn once if the model is compiled, because Gradsight scores it uncompiled."""
+        if self._noticed_compiled or not is_compiled(self.model):
+            return
+        self._noticed_compiled = True
+        warnings.warn(
+            "the compiled model runs eagerly while its samples are scored. The scores are exact; "
+            "only speed is lost.",
+            GradsightWarning,
+            stacklevel=5,
+        )
 
     def _notice_slow(self, observation: Observation) -> None:
         """Name, once, what takes longer than it would with fast rules."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from gradsight.core.sharing import ModelGroup
 from gradsight.ghost.gradients import dot
-from gradsight.ghost.gram import Factor, FactorCache
 
 Direction = dict[str, Tensor]
 """A vector in parameter space, by parameter name; a name that is missing stands for zeros."""
@@ -28,7 +27,6 @@ class Directions:
         *,
         parameters: Sequence[str] | None = None,
         group: ModelGroup | None = None,
-        factors: FactorCache | None = None,
     ) -> None:
         self.slots = len(targets)
         self._place: dict[str, int] | None = None
@@ -38,7 +36,6 @@ class Directions:
         self._by_target = by_target
         self._targets = targets
         self._group = group
-        self._factors = factors
         self._known: dict[str, Tangents] = {}
 
     def tangents(self, name: str) -> Tangents:
@@ -65,12 +62,6 @@ class Directions:
     def forget(self, name: str) -> None:
         """A parameter's part is not asked for again."""
         self._known.pop(name, None)
-
-    def factors(self, name: str) -> list[list[Factor]] | None:
-        """The factors of a parameter's part of each direction, in the order of slots, if kept."""
-        if self._factors is None or self._place is not None:
-            return None
-        return self._factors.look_up(self._targets, name)
 
     def _look_up(self, name: str) -> Tangents:
         pairs = []

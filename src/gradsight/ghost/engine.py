@@ -26,7 +26,6 @@ from gradsight.ghost.arguments import (
     named_targets,
 )
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
-from gradsight.ghost.kernels.product_kernel import ProductKernel
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.pass_choice import PassChoice
 from gradsight.ghost.prediction_check import (
@@ -89,7 +88,6 @@ class GhostEngine:
         save_format: str = "parquet",
         start_step: int | None = None,
         batch_dim: int | None = None,
-        kernel: str | None = None,
         _route: str | None = None,
     ) -> None:
         """Prepare to score the samples that a model is trained on.
@@ -128,10 +126,6 @@ class GhostEngine:
             are replaced. None: after the last step that run_dir holds, or 0.
         batch_dim: the dimension of the model's inputs that holds the samples, where it cannot be
             told from the shapes.
-        kernel: "triton" makes the weight gradients of linear layers and their scores by a kernel
-            for matrix units, in float32, bfloat16 and float16. It is compared with the usual way
-            on the first batch, and given up with one warning where it differs or fails. Its speed
-            was never measured.
         """
         refuse_unknown_torch("ghost")
         check_model(model)
@@ -139,8 +133,6 @@ class GhostEngine:
         batches = named_targets(val_data, targets)
         check_choice(mode, "mode", "auto", "concat", "two_pass")
         check_choice(save_format, "save_format", "parquet", "pkl")
-        if kernel is not None:
-            check_choice(kernel, "kernel", "triton")
         refresh_every = whole_number(refresh_every, "refresh_every", least=1)
         save_interval = whole_number(save_interval, "save_interval", least=1)
         if start_step is not None:
@@ -191,10 +183,7 @@ class GhostEngine:
             SaveOptions(folder, save_interval, start_step, pickles=save_format == "pkl"),
         )
         options = ScoringOptions(
-            RuleOptions(exact_grad, _route, ProductKernel() if kernel else None),
-            per_parameter,
-            self_check,
-            batch_dim,
+            RuleOptions(exact_grad, _route), per_parameter, self_check, batch_dim
         )
         self._blocks = BlockScorer(model, parameters, self._targets, schedule, self._log, options)
         self._passes = TrainingPasses(self._blocks, loss_fn, choice)
@@ -359,5 +348,5 @@ def _make_on_first_rank(run_dir: Path, group: ModelGroup) -> None:
 
 def _check_route(route: str | None) -> None:
     """An error for a route that does not exist: benchmarks and tests force one."""
-    if route not in {None, "materialise", "project", "gram"}:
-        raise UsageError(f"route must be None, 'materialise', 'project' or 'gram', got {route!r}")
+    if route not in {None, "materialise", "project"}:
+        raise UsageError(f"route must be None, 'materialise' or 'project', got {route!r}")

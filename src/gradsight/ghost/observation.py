@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import eager, without_collectives
 from gradsight.core.calls import suspended
 from gradsight.core.function_modes import end_mode, take_off_ended
@@ -20,7 +19,6 @@ from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensor
 from gradsight.errors import GradsightError
 from gradsight.ghost.arguments import errors_of_ours
 from gradsight.ghost.by_sample import TrainingPass, scores_by_sample
-from gradsight.ghost.compiled_plan import Shapes, shapes_of
 from gradsight.ghost.first_block_check import FirstBlockCheck
 from gradsight.ghost.one_pass import OnePass
 from gradsight.ghost.one_pass_check import compare_rehearsal, rehearse
@@ -63,10 +61,6 @@ class Observation:
         """Called when a backward pass through the model has returned."""
         self.on_refusal: Callable[[], None] | None = None
         """Called when something of the pass is refused, before the user hears of it."""
-        self.autocast: tuple[str, str] | None = None
-        """The autocast that the model was called in."""
-        self.call_shapes: Shapes = ()
-        """Of what the model was called with."""
         self.began_backward = False
         """Whether there was one, of whatever model."""
         self.passes_by_sample: str | None = None
@@ -327,8 +321,6 @@ class Observation:
                 f"the model was called with {call.batch} samples after {self.tracer.batch} in the "
                 "same block. Use one observe() block per backward pass, or pass sample_ids."
             )
-        self.autocast = current_autocast()
-        self.call_shapes = shapes_of(args, kwargs)
         self.calls.append(call)
         self.tracer.mark_call(call)
         if self.tracer.options.guard is not None:

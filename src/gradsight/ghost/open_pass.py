@@ -8,7 +8,6 @@ import torch
 
 from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
-from gradsight.ghost.compiled_pass import CompiledObservation
 from gradsight.ghost.observation import Observation
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ class OpenPass:
     """The pass that is being observed, for whoever has to end it."""
 
     def __init__(self) -> None:
-        self.observation: Observation | CompiledObservation | None = None
+        self.observation: Observation | None = None
 
     def stop(self) -> None:
         """Leave the model as it was found, if a pass is open."""

@@ -43,10 +43,6 @@ class PredictionCheck:
         return float((table[:, 0] * table[:, 1]).sum() / (table[:, 0].norm() * table[:, 1].norm()))
 
 
-Honesty = PredictionCheck
-"""The name by which users of `GhostEngine.honesty()` know it."""
-
-
 @dataclass
 class StepSum:
     """The sums of a step's scores by target, and what the optimizer did with its gradient."""
@@ -116,7 +112,7 @@ class CarriedMoment:
 
     Adam moves by (1 - beta1) g + beta1 m. Of that, scores know g; m is nine tenths. On a small GPT
     the correlation of Adam-aware predictions with what happened was 0.02 where sums of scores along
-    older directions stood in for m, and 0.98 with m itself (benchmarks/adam_honesty.py).
+    older directions stood in for m, and 0.98 with m itself.
     """
 
     def __init__(

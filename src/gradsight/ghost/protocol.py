@@ -9,7 +9,6 @@ from gradsight.core.function_modes import take_off_ended
 from gradsight.errors import UsageError
 from gradsight.ghost.arguments import checked_ids
 from gradsight.ghost.blocks import BlockScorer
-from gradsight.ghost.compiled_plan import shapes_of
 from gradsight.ghost.training_passes import TrainingPasses
 from gradsight.values.whole_numbers import whole_number
 
@@ -69,12 +68,10 @@ class BatchProtocol:
             )
         joined = self._passes.joined_pair(x, y, self._iteration)
         if joined is None:
-            self._blocks.begin(len(self._ids), self._iteration, shapes_of(x, y))
+            self._blocks.begin(len(self._ids), self._iteration)
         else:
             x, y = joined.rows
-            self._blocks.begin_joined(
-                joined.parts, self._iteration, shapes_of(joined.rows), splits_loss=True
-            )
+            self._blocks.begin_joined(joined.parts, self._iteration, splits_loss=True)
         self._stage = "forward"
         return x, y
 

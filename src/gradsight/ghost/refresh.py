@@ -127,17 +127,6 @@ class AdamScales:
         scale: Tensor = ((second / start).sqrt() + eps).reciprocal()
         return scale
 
-    def moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """What a scale is made of, for compiled code: v, and [its correction, eps]."""
-        if name not in self._states:
-            parameter = self._parameters[name]
-            return torch.full_like(parameter, torch.inf), parameter.new_ones(2)
-        second, start, eps = _moments(*self._states[name], self._kind)
-        numbers = second.new_ones(2)
-        numbers[0] = start
-        numbers[1] = eps
-        return second, numbers
-
 
 def adam_scales(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Direction | None:
     """1 / (sqrt(v) + eps) of every parameter, v corrected for its start; None before a first step.

@@ -1,14 +1,11 @@
 """Which way to take the per-sample dots of a linear layer: a cost rule.
 
-One sample's inputs A [T, d] and output gradients B [T, p], K directions D [p, d], the target's N
-positions:
+One sample's inputs A [T, d] and output gradients B [T, p], K directions D [p, d]:
 
     materialise  form dW = B^T A, dot it with D, add it to the weight gradient: no product more than
                  plain training has, but each sample's dW goes through memory, (3 + 2K) d p entries
     project      A D^T, then the dot with B: K T d p multiply-adds more, and the weight gradient
                  untouched
-    gram         (A A_v^T) * (B B_v^T) with the target's activations: K T N (d + p) multiply-adds
-                 more (see gram.py)
 
 A device does about `balance` multiply-adds in the time in which it moves one entry. A core's was
 measured (benchmarks/ghost.py shows on which sequence lengths the routes cross), those of
@@ -38,13 +35,12 @@ def choose(
     inputs: int,
     outputs: int,
     directions: int = 1,
-    target_positions: int | None = None,
     balance: float = CORE,
 ) -> str:
-    """The cheapest route for T positions per sample; gram where the target's factors are kept.
+    """The cheapest route for T positions per sample.
 
-    >>> choose(256, 384, 384), choose(16, 384, 384), choose(16, 384, 384, target_positions=4)
-    ('materialise', 'project', 'gram')
+    >>> choose(256, 384, 384), choose(16, 384, 384)
+    ('materialise', 'project')
     >>> choose(256, 384, 384, balance=ACCELERATOR_HALF)
     'project'
     """
@@ -55,6 +51,4 @@ def choose(
         "materialise": balance * (3 + 2 * directions) * weights,
         "project": float(directions * length * weights),
     }
-    if target_positions is not None:
-        costs["gram"] = float(directions * length * target_positions * (inputs + outputs))
     return min(costs, key=lambda route: costs[route])

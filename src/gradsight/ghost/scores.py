@@ -24,8 +24,6 @@ class Scores:
     """ "plain", or "adam" where the direction is scaled by the optimizer's second moments."""
     mode: str = "two_pass"
     """ "concat" where training and validation rows went through one pass, else "two_pass"."""
-    compiled: bool = False
-    """Whether the training pass ran in compiled code."""
 
     @property
     def total(self) -> Tensor:

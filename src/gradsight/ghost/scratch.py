@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsight.ghost.kernels.product_kernel import ProductKernel
-
 ON_CPU = 1 << 20
 """Bytes for the products of a few samples, so that small ones are made by one call.
 
@@ -30,9 +28,6 @@ class Scratch:
     Kept on the CPU, whose allocator gives blocks of this size back to the system, so that each use
     would cost a fault per page; other devices' allocators keep it themselves.
     """
-
-    kernel: ProductKernel | None = None
-    """By which products are made that then need no such memory."""
 
     def __init__(self, most: int | None = None) -> None:
         """most: how many matrices at once, however small they are; None: as many as fit."""

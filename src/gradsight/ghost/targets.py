@@ -1,7 +1,7 @@
 """The validation targets and their gradients, the directions that samples are scored along."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from gradsight.core.beside import beside_training, eager, is_compiled
+from gradsight.core.beside import beside_training
 from gradsight.core.shards import local_part
 from gradsight.core.sharing import ModelGroup, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.arguments import calling_loss_fn, in_one_line
 from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
-from gradsight.ghost.gram import FactorCache, FactorRecorder
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.measure.host_copy import HostCopy
 
@@ -70,9 +69,6 @@ class Targets:
         self.names = tuple(batches)
         self.directions: dict[str, Direction] = {}
         self.losses: dict[str, Tensor] = {}
-        self.factors = FactorCache()
-        self._without_factors: set[str] = set()
-        """Targets too large for the Gram route in every layer: not recorded again."""
         self._unread: list[UnreadNorms] = []
         self._model = model
         self._loss_fn = loss_fn
@@ -88,8 +84,7 @@ class Targets:
         """Compute every direction anew; with `compare`, returns its cosine with the old one."""
         turned: dict[str, Tensor] = {}
         for name, batch in self.batches.items():
-            # Factors make up the plain gradient, not one that is scaled afterwards.
-            new, loss = self._gradient(name, batch, parameters, keep_factors=scales is None)
+            new, loss = self._gradient(name, batch, parameters)
             self.losses[name] = loss
             for parameter, scale in (scales or {}).items():
                 if parameter in new:
@@ -101,39 +96,17 @@ class Targets:
             self.directions[name] = new
         return turned
 
-    def set(self, name: str, direction: Direction, loss: Tensor) -> None:
-        """Take a direction that was found elsewhere."""
-        self._refuse_nonfinite(name, direction)
-        self.directions[name] = direction
-        self.factors.take(name, {}, direction)
-        self.losses[name] = loss
-
     def _gradient(
-        self, name: str, batch: Any, parameters: ScoredParameters, keep_factors: bool
+        self, name: str, batch: Any, parameters: ScoredParameters
     ) -> tuple[Direction, Tensor]:
         """The gradient of the target's mean loss, averaged over all processes, and that loss."""
-        wanted = keep_factors and name not in self._without_factors and self._can_record()
-        recorder = None
-        if wanted:
-            recorder = FactorRecorder(parameters.name)
-        with (
-            beside_training(parameters.root, evaluating=True),
-            without_reduction(self._model),
-            ExitStack() as stack,
-        ):
-            if recorder is not None:
-                stack.enter_context(eager())
-                stack.enter_context(recorder)
+        with beside_training(parameters.root, evaluating=True), without_reduction(self._model):
             # The whole direction first: then each use's dots hold every cross term of tied weights.
             with calling_loss_fn(f"on target {name!r}", batch):
                 loss = self._loss_fn(self._model, batch)
             check_loss(loss, f"on target {name!r}")
             with _explained(name, parameters.root):
                 direction, _ = gradients([loss], None, parameters.trainable, self.group.sharded)
-        factors = {} if recorder is None else recorder.found
-        self.factors.take(name, factors, direction)
-        if recorder is not None and not factors:
-            self._without_factors.add(name)
         value = loss.detach().clone()
         if self.group.sharded:
             self.group.mean([value])  # fully_shard has averaged the gradient itself
@@ -144,10 +117,6 @@ class Targets:
             direction = {n: direction.get(n, torch.zeros_like(p)) for n, p in named}
         self.group.mean([value, *direction.values()])
         return direction, value
-
-    def _can_record(self) -> bool:
-        """Whether activations make up the direction, and the operations can be seen."""
-        return self.group.size == 1 and not is_compiled(self._model)
 
     def _refuse_nonfinite(self, name: str, direction: Direction) -> None:
         """An error for a direction that is not finite.

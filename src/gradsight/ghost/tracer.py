@@ -32,7 +32,6 @@ from gradsight.ghost.fallback import attach_derivative
 from gradsight.ghost.in_place import changes_in_place, first_changed, out_of_place
 from gradsight.ghost.joined_operations import JoinedCall, run_joined
 from gradsight.ghost.joined_rules import JOINED_RULES
-from gradsight.ghost.kernels.product_kernel import ProductKernel
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
 from gradsight.ghost.refusals import PassGuard
 from gradsight.ghost.row_moves import DRAWING, NOT_PICKED, RowMoves, described_value, memory_of
@@ -62,8 +61,6 @@ class RuleOptions:
     """Whether the gradient must be the plain operation's own, bit for bit."""
     route: str | None = None
     """A route to take everywhere, for comparisons; None: by the cost rule."""
-    kernel: ProductKernel | None = None
-    """By which split products are made; None: as torch makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +80,6 @@ class TraceOptions:
     """Whether layouts that no proof has covered may be assumed: in the proof itself, and where the
     user has switched it off.
     """
-
-    def __post_init__(self) -> None:
-        # Whoever makes products is handed the memory for them, and so the kernel.
-        self.scratch.kernel = self.rules.kernel
 
 
 class Tracer(TorchFunctionMode):

@@ -15,8 +15,6 @@ from gradsight.core.sharing import reshard, without_reduction
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.blocks import BlockScorer
-from gradsight.ghost.compiled_pass import CompiledObservation
-from gradsight.ghost.compiled_plan import shapes_of
 from gradsight.ghost.joined_batch import JoinedBatch
 from gradsight.ghost.loss_calls import (
     JoinedLossCall,
@@ -67,10 +65,7 @@ class TrainingPasses:
         states = all_states(blocks.parameters.root.modules())
         try:
             observation, one_pass = blocks.begin_joined(
-                joined.parts,
-                announced.step,
-                shapes_of(joined.joined.rows),
-                splits_loss=joined.calls.inside,
+                joined.parts, announced.step, splits_loss=joined.calls.inside
             )
             with self._given_up_on_failure():
                 loss = joined.run(one_pass)
@@ -89,7 +84,7 @@ class TrainingPasses:
 
     def _loss_of_two_passes(self, announced: Announced) -> Tensor:
         size = None if announced.ids is None else len(announced.ids)
-        observation = self._blocks.begin(size, announced.step, shapes_of(announced.batch))
+        observation = self._blocks.begin(size, announced.step)
         with self._given_up_on_failure():
             with calling_loss_fn("on the training batch", announced.batch):
                 loss = self._loss_fn(self._blocks.model, announced.batch)
@@ -98,9 +93,7 @@ class TrainingPasses:
         self._end_with_backward(observation, announced)
         return loss
 
-    def _end_with_backward(
-        self, observation: Observation | CompiledObservation, announced: Announced
-    ) -> None:
+    def _end_with_backward(self, observation: Observation, announced: Announced) -> None:
         observation.look_away()
         observation.on_finished = partial(
             weakly(self._blocks.end_later), announced.ids, announced.domains

@@ -6,15 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gradsight.ghost.derivative import function_name
 from gradsight.ghost.fallback import Score, attach
-from gradsight.ghost.gram import Factor
 from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.scratch import Scratch
-from gradsight.ghost.tangent_sources import ParameterTangents, TangentSource
+from gradsight.ghost.tangent_sources import TangentSource
 
 if TYPE_CHECKING:
     from gradsight.ghost.joined_operations import JoinedCall
@@ -67,13 +65,6 @@ class Use:
     def source(self, x: Any) -> TangentSource | None:
         """The source of a tensor's derivatives; None where it carries none."""
         return self.tracer.source(x)
-
-    def factors(self, weight: Tensor) -> list[list[Factor]] | None:
-        """The factors of a weight's part of each direction, for the Gram route, where kept."""
-        source = self.source(weight)
-        if not isinstance(source, ParameterTangents) or self.func is not F.linear:
-            return None
-        return self.tracer.options.directions.factors(source.origins[0])
 
     @property
     def one_pass(self) -> "OnePass":

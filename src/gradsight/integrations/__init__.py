@@ -7,10 +7,8 @@ if TYPE_CHECKING:
     from gradsight.integrations import accelerate as accelerate
     from gradsight.integrations import hf as hf
     from gradsight.integrations import lightning as lightning
-    from gradsight.integrations import olmo_core as olmo_core
-    from gradsight.integrations import torchtitan as torchtitan
 
-_TRAINERS = ["accelerate", "hf", "lightning", "olmo_core", "torchtitan"]
+_TRAINERS = ["accelerate", "hf", "lightning"]
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
 """What is assumed where a step decides by values that nobody can know before it runs.
 
-The routing of tokens to experts (an even load), random numbers drawn in forward (the case that
-needs most), and whether activations are finite (they are). An assumed value carries its reason
+The routing of tokens to experts (an even load), random numbers drawn in forward (close to 1, which
+drops no layer), and whether activations are finite (they are). An assumed value carries its reason
 wherever it goes; a prediction names the reasons of those that something was decided by.
 """
 
@@ -25,55 +25,34 @@ FINITE = "finite"
 
 ASSUMPTIONS = {
     DRAWN: "random numbers of build() decide what the step runs: as they were drawn once",
-    RANDOM: "random numbers drawn in the step decide what it runs: the case that needs most",
+    RANDOM: "random numbers drawn in the step decide what it runs: close to 1, so no layer drops",
     ROUTING: "routing spreads tokens evenly over the experts",
     FINITE: "activations and the loss are finite",
 }
 
 EVEN = "even"
-SKEWED = ("first", "last", "first and one each", "last and one each")
-"""Loads as uneven as they can be: a few experts take all tokens, or leave the others one each."""
+ONE_EXPERT = "one expert"
+"""All tokens go to the first expert (the first k where a token chooses k) but one for each other.
+
+Of the uneven loads that were tried, this one needs the most memory: every expert runs.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One of the ways in which what is not known can come out."""
-
-    random: str = "drawn"
-    """ "drawn", "low" or "high": what uniform random numbers are."""
-    routing: str = EVEN
-    seed: int | None = None
-    """Of what build() draws; None: torch's own state as it is."""
-
-    def uniform(self, drawn: torch.Tensor) -> torch.Tensor:
-        """Random numbers as this case has them."""
-        with _disable_current_modes():
-            if self.random == "low":
-                return torch.zeros_like(drawn)
-            if self.random == "high":
-                return torch.full_like(drawn, 1 - torch.finfo(drawn.dtype).eps)
-            return drawn
-
-    def routes(self, rows: int, chosen: int, experts: int) -> torch.Tensor:
-        """The experts of every row, (rows, chosen)."""
-        with _disable_current_modes():
-            slots = torch.arange(chosen)
-            if self.routing == EVEN:
-                first = torch.arange(rows)[:, None] * chosen
-                return (first + slots) % experts
-            favourites = slots
-            if self.routing.startswith("last"):
-                favourites = experts - 1 - slots
-            routes = favourites.repeat(rows, 1)
-            if "one each" in self.routing:
-                # The first rows go to one expert after the other, the rest to the favourites.
-                spread = min(rows, -(-experts // chosen))
-                first = torch.arange(spread)[:, None] * chosen
-                routes[:spread] = (first + slots) % experts
-            return routes
+def keeps_all_layers(drawn: torch.Tensor) -> torch.Tensor:
+    """Uniform random numbers so close to 1 that layer dropping keeps every layer."""
+    with _disable_current_modes():
+        return torch.full_like(drawn, 1 - torch.finfo(drawn.dtype).eps)
 
 
-USUAL = Case()
+def routes(routing: str, rows: int, chosen: int, experts: int) -> torch.Tensor:
+    """The experts of every row, (rows, chosen)."""
+    with _disable_current_modes():
+        slots = torch.arange(chosen)
+        spread = (torch.arange(rows)[:, None] * chosen + slots) % experts
+        if routing == ONE_EXPERT:
+            # The first rows go to one expert after the other.
+            spread[-(-experts // chosen) :] = slots
+        return spread
 
 
 def reasons_after(func: Any, args: tuple[Any, ...], given: Reasons, *, stepping: bool) -> Reasons:
@@ -110,7 +89,7 @@ class AssumedValue:
     reasons: Reasons
 
 
-def assumed(func: Any, args: tuple[Any, ...], out: Any, case: Case) -> AssumedValue | None:
+def assumed(func: Any, args: tuple[Any, ...], out: Any, routing: str) -> AssumedValue | None:
     """What is assumed of an operator's result whose arguments are not known; None: nothing."""
     name = func._overloadpacket.__name__
     if name in ("isnan", "isinf") and isinstance(out, torch.Tensor):
@@ -118,9 +97,9 @@ def assumed(func: Any, args: tuple[Any, ...], out: Any, case: Case) -> AssumedVa
     if name == "isfinite" and isinstance(out, torch.Tensor):
         return _finite(out, False)
     if name == "topk":
-        return _routed(args[0], out[1], case)
+        return _routed(args[0], out[1], routing)
     if name == "argmax" and len(args) > 1:
-        return _routed(args[0], out, case)
+        return _routed(args[0], out, routing)
     return None
 
 
@@ -133,8 +112,8 @@ def _finite(out: torch.Tensor, looks_for_the_opposite: bool) -> AssumedValue | N
     return AssumedValue(out, value, frozenset({FINITE}))
 
 
-def _routed(scores: torch.Tensor, indices: torch.Tensor, case: Case) -> AssumedValue | None:
-    """Indices into the last dimension, spread as the case says."""
+def _routed(scores: torch.Tensor, indices: torch.Tensor, routing: str) -> AssumedValue | None:
+    """Indices into the last dimension, spread as `routing` says."""
     if indices.numel() == 0 or indices.numel() > 1 << 20 or scores.dim() < 1:
         return None
     keeps_dimension = indices.dim() == scores.dim()
@@ -143,7 +122,7 @@ def _routed(scores: torch.Tensor, indices: torch.Tensor, case: Case) -> AssumedV
     over_the_last = scores.shape[:-1] == (indices.shape[:-1] if keeps_dimension else indices.shape)
     if not over_the_last:
         return None
-    routes = case.routes(rows, chosen, scores.shape[-1])
+    chosen_experts = routes(routing, rows, chosen, scores.shape[-1])
     with _disable_current_modes():
-        value = routes.reshape(tuple(indices.shape)).contiguous()
+        value = chosen_experts.reshape(tuple(indices.shape)).contiguous()
     return AssumedValue(indices, value, frozenset({ROUTING}))

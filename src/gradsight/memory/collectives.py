@@ -30,16 +30,3 @@ def communicated(
             yield tensor, GATHERED
     elif name == "chunk_cat":
         yield kwargs["out"], BUCKETS
-
-
-def copied_inside(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """What gloo copies while it reduces and scatters; NCCL works in the buffers that it is given.
-
-    What gloo takes in threads of its own, such as for gathering, is not among torch's allocations.
-    """
-    if getattr(func, "namespace", None) != "c10d":
-        return None
-    if func._overloadpacket.__name__ != "_reduce_scatter_base_":
-        return None
-    source: torch.Tensor = args[1]
-    return source

@@ -9,7 +9,6 @@ autograd has handed it over.
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsight.memory.collectives import BUCKETS, LASTING, communicated, copied_inside
+from gradsight.memory.collectives import LASTING, communicated
 from gradsight.memory.compiled import compiled_code_eager
 from gradsight.memory.operators import flops_of, workspace_of
 from gradsight.memory.storages import storages, written_tensors
@@ -59,13 +58,11 @@ class StorageCounter(TorchDispatchMode):
 
     `granule` is the size to whose multiples the allocator in question rounds up. Operations are
     counted here and not by torch's FlopCounterMode: run beside the count, that one raised a
-    measured peak from 75 to 169 MiB. `gloo` counts what that backend copies inside, where
-    collectives are fake.
+    measured peak from 75 to 169 MiB.
     """
 
-    def __init__(self, granule: int = 1, *, gloo: bool = False) -> None:
+    def __init__(self, granule: int = 1) -> None:
         super().__init__()
-        self._gloo = gloo
         self.log: list[Allocation] = []
         self.flops = 0
         self.backward_starts: list[int] = []
@@ -81,10 +78,8 @@ class StorageCounter(TorchDispatchMode):
         self._moved = 0
         self._peak_moved = 0
         self._in_optimizer = 0
-        self._calls = 0
-        self._collectives: deque[tuple[int, int]] = deque()
-        """Those not waited for: the number of the call, and the clock."""
-        self._waited_since: int | None = None
+        self._waits = False
+        """Whether a collective is being waited for."""
         self._in_backward = False
         self._parameters = WeakIdKeyDictionary()  # by identity: tensors compare by element
         self._handles: list[RemovableHandle] = []
@@ -106,7 +101,7 @@ class StorageCounter(TorchDispatchMode):
             seeing = self._seeing_the_result(getattr(torch, name))
             self._patches.enter_context(patch.object(torch, name, seeing))
         if collective := getattr(sys.modules.get("torch.distributed"), "Work", None):
-            waiting = self._seeing_buffers(collective.wait)
+            waiting = self._uncounted(collective.wait)
             self._patches.enter_context(patch.object(collective, "wait", waiting))
         self._patches.enter_context(compiled_code_eager(self._note_compiled))
         super().__enter__()
@@ -133,14 +128,13 @@ class StorageCounter(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the wrapper unwraps itself first; its parts come back here
         kwargs = kwargs or {}
+        if self._waits:
+            return func(*args, **kwargs)
         # torch.tensor(...) fills its tensor without an operator and ends in this one.
-        newly_made = func is torch.ops.aten.lift_fresh.default or self._waited_since is not None
-        self._calls += 1
+        newly_made = func is torch.ops.aten.lift_fresh.default
         for given in tree_leaves((args, kwargs)):
             if isinstance(given, torch.Tensor):
                 self._see(given, before=not newly_made)
-        if getattr(func, "namespace", None) == "c10d":
-            self._collectives.append((self._calls, self.clock))
         out = func(*args, **kwargs)
         for written in written_tensors(func, args, kwargs):
             self._see_resizes(written)
@@ -154,8 +148,6 @@ class StorageCounter(TorchDispatchMode):
                 self._see(made, before=False)
         for buffer, kind in communicated(func, args, kwargs):
             self._mark(buffer, kind)
-        if self._gloo and (copied := copied_inside(func, args)) is not None:
-            self._come_and_go(copied, BUCKETS)
         return out
 
     @property
@@ -201,8 +193,6 @@ class StorageCounter(TorchDispatchMode):
             size = storage.nbytes()
         size = self._rounded(size)
         born = -1 if before else self.clock
-        if self._waited_since is not None and not before:
-            born = self._waited_since
         entry = Allocation(size, born, phase, storage.device.type)
         self.log.append(entry)
         key = storage._cdata
@@ -210,7 +200,6 @@ class StorageCounter(TorchDispatchMode):
         # it dies with the memory and not with the last tensor that Python held.
         self._open[key] = (entry, weakref.ref(storage, lambda _: self._close(key, entry)))
         if not before:
-            self._rise_since(born, size)
             self._move(size)
 
     def _close(self, key: int, entry: Allocation) -> None:
@@ -219,24 +208,6 @@ class StorageCounter(TorchDispatchMode):
             del self._open[key]
             entry.died = self.clock
             self._move(-entry.size)
-
-    def _come_and_go(self, like: torch.Tensor, kind: str) -> None:
-        """A copy that lives within one operator."""
-        for storage in storages(like):
-            entry = Allocation(storage.nbytes(), self.clock, self._phase(), storage.device.type)
-            entry.kind = kind
-            self.log.append(entry)
-            self._move(entry.size)
-            entry.died = self.clock
-            self._move(-entry.size)
-
-    def _rise_since(self, born: int, size: int) -> None:
-        """Raise the levels since a moment by what was there already, and nobody had seen."""
-        for moment in range(born, self.clock):
-            self.levels[moment] += size
-            if self.levels[moment] > self._peak_moved:
-                self._peak_moved = self.levels[moment]
-                self.peak_moment = moment
 
     def _move(self, size: int) -> None:
         self._moved += size
@@ -332,30 +303,20 @@ class StorageCounter(TorchDispatchMode):
         """The size that the allocator in question takes for so many bytes."""
         return -(-size // self._granule) * self._granule
 
-    def _seeing_buffers(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Waiting for a collective, with what is new in there taken for its own buffers.
+    def _uncounted(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Waiting for a collective, in which a process group of gloo copies from its own buffers.
 
-        A process group makes them inside its operator, and copies from them when it is waited for.
+        Nobody saw these being made: counted, they would be taken for tensors from before.
         """
 
         def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
-            self._waited_since = self._start_of_collective()
+            self._waits = True
             try:
                 return wait(work, *args, **kwargs)
             finally:
-                self._waited_since = None
+                self._waits = False
 
         return waited
-
-    def _start_of_collective(self) -> int:
-        """The clock when the collective that is now waited for was started."""
-        if not self._collectives:
-            return self.clock
-        call, clock = self._collectives[-1]
-        if call == self._calls:  # nothing ran since: it is waited for at once
-            self._collectives.pop()
-            return clock
-        return self._collectives.popleft()[1]
 
     def _seeing_the_result(self, fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The function, with its result entered into the log."""

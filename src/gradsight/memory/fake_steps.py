@@ -72,7 +72,6 @@ class FakeSteps:
         shard(workload, setting, mesh)
         self._workload = workload
         self._granule = granule_of(setting.device)
-        self._gloo = setting.device == "cpu"
         self._optimizer = make_optimizer(setting.optimizer, workload.model, device=setting.device)
         warm_up_fakes(self._optimizer)
         self._bucket_bytes = bucket_bytes(workload.model, setting, self._granule)
@@ -108,7 +107,7 @@ class FakeSteps:
 
     def _run(self, modes: tuple[Mode, ...]) -> FakeStep:
         tell(f"Weighing {len(modes)} blocks, step {len(self._steps) + 1}")
-        counter = StorageCounter(self._granule, gloo=self._gloo)
+        counter = StorageCounter(self._granule)
         checkpointing = CheckpointingHandle(list(zip(self.blocks, modes, strict=True)))
         with checkpointing, _BlockClock(self.blocks, counter) as block_clock:
             with counter, self._collecting(modes):

@@ -19,7 +19,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradsight.core.samples import tensors_in
 from gradsight.errors import GradsightError
-from gradsight.memory.contents import checksum
 from gradsight.memory.storages import version_of
 from gradsight.memory.write_finder import WriteFinder, line_of_write
 
@@ -35,14 +34,10 @@ class GivenTensor:
     tensor: torch.Tensor
     writes: int | None
     """Torch's count of writes."""
-    checksum: Any = None
-    """Of its contents; None where they are not looked at, or cannot be."""
 
     def is_changed(self) -> bool:
         """Whether somebody wrote to it since."""
-        if version_of(self.tensor) != self.writes:
-            return True
-        return self.checksum is not None and checksum(self.tensor) != self.checksum
+        return version_of(self.tensor) != self.writes
 
 
 class GivenTensors:
@@ -50,8 +45,7 @@ class GivenTensors:
 
     def __init__(self, block: str, module: nn.Module, arguments: Sequence[Any]) -> None:
         self._block = f"the block {block!r} ({type(module).__name__})"
-        tensors = tensors_in(*arguments)
-        self._arguments = [GivenTensor(each, version_of(each), checksum(each)) for each in tensors]
+        self._arguments = [GivenTensor(each, version_of(each)) for each in tensors_in(*arguments)]
         self._parameters = _counted(module.parameters())
         self._module = module
 
@@ -104,7 +98,7 @@ class GivenTensors:
             )
 
     def _write_to_arguments(self, line: str | None) -> WrittenInPlace:
-        place = line or "past torch, which knows no line of it: look for numpy"
+        place = line or "the line could not be found"
         return WrittenInPlace(
             f"{self._block} writes in place to what it is given ({place}): when it is recomputed "
             "in backward, its input is gone. Write to a result of its own (for example x = x + y "
@@ -136,7 +130,7 @@ class _Look:
 
 
 def _counted(parameters: Iterable[nn.Parameter]) -> list[GivenTensor]:
-    """Parameters with their counts; their contents are too much to be read in every step."""
+    """Parameters with their counts of writes."""
     return [
         GivenTensor(parameter, version_of(parameter))
         for parameter in parameters

@@ -3,9 +3,9 @@
 
 A result is kept as the tensor that the block goes on with, without a copy. Before the block itself
 writes to it, by whatever name or view, the kept one becomes a copy. What happens to it after the
-block has returned nobody sees, nor what numpy does to it; but torch counts writes and checksums
-show the rest, so a changed result is noticed when it is wanted, and then computed again like all
-that was not kept.
+block has returned nobody sees; but torch counts writes, so a changed result is noticed when it is
+wanted, and then computed again like all that was not kept. Writes that torch does not count, such
+as those of numpy, are not noticed.
 """
 
 from collections import Counter
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _detach_helper
 
-from gradsight.memory.contents import checksum
 from gradsight.memory.storages import (
     makes_no_view,
     storages,
@@ -54,14 +53,10 @@ class KeptResult:
     given: list[tuple[torch.Size, torch.dtype]]
     """Shapes and types of what the operator was given: another call has no use for the result."""
     names: list["MemoryName"] = field(default_factory=list)
-    checksums: dict[int, Any] = field(default_factory=dict)
-    """By leaf: of its contents, for writes that torch does not count."""
 
     def is_untouched(self) -> bool:
         """Whether nobody wrote to the memory since the result was made."""
-        if not all(name.is_unwritten() for name in self.names):
-            return False
-        return all(checksum(self.leaves[leaf]) == made for leaf, made in self.checksums.items())
+        return all(name.is_unwritten() for name in self.names)
 
     def value(self) -> Any:
         """The result as the operator returned it."""
@@ -86,7 +81,6 @@ class KeptResults:
             # Detached in torch's own way: the same memory, the same count of writes, no graph.
             leaves[number] = _detach_helper(leaf)
             result.names.append(MemoryName(number, leaves[number], version_of(leaf)))
-            result.checksums[number] = checksum(leaves[number])
             for storage in storages(leaf):
                 self._owners[storage._cdata] = (result, number)
         self._kept[call] = result
@@ -130,7 +124,6 @@ class KeptResults:
             return
         result.leaves[number] = result.leaves[number].clone()
         result.names = [name for name in result.names if name.leaf != number]
-        del result.checksums[number]
 
 
 class KeepingMode(TorchDispatchMode):

@@ -17,7 +17,14 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradsight.memory.assumed_values import CERTAIN, USUAL, Case, Reasons, assumed, reasons_after
+from gradsight.memory.assumed_values import (
+    CERTAIN,
+    EVEN,
+    Reasons,
+    assumed,
+    keeps_all_layers,
+    reasons_after,
+)
 from gradsight.memory.fake import refuse_sparse
 from gradsight.memory.fake_operators import grouped_product, in_true_storage, is_grouped_product
 
@@ -72,9 +79,9 @@ class _Known:
 class KnownValues(TorchDispatchMode):
     """Knows the values of small tensors. Enter it inside FakeTensorMode, around build and step."""
 
-    def __init__(self, case: Case = USUAL) -> None:
+    def __init__(self, routing: str = EVEN) -> None:
         super().__init__()
-        self.case = case
+        self.routing = routing
         self.stepping = False
         """Whether build() has returned: what is drawn from then on is another number each step."""
         self.paused = False
@@ -133,7 +140,7 @@ class KnownValues(TorchDispatchMode):
         if real_args is None or any(tensor.numel() > LARGEST for tensor in made):
             if func._schema.is_mutable:
                 self._forget_written(func, args)
-            real = assumed(func, args, out, self.case)
+            real = assumed(func, args, out, self.routing)
             if real is not None:
                 self._keep(real.tensor, real.value, real.reasons)
             return
@@ -142,7 +149,7 @@ class KnownValues(TorchDispatchMode):
         reasons = self._reasons(func, args, tensors)
         results = tree_leaves(_computed(func, real_args))
         if UNIFORM_NAMES.intersection((func._overloadpacket.__name__,)) and self.stepping:
-            results = [self.case.uniform(result) for result in results]
+            results = [keeps_all_layers(result) for result in results]
         real_made = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
         for tensor, value in zip(made, real_made, strict=False):
             self._keep(tensor, value, reasons)

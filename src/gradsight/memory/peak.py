@@ -10,7 +10,6 @@ import torch
 from gradsight.core.devices import allocator_figures, has_gpu, reset_allocator_peak
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
-from gradsight.memory.allocator import AllocatorPeak, OperatorMarks, allocator_peak
 from gradsight.memory.collectives import BUCKETS, GATHERED
 from gradsight.memory.compiled import EAGER_NOTE
 from gradsight.memory.counter import Allocation, StorageCounter
@@ -42,22 +41,17 @@ SCRATCH = {
 PRODUCTS_WITH_SCRATCH = ("mm", "addmm", "bmm", "baddbmm")
 TYPES_WITH_SCRATCH = (torch.bfloat16, torch.float16)
 
-WRAPPED_NUMBERS = 1024
-"""Bytes of Python numbers that torch wraps into tensors of 8 bytes, without an operator."""
 
-
-def measure_peak_memory(fn: Callable[[], object], *, operators: bool = False) -> MemoryUse:
+def measure_peak_memory(fn: Callable[[], object]) -> MemoryUse:
     """Run fn once and give the exact peak of live tensor bytes.
 
     Tensors from before that fn uses (parameters, batch) count from the start. On the CPU this is
     what the tensors take, the same on every processor. What an operator allocates and frees inside
-    itself differs between processors and is seen only with `operators=True`, which runs torch's
-    profiler beside the count and reports it apart, as `operator_bytes`. Where fn works on a CUDA
-    device, the peak is that of CUDA's allocator, and whatever it holds beyond the tensors seen is
-    counted as temporaries.
+    itself differs between processors and is not counted; use torch.profiler with
+    profile_memory=True to see it. Where fn works on a CUDA device, the peak is that of CUDA's
+    allocator, and whatever it holds beyond the tensors seen is counted as temporaries.
 
     fn: a function without arguments; it is run once.
-    operators: whether what operators use inside themselves is measured too; slower.
 
     >>> import torch
     >>> measure_peak_memory(lambda: torch.zeros(250)).peak_bytes
@@ -71,48 +65,15 @@ def measure_peak_memory(fn: Callable[[], object], *, operators: bool = False) ->
         raise UsageError(f"{expected}; a call of this generator or coroutine runs nothing of it")
     if refusal := refused_call(fn, 0):
         raise UsageError(f"{expected}: {refusal}. Write for example lambda: fn(batch)")
-    if not isinstance(operators, bool):
-        raise UsageError(f"operators must be True or False, got {operators!r}")
     counter = StorageCounter()
     reset_allocator_peak()
-    allocated = run_counted(fn, counter, operators=operators)
+    with counter:
+        result = fn()
+    del result  # it does not outlive the count
     if has_gpu() and any(is_cuda(entry.device) for entry in counter.log):
         return cuda_memory_use(counter, int(allocator_figures()["max_allocated"]))
     use = memory_use(counter)
-    if allocated is None:
-        return replace(use, notes=scratch_notes(counter))
-    return replace(
-        use,
-        operator_bytes=allocated.inside_operators,
-        notes=_unseen_notes(unseen_bytes(counter, allocated), use.peak_bytes)
-        + eager_notes(counter),
-    )
-
-
-def run_counted(
-    fn: Callable[[], object], counter: StorageCounter, *, operators: bool
-) -> AllocatorPeak | None:
-    """Run fn under the counter, and under the profiler where asked."""
-
-    def counted() -> None:
-        with counter:
-            result = fn()
-        del result  # it does not outlive the count
-
-    def marked() -> None:
-        with OperatorMarks():
-            counted()
-
-    if operators:
-        return allocator_peak(marked)
-    counted()
-    return None
-
-
-def unseen_bytes(counter: StorageCounter, allocated: AllocatorPeak) -> int:
-    """How far the allocator's peak between operators lies above the counted one."""
-    there_before = counter.at(-1)
-    return there_before + allocated.between_operators - counter.peak()
+    return replace(use, notes=scratch_notes(counter))
 
 
 def memory_use(
@@ -162,7 +123,7 @@ def kind_of(entry: Allocation, backward_starts: list[int]) -> str:
 
 
 def scratch_notes(counter: StorageCounter, *, device: str = "cpu") -> tuple[str, ...]:
-    """Name the operators that may have used more inside themselves, where nobody looked.
+    """Name the operators that may have used more inside themselves.
 
     Of a compiled model also that it ran eagerly.
     """
@@ -174,8 +135,7 @@ def scratch_notes(counter: StorageCounter, *, device: str = "cpu") -> tuple[str,
         return eager_notes(counter)
     inside_of = ", ".join(sorted(names))
     return (
-        f"not in this number: what {inside_of} uses inside; "
-        "measure_peak_memory(fn, operators=True) shows it",
+        f"not in this number: what {inside_of} uses inside",
         *eager_notes(counter),
     )
 
@@ -183,13 +143,3 @@ def scratch_notes(counter: StorageCounter, *, device: str = "cpu") -> tuple[str,
 def eager_notes(counter: StorageCounter) -> tuple[str, ...]:
     """Say so where compiled code ran, which runs eagerly under the count."""
     return (EAGER_NOTE,) if counter.ran_compiled else ()
-
-
-def _unseen_notes(unseen: int, peak_bytes: int) -> tuple[str, ...]:
-    """Say so where the allocator held more than the tensors that were counted."""
-    if unseen <= max(WRAPPED_NUMBERS, peak_bytes // 1000):
-        return ()
-    return (
-        f"not in this number: {unseen} bytes that were alive between operators and that no "
-        "operator made or used, such as a torch.UntypedStorage made by hand",
-    )

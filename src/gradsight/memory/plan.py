@@ -12,7 +12,7 @@ from gradsight.memory.choose import BlockProblem, Choice, cheapest, cost_of, low
 from gradsight.memory.equal_blocks import problem_by_samples
 from gradsight.memory.fake_steps import FakeStep, FakeSteps, problem_of
 from gradsight.memory.leftovers import without_leftovers
-from gradsight.memory.policy import ALTERNATE, FULL, NONE, SELECTIVE, Mode, policy_text
+from gradsight.memory.policy import FULL, NONE, SELECTIVE, Mode, policy_text
 from gradsight.memory.predict import fake_device
 from gradsight.memory.ranks import group_of
 from gradsight.memory.real_branches import real_branches
@@ -125,7 +125,7 @@ class PlanSearch:
     def _known_modes(self) -> list[Mode]:
         """The modes that a block may be in, the one that keeps everything first."""
         levels = [Mode("selective", level) for level in self._steps.keep_levels()[:-1]]
-        return [NONE, FULL, SELECTIVE, ALTERNATE, *levels]
+        return [NONE, FULL, SELECTIVE, *levels]
 
     def _modes(self) -> list[Mode]:
         """The modes that are weighed, each of them tried on all blocks."""

@@ -4,7 +4,6 @@
     full                     keeps the block's inputs, recomputes the rest
     selective                also keeps the results of matrix products, convolutions and attention
     selective@R              keeps those whose recomputation costs R operations per byte or more
-    alternate                as selective, but every second matrix product is recomputed
 
 A policy is one of these for all blocks, `first:K` (full for the first K blocks), or a list that
 names blocks by number, such as "full:0-5,selective@512:6-9"; blocks that no item names keep
@@ -20,7 +19,7 @@ from itertools import groupby
 from gradsight.errors import UsageError
 from gradsight.values.memory import CheckpointingPlan
 
-KINDS = ("none", "full", "selective", "alternate")
+KINDS = ("none", "full", "selective")
 MOST_BLOCKS = 10_000
 """More than any model has."""
 
@@ -42,7 +41,6 @@ class Mode:
 NONE = Mode("none")
 FULL = Mode("full")
 SELECTIVE = Mode("selective")
-ALTERNATE = Mode("alternate")
 
 
 def parse_policy(policy: str | CheckpointingPlan, count: int) -> list[Mode]:
@@ -114,7 +112,7 @@ def _check_range(last: int, count: int, policy: str) -> None:
 
 def _known() -> str:
     return (
-        "known are 'full', 'selective', 'selective@R', 'alternate', 'none', 'first:K' and lists: "
+        "known are 'full', 'selective', 'selective@R', 'none', 'first:K' and lists: "
         "'full:0-5,selective:6'"
     )
 

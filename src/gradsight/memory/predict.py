@@ -10,17 +10,8 @@ import torch
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import UsageError
 from gradsight.memory.apply import apply_checkpointing
-from gradsight.memory.assumed_values import (
-    ASSUMPTIONS,
-    DRAWN,
-    RANDOM,
-    ROUTING,
-    SKEWED,
-    USUAL,
-    Case,
-)
+from gradsight.memory.assumed_values import ASSUMPTIONS, EVEN, ONE_EXPERT, ROUTING
 from gradsight.memory.blocks import blocks_meant
-from gradsight.memory.caching_allocator import reserved_range
 from gradsight.memory.called_blocks import blocks_of
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.cuda import GRANULE, UNKNOWN, cuda_operators, is_cuda
@@ -38,8 +29,6 @@ from gradsight.values.memory import CheckpointingPlan, MemoryUse
 _TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 LARGEST_SIZE = 1 << 20
 """Where the search for a batch size ends."""
-OTHER_SEED = 1
-"""What build() draws from it shows whether it matters what it draws."""
 
 
 def predict_peak_memory(
@@ -53,7 +42,7 @@ def predict_peak_memory(
     """The peak of a training step with the optimizer's state in place, as in all but the first.
 
     No data is computed, except for small values that branches may depend on. Where one depends on
-    what cannot be known, `assumptions` and `bounds` say what was assumed and how much it matters.
+    what cannot be known, `assumptions` says what was assumed; `bounds` how much routing matters.
 
     build: makes (model, batch) or (model, batch, loss_fn), as in the README.
     policy: what is checkpointed, as in `apply_checkpointing`; None is nothing.
@@ -69,40 +58,23 @@ def predict_peak_memory(
 def predict_step(build: Build, setting: StepSetting) -> MemoryUse:
     """The peak of a training step on the fullest of its devices."""
     refuse_unknown_torch("memory")
-    found = _one_case(build, setting, USUAL)
-    others: list[_Case] = []
-    if DRAWN in found.read:
-        others = [_one_case(build, setting, Case(seed=OTHER_SEED))]
-    if RANDOM in found.read:
-        others += [_one_case(build, setting, Case(random=each)) for each in ("low", "high")]
-        found = max([found, *others], key=_peak)
-    if ROUTING in found.read:
-        others += [_one_case(build, setting, replace(found.case, routing=each)) for each in SKEWED]
-    peaks = [_peak(each) for each in (found, *others)]
-    if len(set(peaks)) == 1 and others:
-        return found.use  # however it comes out, the peak is the same
-    assumptions = tuple(text for reason, text in ASSUMPTIONS.items() if reason in found.read)
-    bounds = (min(peaks), max(peaks)) if others else None
-    return replace(found.use, assumptions=assumptions, bounds=bounds)
+    use, reasons = _one_case(build, setting, EVEN)
+    bounds = None
+    if ROUTING in reasons:
+        skewed, _ = _one_case(build, setting, ONE_EXPERT)
+        peaks = use.peak_bytes, skewed.peak_bytes
+        if len(set(peaks)) == 1:
+            reasons -= {ROUTING}  # the peak is the same either way
+        else:
+            bounds = (min(peaks), max(peaks))
+    assumptions = tuple(text for reason, text in ASSUMPTIONS.items() if reason in reasons)
+    return replace(use, assumptions=assumptions, bounds=bounds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A prediction in one case, and what it was decided by."""
-
-    case: Case
-    use: MemoryUse
-    read: frozenset[str]
-
-
-def _peak(found: _Case) -> int:
-    return found.use.peak_bytes
-
-
-def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
-    """The peak where what is not known comes out in one way."""
+def _one_case(build: Build, setting: StepSetting, routing: str) -> tuple[MemoryUse, frozenset[str]]:
+    """Return the peak under one routing of tokens, and the reasons for what was assumed."""
     device = setting.device
-    with group_of(setting) as mesh, fake_device(device, case) as values:
+    with group_of(setting) as mesh, fake_device(device, routing) as values:
         workload = call_build(build)
         if setting.policy is not None:
             meant = blocks_of(workload, blocks_meant(setting.policy, setting.blocks))
@@ -113,7 +85,7 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
             values.paused = True
             warm_up_fakes(made_optimizer)
             values.paused = False
-            counter = StorageCounter(granule_of(device), gloo=not is_cuda(device))
+            counter = StorageCounter(granule_of(device))
             with counter:
                 backward(workload)
                 values.paused = True
@@ -125,25 +97,20 @@ def _one_case(build: Build, setting: StepSetting, case: Case) -> _Case:
     if is_cuda(device):
         notes = (*UNKNOWN, *notes)
     use = memory_use(counter, device=device, predicted=True, notes=notes)
-    if is_cuda(device):
-        least, most = reserved_range(counter.log, use.peak_bytes)
-        use = replace(use, reserved=(least + buckets, most + buckets))
-    return _Case(case, with_buckets(use, buckets), frozenset(values.read))
+    return with_buckets(use, buckets), frozenset(values.read)
 
 
 @contextmanager
-def fake_device(device: str, case: Case = USUAL) -> Iterator[KnownValues]:
+def fake_device(device: str, routing: str = EVEN) -> Iterator[KnownValues]:
     """Inside, a step runs on fake tensors with the device's own operators.
 
     Small values that are known stand beside the fakes. A model whose shapes or branches depend on
     others is refused with a clear error, unless they can be assumed.
     """
-    values = KnownValues(case)
+    values = KnownValues(routing)
     with ExitStack() as stack:
         # Known random values are really drawn, and the user's own next draw must not notice.
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        if case.seed is not None:
-            torch.manual_seed(case.seed)
         stack.enter_context(fake_tensors())
         stack.enter_context(values)
         if is_cuda(device):

@@ -39,7 +39,6 @@ def contexts(mode: Mode) -> Callable[[], Contexts] | None:
     """The contexts in which torch runs a block and recomputes it; None where nothing is kept."""
     if mode.kind == "full":
         return None
-    # Made anew for every call of the block, since a Keeper counts the products of one run.
     return partial(_contexts, mode)
 
 
@@ -59,7 +58,6 @@ class Keeper:
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
-        self._products = 0
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # "Prefer" leaves torch.compile free to keep a result after all; "must" is binding.
@@ -70,18 +68,9 @@ class Keeper:
 
     def wants(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
         """Whether the result of this call of an expensive operator is kept."""
-        if self._mode.kind == "alternate":
-            return self._is_first_of_two(func)
         if not self._mode.threshold:
             return True
         return cost_per_byte(func, args, kwargs, out) >= self._mode.threshold
-
-    def _is_first_of_two(self, func: Any) -> bool:
-        """Whether a result is kept where every second matrix product is recomputed."""
-        if func._overloadpacket.__name__ not in PRODUCTS:
-            return True
-        self._products += 1
-        return self._products % 2 == 1
 
 
 def is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

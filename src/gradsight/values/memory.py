@@ -29,18 +29,16 @@ class MemoryUse:
     flops: int = 0
     """Floating-point operations of matrix products, convolutions and attention in the work."""
     operator_bytes: int | None = None
-    """What operators used inside themselves on top of peak_bytes; None where nobody looked.
-
-    It depends on the processor, as the rest does not.
-    """
+    """Bytes that CUDA's allocator held beyond the tensors seen; None elsewhere."""
     notes: tuple[str, ...] = ()
     """What this number does not know."""
     assumptions: tuple[str, ...] = ()
     """What was assumed about values; empty where the number is exact."""
     bounds: tuple[int, int] | None = None
-    """The least and the most that the peak can be, where assumptions matter."""
-    reserved: tuple[int, int] | None = None
-    """What CUDA's allocator takes from the device for it, at least and at most; predicted."""
+    """The peaks with an even load and with almost all tokens at one expert, the lower one first.
+
+    None where routing does not change the peak.
+    """
 
     @property
     def activation_share(self) -> float:

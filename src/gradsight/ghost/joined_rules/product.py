@@ -228,7 +228,7 @@ def along(
     if route is None:
         balance = balance_of(left.device.type, left.dtype)
         length = left.shape[1]
-        route = choose(length, right.shape[2], left.shape[2], len(tangents), None, balance)
+        route = choose(length, right.shape[2], left.shape[2], len(tangents), balance)
     if route == "materialise":
         return sum_and_dots_of_products(left, right, split.scratch, shape, tangents)
     return product_of(left, right).view(shape), projections(left, right, tangents)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,9 +37,3 @@ def embedding(use: Use) -> Any:
         return pairs
 
     return use.attach(use.plain(), score, [index])
-
-
-@rule(torch.embedding)
-def aten_embedding(use: Use) -> Any:
-    """torch.embedding takes its arguments in another order; rare enough for the universal way."""
-    return DECLINED

@@ -8,7 +8,7 @@ operation in it is seen on its own.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +20,6 @@ from gradsight.core.autocast import autocast_dtype
 from gradsight.ghost.directions import Tangents
 from gradsight.ghost.dots import in_wide, row_dots, same_type, score_table, vector_dots, wide
 from gradsight.ghost.fallback import once_differentiable
-from gradsight.ghost.gram import Factor, gram_dots
 from gradsight.ghost.routes import balance_of, choose
 from gradsight.ghost.sample_axis import SampleLayout
 from gradsight.ghost.scratch import Room, Scratch
@@ -56,60 +55,24 @@ def split_product(
     if layout is None:
         return DECLINED
     sources = use.source(weight), use.source(bias)
-    route, factors = pick_route(use, x, weight)
-    if route == "gram" and factors is not None:
-        return gram(use, x, layout, factors, sources[1])
-    if route == "project" or not weight.requires_grad:
+    if pick_route(use, x, weight) == "project" or not weight.requires_grad:
         return project(use, x, layout, sources, transposed)
     split = ProductSplit(layout, sources, transposed, autocast_dtype(x.device.type), use.scratch)
     return SplitProduct.apply(x, weight, bias, use.probe, split)
 
 
-def pick_route(use: Use, x: Tensor, weight: Tensor) -> tuple[str, list[list[Factor]] | None]:
-    """The route of the cost rule, or the one that was asked for, and the factors for Gram's."""
-    factors = use.factors(weight)
-    positions = None
-    if factors is not None:
-        positions = max(sum(a.shape[0] for a, _ in uses) for uses in factors)
+def pick_route(use: Use, x: Tensor, weight: Tensor) -> str:
+    """The route of the cost rule, or the one that was asked for."""
     length = x.numel() // max(1, x.shape[-1]) // use.batch
     directions = max(1, use.probe.shape[0])
     balance = balance_of(x.device.type, autocast_dtype(x.device.type) or x.dtype)
-    route = choose(length, weight.shape[0], weight.shape[1], directions, positions, balance)
-    if use.route is not None and (use.route != "gram" or factors is not None):
+    route = choose(length, weight.shape[0], weight.shape[1], directions, balance)
+    if use.route is not None:
         route = use.route
-    kernel = use.scratch.kernel
-    if kernel is not None and kernel.in_use and route == "project" and use.route is None:
-        # What makes this route dear, each sample's product in memory, is what the kernel spares.
-        route = "materialise"
     if use.exact_grad and route == "materialise":
         # A sum of per-sample products is never bit-equal to the fused one (1e-7 apart in fp32).
         route = "project"
-    return route, factors
-
-
-def gram(
-    use: Use,
-    x: Tensor,
-    layout: SampleLayout,
-    factors: list[list[Factor]],
-    bias_source: TangentSource | None,
-) -> Tensor:
-    """The plain operation; score_i = the sum over i's positions of (A A_v^T) * (B B_v^T).
-
-    The bias's part is added.
-    """
-    batch = use.batch
-
-    def score(grad: Tensor, saved: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        pairs = []
-        for slot, uses in enumerate(factors):
-            dots = gram_dots(saved[0], grad, uses)
-            pairs.append((slot, layout.rows(dots, batch).reshape(batch, -1).sum(1)))
-        if bias_source:
-            pairs += vector_dots(bias_sums(layout.matrices(grad, batch)), bias_source.tangents())
-        return pairs
-
-    return use.attach(use.plain(), score, [x])
+    return route
 
 
 def project(
@@ -227,17 +190,6 @@ def sum_and_dots_of_products(
     left: Tensor, right: Tensor, scratch: Scratch, shape: torch.Size, tangents: Tangents
 ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """`sum_and_dots` of the matrices left_i^T right_i, small ones made several at once."""
-    if scratch.kernel is not None:
-        today = partial(_products, scratch=scratch, shape=shape, tangents=tangents)
-        made = scratch.kernel.make(left, right, tangents, today)
-        if made is not None:
-            return made[0].view(shape), made[1]
-    return _products(left, right, scratch, shape, tangents)
-
-
-def _products(
-    left: Tensor, right: Tensor, scratch: Scratch, shape: torch.Size, tangents: Tangents
-) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     batch = left.shape[0]
     room = scratch.take(left, batch, left.shape[2], right.shape[2])
     size = room.rows.shape[0]

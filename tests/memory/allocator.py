@@ -1,4 +1,3 @@
-# mypy: allow-untyped-calls
 """The slow twin of the count: the allocator's own peak, from the profiler's memory events.
 
 An operator may allocate and free inside itself, and how much depends on the processor: oneDNN's

@@ -1,4 +1,4 @@
-"""The doors of torchtitan and OLMo-core, by stand-ins; `make trainers` has the real ones."""
+"""The integrations in examples/other_trainers, with stand-ins; run.sh there has the real trainers."""
 
 import copy
 import importlib
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsight
-from integrations.stand_ins import (
+from examples.stand_ins import (
     OVERRIDES,
     MetricsProcessor,
     OlmoTrainer,
@@ -77,8 +77,8 @@ def loss_of(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> Ten
 
 def test_torchtitan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_torchtitan(monkeypatch)
-    importlib.import_module("gradsight.integrations.torchtitan")
-    target, watched = OVERRIDES["gradsight.integrations.torchtitan.watched"]
+    importlib.import_module("gradsight_torchtitan")
+    target, watched = OVERRIDES["gradsight_torchtitan.watched"]
     assert target is MetricsProcessor.Config
     config = watched(MetricsProcessor.Config(log_freq=3), quiet=True)
     assert config.log_freq == 3
@@ -94,7 +94,7 @@ def test_torchtitan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_torchtitan_is_not_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_torchtitan(monkeypatch)
-    titan = importlib.import_module("gradsight.integrations.torchtitan")
+    titan = importlib.import_module("gradsight_torchtitan")
     trained = []
     for switch in ("0", "1"):
         monkeypatch.setenv("GRADSIGHT", switch)
@@ -112,7 +112,7 @@ def test_torchtitan_is_not_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_olmo_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_olmo_core(monkeypatch)
-    door = importlib.import_module("gradsight.integrations.olmo_core")
+    door = importlib.import_module("gradsight_olmo_core")
     expected, plain = plain_loop(batches(), skipped=(2,))
     model = made()
     callback = door.GradsightCallback(options={"quiet": True})
@@ -123,7 +123,7 @@ def test_olmo_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_olmo_core_stops_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_olmo_core(monkeypatch)
-    door = importlib.import_module("gradsight.integrations.olmo_core")
+    door = importlib.import_module("gradsight_olmo_core")
     broken = copy.deepcopy(batches())
     broken[1][0][0][0, 0] = torch.nan
     options = {"quiet": True, "on_finding": {"GS103": "stop"}}

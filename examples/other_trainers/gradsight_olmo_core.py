@@ -2,24 +2,20 @@
 
     trainer_config.with_callback("gradsight", GradsightCallback())
 
-Written for version 3.0.0.
+This folder must be on PYTHONPATH. Written for version 3.0.0.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradsight.errors import MissingPackage
-from gradsight.integrations.door import Door
+from olmo_core.train.callbacks import Callback
 
-try:
-    from olmo_core.train.callbacks import Callback
-except ImportError as error:
-    raise MissingPackage("ai2-olmo-core", "olmo", "gradsight.integrations.olmo_core") from error
+from gradsight.integrations.door import Door
 
 
 @dataclass
-class GradsightCallback(Callback):  # type: ignore[misc]
+class GradsightCallback(Callback):
     """Watches what the trainer trains, from its first step to its last."""
 
     run_dir: str | None = None

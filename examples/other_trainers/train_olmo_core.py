@@ -2,7 +2,7 @@
 
     python train_olmo_core.py FOLDER
 
-Run by `make trainers`, in an environment of its own.
+Run by run.sh, in an environment of its own.
 """
 
 import sys
@@ -47,6 +47,7 @@ def loader(folder: Path) -> Any:
 
 
 def main(folder: Path) -> None:
+    from gradsight_olmo_core import GradsightCallback
     from olmo_core.nn.transformer import TransformerConfig
     from olmo_core.optim import AdamWConfig
     from olmo_core.train import Duration, TrainerConfig
@@ -54,7 +55,6 @@ def main(folder: Path) -> None:
     from olmo_core.train.train_module import TransformerTrainModuleConfig
 
     import gradsight
-    from gradsight.integrations.olmo_core import GradsightCallback
 
     logged: dict[int, dict[str, float]] = {}
 

@@ -1,8 +1,8 @@
 """torchtitan's trainer: an override of its metrics processor, which sees every step begin.
 
-    ... -m torchtitan.train ... --override.imports gradsight.integrations.torchtitan.watched
+    ... -m torchtitan.train ... --override.imports gradsight_torchtitan.watched
 
-No file of torchtitan's is touched. Written for version 0.3.0.
+This folder must be on PYTHONPATH; no file of torchtitan changes. Written for version 0.3.0.
 """
 
 import functools
@@ -12,28 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config.override import derive, override
+from torchtitan.trainer import Trainer
 
 from gradsight.core.group import LeavingProblems
 from gradsight.core.guard import Guard
 from gradsight.core.shards import local_part
-from gradsight.errors import MissingPackage
 from gradsight.integrations.door import Door, caller_of
 from gradsight.integrations.step_loss import loss_group
 from gradsight.session.watch_session import Watch
 
-try:
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.config.override import derive, override
-    from torchtitan.trainer import Trainer
-except ImportError as error:
-    raise MissingPackage("torchtitan", "torchtitan", "gradsight.integrations.torchtitan") from error
 
-
-class WatchedMetrics(MetricsProcessor):  # type: ignore[misc]
+class WatchedMetrics(MetricsProcessor):
     """The metrics processor that a trainer has, with a watch of what it trains."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+    class Config(MetricsProcessor.Config):
         """As torchtitan's own, and what a watch is told."""
 
         run_dir: str | None = None
@@ -128,7 +123,7 @@ class _StepLoss:
 _watches = override(target=MetricsProcessor.Config, description="Gradsight watches the gradients")
 
 
-@_watches  # type: ignore[untyped-decorator]
+@_watches
 def watched(config: Any, run_dir: str | None = None, **options: Any) -> Any:
     """What `--override.imports` names; run_dir and options may follow it as JSON."""
     return derive(config, WatchedMetrics.Config, run_dir=run_dir, options=options)

@@ -1,17 +1,21 @@
-"""Stand-ins of torchtitan 0.3.0 and OLMo-core 3.0.0: what their doors touch, in the same shape.
+"""Stand-ins of torchtitan 0.3.0 and OLMo-core 3.0.0: what their integrations touch, in the same shape.
 
-The real ones want other versions of packages than the tests have: `make trainers` trains with them.
+The real ones want other versions of packages than the tests have: examples/other_trainers/run.sh
+trains with them.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "other_trainers"
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -90,7 +94,7 @@ class TitanTrainer:
     def __init__(self, model: nn.Module, processor_config: Any, folder: str) -> None:
         self.model = model
         self.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: None)
-        made = sys.modules["gradsight.integrations.torchtitan"].WatchedMetrics
+        made = sys.modules["gradsight_torchtitan"].WatchedMetrics
         self.metrics_processor = made(
             processor_config, parallel_dims=self.parallel_dims, dump_folder=folder
         )
@@ -128,7 +132,8 @@ class TitanTrainer:
 
 
 def put_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "gradsight.integrations.torchtitan", raising=False)
+    monkeypatch.delitem(sys.modules, "gradsight_torchtitan", raising=False)
+    monkeypatch.syspath_prepend(EXAMPLE)
     put(monkeypatch, "torchtitan.components.metrics", MetricsProcessor=MetricsProcessor)
     put(monkeypatch, "torchtitan.config.override", override=override, derive=derive)
     put(monkeypatch, "torchtitan.trainer", Trainer=TitanTrainer)
@@ -194,5 +199,6 @@ class OlmoTrainer:
 
 
 def put_olmo_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "gradsight.integrations.olmo_core", raising=False)
+    monkeypatch.delitem(sys.modules, "gradsight_olmo_core", raising=False)
+    monkeypatch.syspath_prepend(EXAMPLE)
     put(monkeypatch, "olmo_core.train.callbacks", Callback=Callback)

@@ -4,7 +4,7 @@
 
 torchtitan knows accelerators alone, and its attention has no backward pass on the CPU: what is in
 the way is replaced below. Data and tokenizer are our own, for nothing can be downloaded. Run by
-`make trainers`, in an environment of its own.
+run.sh, in an environment of its own.
 """
 
 import sys
@@ -121,7 +121,7 @@ def configured(folder: Path, kind: str) -> Any:
         config.parallelism.tensor_parallel_degree = 2
     else:
         config.parallelism.data_parallel_replicate_degree = 2
-    config.override.imports = [("gradsight.integrations.torchtitan.watched", {"quiet": True})]
+    config.override.imports = [("gradsight_torchtitan.watched", {"quiet": True})]
     return config
 
 
