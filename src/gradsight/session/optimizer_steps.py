@@ -16,6 +16,7 @@ are looked at
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -294,7 +295,8 @@ class OptimizerSteps:
             self._seen.accept(edited)
             self._any_repaired = True
             return
-        if builder.how_edited(edited, scaler is not None) != "other":
+        unscaled = {row for each in self._unscaled_optimizers() for row in self._rows_of(each)}
+        if builder.how_edited(edited, unscaled.issuperset(edited)) != "other":
             self._seen.accept(edited)
             return
         left = self._with_gradient(edited)
@@ -302,7 +304,8 @@ class OptimizerSteps:
         self._seen.forget(gone)
         builder.forget(gone)
         self._seen.look(left, by_hand=True)
-        self._measure(left, scaler, together=False)
+        self._measure([row for row in left if row in unscaled], None, together=False)
+        self._measure([row for row in left if row not in unscaled], scaler, together=False)
         self._any_edited |= bool(gone)
 
     def _unscaled_optimizers(self) -> list[Optimizer]:
@@ -349,7 +352,7 @@ class OptimizerSteps:
             self._look(late, together=False)
         alike = self._seen.are_clipped_alike(rows) and not self._hooked
         clip = self._line.before_update(rows, scaler, alike)
-        if clip is not None and self._is_edited_unseen(clip, scaler is not None):
+        if clip is not None and self._is_edited_unseen(clip, key):
             # The version of a gradient does not tell of what is done to its `.data`.
             self._look_again([row for row in rows if row in self._seen.rows], scaler)
             self._line.before_update(rows, scaler)
@@ -363,12 +366,12 @@ class OptimizerSteps:
                 readings.append(self._line.builder.again(edited))
             self._skipper.before_update(optimizer, readings, rows)
 
-    def _is_edited_unseen(self, clip: ClipReading, still_scaled: bool) -> bool:
+    def _is_edited_unseen(self, clip: ClipReading, key: int) -> bool:
         """Whether gradients are not what they were, though neither torch nor a version tells so."""
         if self._seen.are_clipped or moments.inside_backward() or clip.look.is_from_device:
             return False
-        if clip.scale is not None and not still_scaled and not self._unscaled:
-            return False
+        if key not in self._unscaled and not clip.still_scaled:
+            clip = replace(clip, scale=None)  # no scaler has taken its factor out
         coefficient = clip.read()
         # What is not finite has no coefficient, edited or not.
         return coefficient != 1.0 and all(np.isfinite(peaks).all() for peaks in clip.look.peaks)

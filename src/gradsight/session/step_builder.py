@@ -193,10 +193,10 @@ class StepBuilder:
         known = [reading.known for reading in self.readings_of(rows)]
         return any(norms is not None and norms.counts is not None for norms in known)
 
-    def how_edited(self, rows: Sequence[int], still_scaled: bool) -> Edit:
+    def how_edited(self, rows: Sequence[int], unscaled: bool) -> Edit:
         """What has become of these gradients since they were looked at, where that can be told.
 
-        `still_scaled`: a scaler's factor that was in them then is in them still.
+        `unscaled`: a scaler has taken out its factor that was in them then.
         """
         readings = self.readings_of(rows)
         if len(readings) != 1 or readings[0].known is None or self._sharded:
@@ -206,7 +206,7 @@ class StepBuilder:
         if now.is_from_device:
             return "other"
         now.read()
-        return how_edited(reading.norms, now, 1.0 if still_scaled else reading.factor())
+        return how_edited(reading.norms, now, reading.factor() if unscaled else 1.0)
 
     def again(self, rows: Sequence[int]) -> GradientReading:
         """This rank's parts of these gradients as they are now; not for the record."""
