@@ -127,7 +127,6 @@ UNDER_RUN = [
     "cleared",
     "architecture_search",
     "lbfgs",
-    "lbfgs_clipped_in_closure",
     "step_without_backward",
 ]
 """One loop of each kind: a forked process for each takes a second."""

@@ -94,6 +94,8 @@ class OptimizerSteps:
         """Optimizers in whose place others were made; a step need not wait for them."""
         self._opened_in: Optimizer | None = None
         """The optimizer inside of whose `step` the watch was opened, in its closure."""
+        self._is_closure_unseen = False
+        """Whether the closure goes on after this look, and may clip."""
         self._edits = 0
         self._thread = -1
         self._begin_round()
@@ -250,6 +252,7 @@ class OptimizerSteps:
                 opened_in = self._opened_in
                 self._opened_in = None
                 self._closure_evaluated = True
+                self._is_closure_unseen = True
                 self._ready(opened_in)
 
     def _with_gradient(self, rows: Iterable[int]) -> list[int]:
@@ -377,7 +380,10 @@ class OptimizerSteps:
         return coefficient != 1.0 and all(np.isfinite(peaks).all() for peaks in clip.look.peaks)
 
     def _is_edited_inside(self, rows: Sequence[int]) -> bool:
-        """Whether the optimizer has clipped or edited these gradients in its own step."""
+        """Whether the optimizer may have clipped or edited these gradients in its own step."""
+        if self._is_closure_unseen:
+            self._is_closure_unseen = False
+            return True
         if self._closure_evaluated or moments.inside_backward():
             return False
         if self._seen.calls != self._edits:
