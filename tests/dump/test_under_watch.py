@@ -31,7 +31,6 @@ def watched(run_dir: Path, **options: object) -> object:
     [
         loops.plain,
         loops.clip_norm,
-        loops.clip_by_hand,
         loops.accumulation,
         loops.scaler_with_clipping,
         loops.scaler_fused,

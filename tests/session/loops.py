@@ -186,14 +186,6 @@ def clip_in_two_parts(case: Case) -> None:
     train(case, mlp(), after_backward=clip)
 
 
-def clip_by_hand(case: Case) -> None:
-    def clip(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad.data.clamp_(-0.01, 0.01)
-
-    train(case, mlp(), after_backward=clip)
-
-
 def accumulation(case: Case) -> None:
     case.micro_batches = 4
     train(
@@ -855,7 +847,6 @@ TRUTHFUL = [
     clip_by_name,
     clip_value,
     clip_in_two_parts,
-    clip_by_hand,
     accumulation,
     zero_grad_to_zero,
     odd_parameters,

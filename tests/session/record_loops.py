@@ -404,7 +404,7 @@ variant("clipped_each_parameter", clip=each(lambda p: clip_grad_norm_([p], 0.01)
 variant("clipped_parts_apart", clip=parts_apart)
 variant("clipped_first_layer_only", clip=lambda m: clip_grad_norm_(m[0].parameters(), 0.01))
 variant("clipped_last_layer_only", clip=lambda m: clip_grad_norm_(m[2].parameters(), 0.01))
-variant("clamped_by_hand", clip=each(lambda p: p.grad.data.clamp_(-0.01, 0.01)))
+variant("clamped_by_hand", EDITED, edit=each(lambda p: p.grad.data.clamp_(-0.01, 0.01)))
 
 
 # F, G, H. Gradients edited by hand after backward.

@@ -117,11 +117,8 @@ def test_clip_coefficient_is_found(
         assert step.clip_coef == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "loop", [loops.clip_value, loops.clip_by_hand], ids=lambda loop: loop.__name__
-)
-def test_clipping_by_value_is_no_coefficient(loop: Callable[[Case], None], tmp_path: Path) -> None:
-    loop(Case(into(tmp_path)))
+def test_clipping_by_value_is_no_coefficient(tmp_path: Path) -> None:
+    loops.clip_value(Case(into(tmp_path)))
     assert all(step.clip_coef is None for step in gradsight.open_run(tmp_path).steps())
 
 

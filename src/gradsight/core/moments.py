@@ -194,12 +194,12 @@ def _install() -> None:
     _replace(scaler, "scale", _watched_scale)
     _replace(scaler, "unscale_", _watched_unscale)
     _replace(scaler, "step", _watched_step)
-    # The name inside torch's module is the one that clip_grad_norm_ calls, however that was
-    # imported.
-    _replace(clip_grad, "_clip_grads_with_norm_", _watched_edit)
-    _replace(torch.nn.utils, "clip_grads_with_norm_", _watched_edit)
-    _replace(clip_grad, "clip_grad_value_", _watched_edit)
-    _replace(torch.nn.utils, "clip_grad_value_", _watched_edit)
+    # Inside of torch's own wrapper, as users may have imported the functions by name already. The
+    # first of them is also what clip_grad_norm_ calls.
+    for function in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_):
+        for cell in function.__closure__ or ():
+            if cell.cell_contents is function.__wrapped__:
+                _replace(cell, "cell_contents", _watched_edit)
 
 
 def _replace(owner: Any, name: str, watched: Callable[[_Original], _Original]) -> None:

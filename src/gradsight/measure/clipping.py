@@ -8,7 +8,6 @@ coefficient; if not, there is no such number.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -224,31 +223,14 @@ def remaining_share(then: Norms, now: Norms) -> float | None:
     return 1.0 if abs(middle - 1) < _UNTOUCHED else middle
 
 
-Edit = Literal["none", "clamped", "other"]
-"""How gradients were edited between two looks: not at all, clipped to one value, or otherwise."""
-
-
-def how_edited(then: NormReading, now: NormReading, factor: float) -> Edit:
-    """How the gradients of one look became those of another, row by row.
+def is_unchanged(then: NormReading, now: NormReading, factor: float) -> bool:
+    """Whether the gradients of two looks are the same, row by row.
 
     Both have been read, on the host. `factor`: what was divided out of them in between.
     """
     before = _by_row(then) / [factor**2, factor, factor]
-    after = _by_row(now)
     with np.errstate(all="ignore"):
-        close = np.isclose(before, after, rtol=_UNTOUCHED, atol=0.0, equal_nan=True).all(axis=1)
-        if close.all():
-            return "none"
-        peaks_before = np.maximum(-before[:, 1], before[:, 2])
-        peaks = np.maximum(-after[:, 1], after[:, 2])
-        limit = peaks.max()
-        shares = peaks / peaks_before
-        is_scaled = len(peaks) < 2 or np.isclose(shares, shares[0], rtol=_ALIKE).all()
-        is_cut = (peaks_before > limit) & np.isclose(peaks, limit) & (after[:, 0] <= before[:, 0])
-    # One factor for all may be clipping, or a division by tokens: that cannot be told apart.
-    if not is_scaled and (close | is_cut).all():
-        return "clamped"
-    return "other"
+        return np.allclose(before, _by_row(now), rtol=_UNTOUCHED, atol=0.0, equal_nan=True)
 
 
 def _by_row(look: NormReading) -> npt.NDArray[np.float64]:

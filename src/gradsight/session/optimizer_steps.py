@@ -299,7 +299,7 @@ class OptimizerSteps:
             self._any_repaired = True
             return
         unscaled = {row for each in self._unscaled_optimizers() for row in self._rows_of(each)}
-        if builder.how_edited(edited, unscaled.issuperset(edited)) != "other":
+        if builder.is_unchanged(edited, unscaled.issuperset(edited)):
             self._seen.accept(edited)
             return
         left = self._with_gradient(edited)

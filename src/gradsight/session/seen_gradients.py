@@ -157,7 +157,7 @@ class SeenGradients:
         self._before_edit = {}
 
     def accept(self, rows: Iterable[int]) -> None:
-        """What was done to these has left them as they were, or has clipped them."""
+        """What was done to these has left them as they were, or they are not finite."""
         for row in rows:
             self._after_edit[row] = gradient_state(self._parameters[row].grad)
 

@@ -21,8 +21,7 @@ from gradsight.core.shards import are_spread, local_part
 from gradsight.measure.clipping import (
     ClipProbe,
     ClipReading,
-    Edit,
-    how_edited,
+    is_unchanged,
     joint_coefficient,
     remaining_share,
 )
@@ -193,20 +192,20 @@ class StepBuilder:
         known = [reading.known for reading in self.readings_of(rows)]
         return any(norms is not None and norms.counts is not None for norms in known)
 
-    def how_edited(self, rows: Sequence[int], unscaled: bool) -> Edit:
-        """What has become of these gradients since they were looked at, where that can be told.
+    def is_unchanged(self, rows: Sequence[int], unscaled: bool) -> bool:
+        """Whether an edit has left these gradients as they were, where that can be told.
 
-        `unscaled`: a scaler has taken out its factor that was in them then.
+        `unscaled`: a scaler has taken out its factor that was in them when they were looked at.
         """
         readings = self.readings_of(rows)
         if len(readings) != 1 or readings[0].known is None or self._sharded:
-            return "other"
+            return False
         reading = readings[0]
         now = self.again(reading.rows).norms
         if now.is_from_device:
-            return "other"
+            return False
         now.read()
-        return how_edited(reading.norms, now, reading.factor() if unscaled else 1.0)
+        return is_unchanged(reading.norms, now, reading.factor() if unscaled else 1.0)
 
     def again(self, rows: Sequence[int]) -> GradientReading:
         """This rank's parts of these gradients as they are now; not for the record."""
