@@ -13,10 +13,7 @@ REGISTERS = {"Thread", "Timer", "at_fork", "register_at_fork"}
 THEIR_OWN = {
     "ghost/tracer.py": "in the user's own `with engine.observe()`: what it refuses they must hear",
     "ghost/observation.py": "the same",
-    "ghost/gram.py": "the same",
     "ghost/one_pass.py": "the same",
-    "ghost/compiled_pass.py": "the same",
-    "ghost/compiled_mode.py": "the same",
     "ghost/tracing.py": "the same",
     "ghost/loss_calls.py": "engine.loss() is the user's own call, and raises",
     "ghost/verify.py": "engine.verify() is the user's own call, and raises",

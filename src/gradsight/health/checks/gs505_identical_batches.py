@@ -25,9 +25,6 @@ sampler = torch.utils.data.DistributedSampler(loader.dataset)
 loader = torch.utils.data.DataLoader(
     loader.dataset, loader.batch_size, sampler=sampler
 )
-
-# at the beginning of every epoch: shuffle again
-sampler.set_epoch(epoch)
 """,
     ),
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.steps import EDITED_GRADIENT
 
 
 @check(
@@ -34,8 +35,7 @@ def not_divided(window: Window, *, tolerance: float = 0.02) -> Iterator[Fact]:
     repeated = None if passes is None else passes.repeated
     if repeated is None or abs(repeated.factor - 1) > tolerance:
         return
-    used = window.step.clip_coef
-    if used is not None and abs(used * repeated.times - 1) < tolerance:
-        return  # divided after the last pass
+    if window.step.gradient == EDITED_GRADIENT:
+        return  # maybe divided after the last pass
     where = f" at {repeated.place}" if repeated.place else ""
     yield Fact(f"backward{where} ran {repeated.times} times for one step, each for a mean as it is")
