@@ -122,6 +122,17 @@ def losing(norm: Callable[[int], float], loss: Callable[[int], float]) -> Steps:
     return (observed(number, norm(number), loss=loss(number)) for number in range(120))
 
 
+def digested(**facts: Any) -> dict[str, Finding]:
+    """Steps at which the checksums of two ranks compare like this."""
+    judge = Judge(subject())
+    for number in (0, 2, 8):
+        judge.observe(observed(number, jittered(number)))
+        known = {"parallel": None, "same_start": True, "same_gradient": True, "same_weights": True}
+        digests = RankDigests(number, 2, **{**known, "same_batch": False, **facts})
+        judge.compare_digests([digests])
+    return {finding.code: finding for finding in judge.findings()}
+
+
 def compared(
     function: Callable[[int], Any], skipped: bool = False, full: bool = False
 ) -> dict[str, Finding]:
@@ -226,6 +237,8 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
     ("GS502", lambda: run(usual(alike_batches=9)), lambda: run(usual(alike_batches=3))),
     ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
+    ("GS504", lambda: digested(same_weights=False), lambda: digested(same_weights=False, same_start=False)),
+    ("GS505", lambda: digested(same_batch=True, parallel="data"), lambda: digested(same_batch=True, parallel="other")),
     ("GS601", lambda: began(positions=Leak(0.2, 8, "it sees")), lambda: began(positions=Leak(1e-5, 8))),
     ("GS602", lambda: began(rows=Leak(0.2, 2, "it sees")), lambda: began(rows=Leak(1e-6, 2))),
     ("GS603", lambda: began(documents=Leak(0.2, 1, "it sees")), lambda: began(documents=Leak(0.0, 1))),
