@@ -23,7 +23,14 @@ from gradsight.values.first_step import (
     RepeatedPass,
     StepPasses,
 )
-from gradsight.values.measured import Details, MeasuredStep, Norms, RankComparison, StepSignals
+from gradsight.values.measured import (
+    Details,
+    MeasuredStep,
+    Norms,
+    RankComparison,
+    RankDigests,
+    StepSignals,
+)
 from gradsight.values.steps import Step
 
 NAMES = [f"blocks.{index}.weight" for index in range(6)]
