@@ -149,6 +149,8 @@ class Loop:
     run_label: str | tuple[str, ...] | None = None
     """The label under `gradsight run`, where it is another."""
     run_missing: int = 0
+    run_clip_missing: int = 0
+    """Steps at the beginning whose clip coefficient `gradsight run` does not know."""
     only_watch: bool = False
     """Whether the loop has no meaning under `gradsight run`."""
 

@@ -53,6 +53,8 @@ def wrong_numbers(
         numbers["total_norm"] = (step.total_norm, total, same(step.total_norm, total))
         clip = clip if is_seen else None
         # Of a gradient with NaN a part may still show that nothing was clipped.
+        if not by_names and step.step < loop.run_clip_missing:
+            clip = None
         fits = same(step.clip_coef, clip, 1e-3) or not math.isfinite(truth.total)
         numbers["clip_coef"] = (step.clip_coef, clip, fits)
         recorded = stats.get(step.step, {})
