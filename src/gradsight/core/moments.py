@@ -29,6 +29,7 @@ that nothing of ours reaches the training loop. Everything is put back when the 
 """
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -197,8 +198,9 @@ def _install() -> None:
     # Inside of torch's own wrapper, as users may have imported the functions by name already. The
     # first of them is also what clip_grad_norm_ calls.
     for function in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_):
+        wrapped = inspect.unwrap(function)
         for cell in function.__closure__ or ():
-            if cell.cell_contents is function.__wrapped__:
+            if cell.cell_contents is wrapped:
                 _replace(cell, "cell_contents", _watched_edit)
 
 
