@@ -31,7 +31,7 @@ from matrix.settings import Setting, Work
 
 WORDS, WIDTH, HIDDEN, LENGTH, DEPTH = 11, 8, 256, 32, 4
 FACTOR = 0.1
-"""By which gradients are clipped; torch's own clipping does not take several meshes."""
+"""The factor for clipping. torch cannot compute a norm over parameters on different meshes."""
 generator = torch.Generator().manual_seed(1)
 X = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
 Y = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
@@ -70,6 +70,9 @@ class Experts(nn.Module):
         if not isinstance(self.weight, DTensor):
             return torch.einsum("btd,edf,bte->btf", x, self.weight, shares)
         mine = self.weight.to_local()
+        if mine.requires_grad:
+            # Its gradient is of all ranks' tokens; that of the other parameters is a mean over ranks.
+            mine.register_hook(lambda gradient: gradient / dist.get_world_size())
         rank = dist.get_rank()
         first = rank * len(mine)
         # Every rank's tokens come to every rank's experts, and what they make of them goes back.
@@ -183,8 +186,6 @@ def experts_parallel(net: Any) -> Part:
     mesh = init_device_mesh("cpu", (4,))
     experts = net.between
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.data, mesh, [Shard(0)]))
-    # Its gradient is of all ranks' tokens, and theirs is the mean over ranks.
-    experts.weight.register_hook(lambda gradient: gradient / 4)
     fully_shard(net, mesh=mesh, ignored_params={experts.weight})
     first = dist.get_rank() * ROWS // 4
     return slice(first, first + ROWS // 4), slice(None)
@@ -248,9 +249,8 @@ class Mesh(Setting):
 
 
 def clip(net: nn.Module) -> None:
-    for parameter in net.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(FACTOR)
+    norm = torch.tensor(1.0)
+    nn.utils.clip_grads_with_norm_(net.parameters(), FACTOR, norm, foreach=False)
 
 
 class Stages(Setting):

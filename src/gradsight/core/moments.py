@@ -32,7 +32,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -322,16 +322,17 @@ def _watched_unscale(original: _Original) -> _Original:
 
 
 def _watched_edit(original: _Original) -> _Original:
-    def edit(*args: Any, **kwargs: Any) -> Any:
+    def edit(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if is_carried(SUSPENDED):
-            return original(*args, **kwargs)
+            return original(parameters, *args, **kwargs)
+        if isinstance(parameters, Iterator):
+            parameters = list(parameters)  # torch and the listeners both go through them
         for ear in tuple(_told["edit_begins"]):
             if ear.thread in (None, get_ident()):
                 ear.tell()
         try:
-            return original(*args, **kwargs)
+            return original(parameters, *args, **kwargs)
         finally:
-            parameters = args[0] if args else kwargs.get("parameters")
             for ear in tuple(_told["edit_ended"]):
                 if ear.thread in (None, get_ident()):
                     ear.tell(parameters)

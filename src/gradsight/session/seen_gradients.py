@@ -138,7 +138,7 @@ class SeenGradients:
     def edit_ended(self, edited: object) -> None:
         """It has done so: to an optimizer's gradients, or to those of parameters."""
         self.calls += 1
-        tensors: Iterable[object] = ()  # of an iterator, which is used up, versions have to tell
+        tensors: Iterable[object] = ()
         if isinstance(edited, Optimizer):
             tensors = (tensor for group in edited.param_groups for tensor in group["params"])
         elif isinstance(edited, Tensor):
@@ -149,7 +149,7 @@ class SeenGradients:
         for row, before in self._before_edit.items():
             parameter = self._parameters[row]
             gradient = parameter.grad
-            # Not by the version alone: unscaling does not raise it, nor does clipping of shards.
+            # The version alone is not enough: unscaling and clipping of shards leave it as it was.
             is_edited = id(parameter) in named or not is_same(gradient, before)
             if row in self.rows and is_edited:
                 self._after_edit[row] = gradient_state(gradient)
