@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.core.beside import copied_arguments, replaying, without_collectives
 from gradsight.core.calls import RecordedCall
@@ -314,14 +314,18 @@ def _probed(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any], list[P
     """Copies of the arguments; to those that are real numbers, zeros are added."""
     probes: list[Probe] = []
 
-    def probe(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-            return tensor
-        zeros = torch.zeros_like(tensor, requires_grad=True)
-        probes.append(Probe(zeros, tensor.detach()))
-        return tensor.detach() + zeros
+    def probe(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if value.layout is not torch.strided:
+            return value
+        zeros = torch.zeros_like(value, requires_grad=True)
+        probes.append(Probe(zeros, value.detach()))
+        return value.detach() + zeros
 
-    args, kwargs = tree_map_only(Tensor, probe, copied_arguments(call))
+    leaves, structure = tree_flatten(copied_arguments(call))
+    # Not by torch's tree_map: a fault in `probe` would be taken for one of the model.
+    args, kwargs = tree_unflatten([probe(leaf) for leaf in leaves], structure)
     return args, kwargs, probes
 
 
