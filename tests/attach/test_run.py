@@ -51,6 +51,10 @@ for step in range(4):
     optimizer.zero_grad()
 dist.destroy_process_group()
 """
+SHARDED = RANKS.replace(
+    "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))",
+    "fully_shard(torch.nn.Linear(4, 1))",
+).replace("import", "from torch.distributed.fsdp import fully_shard\nimport", 1)
 
 
 def run(*tokens: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -101,9 +105,13 @@ def test_a_process_that_never_steps_writes_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["train.py"]
 
 
-def test_every_rank_of_a_launcher_is_in_one_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", [RANKS, SHARDED, SHARDED.replace("dist.destroy_process_group()", "")]
+)
+def test_every_rank_of_a_launcher_is_in_one_record(text: str, tmp_path: Path) -> None:
+    """With its last step, which the ranks may still be exchanging when the script ends."""
     launcher = ["torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
-    done = run("--run_dir", "run", *launcher, script(tmp_path, RANKS), cwd=tmp_path)
+    done = run("--run_dir", "run", *launcher, script(tmp_path, text), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     opened = gradsight.open_run(tmp_path / "run")
     assert opened.config["world_size"] == 2

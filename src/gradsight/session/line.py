@@ -427,11 +427,14 @@ class StepLine:
         for output, guard in self._outputs:
             guard.attempt(output.write, measured, findings)
 
-    def flush(self) -> None:
-        """Wait for everything that is on its way, and finish it."""
+    def flush(self, patience: float | None = None) -> None:
+        """Wait for everything that is on its way, and finish it.
+
+        patience: how many seconds to wait for other ranks, where they may be gone.
+        """
         with self.lock:
-            self._finish_all(self.builder.flush())
-            if self._dumps is not None:
+            self._finish_all(self.builder.flush(patience))
+            if self._dumps is not None and patience is None:
                 self._dumping.run(self._dumps.dump_kept)
             self._write_logged(wait=True)
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from gradsight.core.gradient_parts import gradient_parts, lies_like_its_parameter
 from gradsight.core.group import PendingArrays, ProcessGroup
+from gradsight.core.meeting import pauses
 from gradsight.core.parameters import Named
 from gradsight.core.shards import are_spread, local_part
 from gradsight.measure.clipping import (
@@ -353,12 +354,31 @@ class StepBuilder:
         """The last step that was made, as long as it is on its way."""
         return self._queue[-1] if self._queue else None
 
-    def flush(self) -> list[MeasuredStep]:
-        """Wait for everything that is on its way."""
-        finished = []
+    def flush(self, patience: float | None = None) -> list[MeasuredStep]:
+        """Wait for everything that is on its way, at most so many seconds for the other ranks."""
+        ends = None if patience is None else time.monotonic() + patience
+        finished: list[MeasuredStep] = []
         while self._queue:
+            if ends is not None and not self._has_merged_by(ends):
+                return finished
             finished += self._read(self._queue.popleft())
+        if ends is not None and not self._has_merged_by(ends):
+            return finished
         return finished + self._land()
+
+    def _has_merged_by(self, ends: float) -> bool:
+        """Wait for the merge under way; whether it is there by then."""
+        merge = self._merge
+        if merge is None:
+            return True
+        arrays = [each for each in (merge.tables, merge.details) if each is not None]
+        for pause in pauses():
+            if all(each.done() for each in arrays):
+                return True
+            if time.monotonic() > ends:
+                return False
+            time.sleep(pause)
+        return False
 
     # The step under way.
 

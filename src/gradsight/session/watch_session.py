@@ -549,8 +549,11 @@ class Watch:
             self._instruments.health.stop(_PATIENCE if self._waits else _SHORT_PATIENCE)
 
     def _finish_steps(self) -> None:
-        if self._waits or not self._line.builder.is_merged:
-            self._line.flush()
+        patience = None
+        if self._line.builder.is_merged and not self._waits:
+            # At the end of a script all ranks come here, but not after an error in one of them.
+            patience = _SHORT_PATIENCE if self._ended_early else _PATIENCE
+        self._line.flush(patience)
         # Without waiting the other ranks may be gone; the group closes when the process does.
         if self._waits:
             self._group.close()
