@@ -204,6 +204,21 @@ def test_own_step_numbers_only_go_forward(tmp_path: Path) -> None:
     assert [step.step for step in open_run(tmp_path).steps()] == [7, 8]
 
 
+def test_a_scaled_loss_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
+    """Its scaler never stepped: NaN gradients of the next run are no overflow of a scaled loss."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with watch(model, optimizer, quiet=True):
+        scaler.scale(model(torch.randn(3, 4)).mean()).backward()
+    optimizer.zero_grad()
+    with watch(model, optimizer, run_dir=tmp_path, quiet=True):
+        (model(torch.randn(3, 4)) * 0).sqrt().mean().backward()
+        optimizer.step()
+    (incident,) = open_run(tmp_path).incidents()
+    assert incident.diagnosis is not None
+
+
 # Ends of all kinds.
 
 

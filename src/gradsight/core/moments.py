@@ -95,7 +95,7 @@ class _ScaledLosses(threading.local):
     def __init__(self) -> None:
         self.alive: list[tuple[weakref.ref[Tensor], torch.amp.GradScaler]] = []
         self.scaler: torch.amp.GradScaler | None = None
-        """The last scaler that multiplied a loss; None once it has stepped an optimizer."""
+        """The scaler that multiplied a loss for which no backward pass has run yet; else None."""
 
     def add(self, scaler: torch.amp.GradScaler, result: Any) -> None:
         """Note what `scaler.scale` has returned: a tensor, or a collection of them."""
@@ -119,7 +119,7 @@ def scaler_of(tensors: Any) -> torch.amp.GradScaler | None:
 
 
 def scaler_in_use() -> torch.amp.GradScaler | None:
-    """The scaler that has multiplied a loss in this thread and has not stepped since."""
+    """The scaler that multiplied a loss in this thread for which no backward pass has run yet."""
     return _scaled.scaler
 
 
@@ -188,8 +188,9 @@ def is_written_elsewhere(followed: FollowedParameters) -> bool:
 def _install() -> None:
     keep_compiler_out()
     scaler = torch.amp.GradScaler
-    global _passes
+    global _passes, _scaled
     _passes = Passes()
+    _scaled = _ScaledLosses()
     _replaced.clear()
     _replace(torch.autograd, "backward", _watched_backward)
     _replace(scaler, "scale", _watched_scale)
@@ -233,6 +234,7 @@ def _watched_backward(original: _Original) -> _Original:
             has_returned = True
         finally:
             passes.guard.run(_end_pass, passes, course, has_returned)
+            _scaled.scaler = None
             if passes.guard.faults:
                 # Whatever was seen of this step may not be all of it.
                 for ear in tuple(_told["gradients_missed"]):
@@ -347,7 +349,6 @@ def _watched_step(original: _Original) -> _Original:
         for ear in tuple(_told["scaler_steps"]):
             ear.tell(optimizer)
         result = original(scaler, optimizer, *args, **kwargs)
-        _scaled.scaler = None
         for ear in tuple(_told["scaler_stepped"]):
             ear.tell(optimizer)
         return result
