@@ -129,6 +129,7 @@ UNDER_RUN = [
     "cleared",
     "architecture_search",
     "lbfgs",
+    "closure_accumulating",
     "step_without_backward",
 ]
 """One loop of each kind: a forked process for each takes a second."""

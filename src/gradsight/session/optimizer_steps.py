@@ -93,9 +93,10 @@ class OptimizerSteps:
         self._replaced: set[int] = set()
         """Optimizers in whose place others were made; a step need not wait for them."""
         self._opened_in: Optimizer | None = None
-        """The optimizer inside of whose `step` the watch was opened, in its closure."""
-        self._is_closure_unseen = False
-        """Whether the closure goes on after this look, and may clip."""
+        """The optimizer inside of whose `step` the watch was opened, in its closure.
+
+        The end of that closure is not seen.
+        """
         self._edits = 0
         self._thread = -1
         self._begin_round()
@@ -139,6 +140,10 @@ class OptimizerSteps:
     def gradients_before(self, begun: BackwardPass) -> None:
         """A backward pass begins, which may write these gradients or not; of whatever thread."""
         # LBFGS evaluates its closure many times a step; the step starts from the first gradient.
+        # Each evaluation clears the gradients first, so a pass that adds to them is of the same.
+        seen = self._seen
+        if self._opened_in is not None and seen.rows and not seen.edited(seen.rows):
+            self._closure_evaluated = False
         if not self._closure_evaluated:
             self._seen.pass_begins(begun)
 
@@ -249,11 +254,8 @@ class OptimizerSteps:
             self._hooked = any(has_other_hooks(self._parameters[row]) for row in rows)
             self._look(self._seen.pass_ended(begun, rows), together=not self._local)
             if self._opened_in is not None:
-                opened_in = self._opened_in
-                self._opened_in = None
                 self._closure_evaluated = True
-                self._is_closure_unseen = True
-                self._ready(opened_in)
+                self._ready(self._opened_in)
 
     def _with_gradient(self, rows: Iterable[int]) -> list[int]:
         return [row for row in rows if self._parameters[row].grad is not None]
@@ -381,10 +383,9 @@ class OptimizerSteps:
 
     def _is_edited_inside(self, rows: Sequence[int]) -> bool:
         """Whether the optimizer may have clipped or edited these gradients in its own step."""
-        if self._is_closure_unseen:
-            self._is_closure_unseen = False
-            return True
-        if self._closure_evaluated or moments.inside_backward():
+        if self._closure_evaluated:
+            return self._opened_in is not None  # what it did after its passes was not seen
+        if moments.inside_backward():
             return False
         if self._seen.calls != self._edits:
             return True
@@ -399,7 +400,6 @@ class OptimizerSteps:
     def _stepped(self, optimizer: Optimizer, skipped: bool | Tensor | None) -> None:
         if self._skipper is not None and self._skipper.after_update(optimizer):
             skipped = True
-        self._opened_in = None
         rows = self._rows_of(optimizer)
         key = id(optimizer)
         looked_at = self._seen.rows
@@ -426,6 +426,7 @@ class OptimizerSteps:
         self._unscaled.discard(key)
         self._here.scaler = None
         self._closure_evaluated = False
+        self._opened_in = None
         self._note_step_in_backward()
         self._done.add(key)
         awaited = (id(each) for each in self._optimizers)
