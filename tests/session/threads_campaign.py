@@ -202,8 +202,11 @@ def one_model(folder: Path) -> None:
 
     def train(optimizer: Any) -> None:
         for _ in range(STEPS):
-            output = model(torch.randn(64, 64))
-            # Both are inside of backward before either writes a gradient.
+            half = model[:3](torch.randn(64, 64))
+            output = model[3:](half)
+            # Both are inside of backward before either writes a gradient, and neither ends before
+            # both have written those of the upper half.
+            half.register_hook(meet)
             output.register_hook(meet)
             output.square().mean().backward()
             all_here.wait()
