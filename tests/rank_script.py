@@ -16,7 +16,11 @@ import sys
 if __name__ == "__main__":
     del sys.argv[0]
     sys.path[0] = sys.argv[0].rpartition("/")[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
