@@ -40,14 +40,17 @@ EDITS = [lambda model: None, clip, divide, divide_and_clip, replace]
 NAMES = ["plain", "clipped", "divided", "divided_and_clipped", "replaced"]
 
 
-def train(run_dir: Path, edit: Edit, **options: object) -> list[dict[str, float]]:
+def train(
+    run_dir: Path, edit: Edit, steps: int = STEPS, layers: int = 0, **options: object
+) -> list[dict[str, float]]:
     """Returns the update ratio of every parameter at every step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    inner = [nn.Linear(8, 8) for _ in range(layers)]
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *inner, nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ratios = []
     with gradsight.watch(model, optimizer, run_dir=run_dir, quiet=True, **options):
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             (5 * model(torch.randn(8, 6)).square().mean()).backward()
             edit(model)
@@ -124,3 +127,22 @@ def test_schedule_leaves_out_whole_steps(edit: Edit, tmp_path: Path) -> None:
         is_due = step.step % 3 == 0
         assert step.total_norm == (every[step.step].total_norm if is_due else None)
         assert step.lr == every[step.step].lr
+
+
+@pytest.mark.parametrize("edit", [clip, divide_and_clip], ids=["clipped", "divided_and_clipped"])
+def test_thinned_steps_keep_their_label_and_the_extremes(edit: Edit, tmp_path: Path) -> None:
+    for folder, most in (("all", None), ("thinned", "500KB")):
+        train(tmp_path / folder, edit, steps=250, layers=60, max_bytes=most, health=False)
+    every = {step.step: step for step in gradsight.open_run(tmp_path / "all").steps()}
+    kept = list(gradsight.open_run(tmp_path / "thinned").steps())
+    thinned = [step for step in kept if step.gradient.startswith("thinned: ")]
+    label = every[0].gradient
+    assert thinned
+    assert all(step.gradient.endswith(label) or label == "true" for step in thinned)
+    lowest, highest = thinned[::2], thinned[1::2]
+    for low, high in zip(lowest, highest, strict=True):
+        norms = [every[number].total_norm for number in range(low.step, high.step + 1)]
+        assert (low.total_norm, high.total_norm) == (min(norms), max(norms))
+    for step in kept:
+        if step not in thinned:
+            assert step.total_norm == every[step.step].total_norm

@@ -216,7 +216,7 @@ def _steps_together(connection: sqlite3.Connection, first: int, last: int) -> No
         lowest, highest = _ends(row[place] for row in made)
         low.append(lowest)
         high.append(highest)
-    kinds = {_plain_kind(str(row[-1])) for row in made} - {TRUE_GRADIENT}
+    kinds = {kind for row in made for kind in _kinds(str(row[-1]))} - {TRUE_GRADIENT}
     more = "".join(f"; {kind}" for kind in sorted(kinds))
     low += [0, THINNED_LOW + more]
     high += [int(any(row[-2] for row in made)), THINNED_HIGH + more]
@@ -225,11 +225,11 @@ def _steps_together(connection: sqlite3.Connection, first: int, last: int) -> No
     connection.executemany(f"INSERT INTO steps VALUES ({marks})", [low, high])
 
 
-def _plain_kind(gradient: str) -> str:
-    """What a step's numbers were measured on, before it was put together with others."""
-    if not gradient.startswith(THINNED):
-        return gradient
-    return gradient.split("; ", 1)[1] if "; " in gradient else TRUE_GRADIENT
+def _kinds(gradient: str) -> list[str]:
+    """The labels of the steps that a row stands for, without those of thinning."""
+    if gradient.startswith(THINNED):
+        return gradient.split("; ")[1:]
+    return [gradient]
 
 
 def _scalars_together(connection: sqlite3.Connection, first: int, last: int) -> None:
