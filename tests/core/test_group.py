@@ -8,7 +8,7 @@ from torch import nn
 
 from gradsight.core.group import ProcessGroup, open_groups, rank, shared_group, world_size
 from gradsight.core.sharing import ModelGroup
-from launch import torchrun
+from launch import run_ranks
 
 HERE = Path(__file__).parent
 
@@ -41,4 +41,4 @@ def test_alone_every_exchange_is_with_itself() -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    assert torchrun(HERE / "group_ranks.py", tmp_path, timeout=300).count("done") == 2
+    assert run_ranks(HERE / "group_ranks.py", tmp_path, timeout=300).count("done") == 2

@@ -9,7 +9,7 @@ import gradsight
 from gradsight import get_checkpoint_metadata, load_keys
 from gradsight.dump.folders import find_dumps
 from gradsight.dump.verify import verify
-from launch import TESTS, torchrun
+from launch import TESTS, run_ranks
 
 WORKER = TESTS / "dump" / "workers" / "bad_steps.py"
 
@@ -27,7 +27,7 @@ def check_true(run: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_agree_on_a_bad_step(kind: str, tmp_path: Path) -> None:
-    torchrun(WORKER, kind, tmp_path)
+    run_ranks(WORKER, kind, tmp_path)
     reasons = {}
     for folder in find_dumps(tmp_path):
         metadata = get_checkpoint_metadata(folder)
@@ -44,7 +44,7 @@ def test_ranks_agree_on_a_bad_step(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_answer_ends_the_asking_alone(tmp_path: Path) -> None:
-    torchrun(WORKER, "silent", tmp_path)
+    run_ranks(WORKER, "silent", tmp_path)
     dumped = [get_checkpoint_metadata(folder).step for folder in find_dumps(tmp_path)]
     assert dumped == [0, 30]
     run = gradsight.open_run(tmp_path)

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch import torchrun
+from launch import run_ranks
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 def told(kind: str) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(torchrun(SCRIPT, kind).split("RESULT ")[1].splitlines()[0])
+    answer: dict[str, Any] = json.loads(run_ranks(SCRIPT, kind).split("RESULT ")[1].splitlines()[0])
     return answer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import torchrun
+from launch import run_ranks
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 @pytest.mark.parametrize("exact_grad", ["exact", "fast"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_ranks(kind: str, exact_grad: str, tmp_path: Path) -> None:
-    printed = torchrun(SCRIPT, kind, tmp_path, exact_grad)
+    printed = run_ranks(SCRIPT, kind, tmp_path, exact_grad)
     checks = 3 if kind == "ddp" else 1
     if exact_grad == "fast":
         checks += 2  # one pass, and both modes in bf16

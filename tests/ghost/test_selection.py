@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from ghost.small import SmallGPT, loss_fn, pair
 from gradsight import DomainMixer, GhostEngine, GradsightError, InfluenceSampler
 from gradsight.ghost.selection.draws import AppealTable
-from launch import torchrun
+from launch import run_ranks
 
 Either = InfluenceSampler | DomainMixer
 ROWS = 40
@@ -417,5 +417,5 @@ def test_a_state_of_other_domains_or_of_another_rank_is_refused() -> None:
 
 
 def test_three_ranks_share_all_looks() -> None:
-    printed = torchrun(Path(__file__).with_name("selection_ranks.py"), ranks=3)
+    printed = run_ranks(Path(__file__).with_name("selection_ranks.py"), ranks=3)
     assert printed.count("ok") == 3, printed

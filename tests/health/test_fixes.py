@@ -24,7 +24,7 @@ from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CHECKS, Advice
 from gradsight.values.findings import Finding
 from health.faults import FAULTS, ON_RANKS, SETUP, Fault
-from launch import torchrun
+from launch import run_ranks
 
 assert checks_at_work(True)  # importing it files the checks
 
@@ -137,7 +137,7 @@ def test_the_fix_of_a_spike_finds_the_batch(
 
 
 def test_the_fix_of_a_rank_that_stands_apart() -> None:
-    printed = torchrun(Path(__file__).with_name("fix_ranks.py"))
+    printed = run_ranks(Path(__file__).with_name("fix_ranks.py"))
     told = json.loads(printed.split("RESULT ")[1].splitlines()[0])
     assert told == {"found": ["GS503"], "fixed": [], "fix": CHECKS["GS503"].advice.fix}
 

@@ -13,7 +13,7 @@ from torch import nn
 import gradsight
 from gradsight.errors import UsageError
 from gradsight.values.health_report import HealthReport
-from launch import torchrun
+from launch import run_ranks
 
 RANKS = Path(__file__).with_name("one_look_ranks.py")
 
@@ -105,7 +105,7 @@ def test_a_report_can_be_read_by_four_keys() -> None:
 
 
 def test_the_first_rank_alone_prints() -> None:
-    lines = torchrun(RANKS).splitlines()
+    lines = run_ranks(RANKS).splitlines()
     norm = f"{24**0.5:.4f}"
     assert sorted(lines) == [
         f"Step 0: grad_norm={norm}, nan=0, zero=0",

@@ -12,7 +12,7 @@ import torch
 from gradsight.core.guard import Guard
 from gradsight.measure.local import LocalNorms, exact_local_norms
 from health.test_checks import compared, jittered
-from launch import torchrun
+from launch import run_ranks
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 NOISY = np.exp(1.5 * np.random.default_rng(0).normal(size=(40, 2)))
@@ -83,7 +83,7 @@ def test_norms_of_micro_batches_agree_with_the_plain_loop() -> None:
 
 
 def test_real_ranks_under_ddp() -> None:
-    told = json.loads(torchrun(SCRIPT, "ddp").split("RESULT ")[1].splitlines()[0])
+    told = json.loads(run_ranks(SCRIPT, "ddp").split("RESULT ")[1].splitlines()[0])
     assert told["healthy"] == told["accumulated"] == {}
     assert told["scaled"]["GS503"]["first_step"] == 20
     assert "rank 1 brings" in told["scaled"]["GS503"]["evidence"]
@@ -93,7 +93,7 @@ def test_real_ranks_under_ddp() -> None:
 
 
 def test_real_ranks_under_fsdp2_are_judged_by_whole_parameters() -> None:
-    told = json.loads(torchrun(SCRIPT, "fsdp").split("RESULT ")[1].splitlines()[0])
+    told = json.loads(run_ranks(SCRIPT, "fsdp").split("RESULT ")[1].splitlines()[0])
     assert told["healthy"] == {}
     assert told["abstained"].endswith("(FSDP2 hides them)")
     assert told["nan"]["GS103"]["first_step"] == 20

@@ -11,7 +11,7 @@ import pytest
 import gradsight
 from gradsight.incidents.replay import replay
 from incidents.faults import mlp
-from launch import TESTS, torchrun
+from launch import TESTS, run_ranks
 
 KINDS = ["outer", "inner", "accumulating"]
 """Watched as the wrapper or as what it wraps; under accumulation only the last backward pass is
@@ -23,7 +23,7 @@ reduced.
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
     return folder, json.loads(
-        torchrun(TESTS / "incidents" / "ranks.py", folder, *KINDS, "sharded").splitlines()[-1]
+        run_ranks(TESTS / "incidents" / "ranks.py", folder, *KINDS, "sharded").splitlines()[-1]
     )
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from launch import torchrun
+from launch import run_ranks
 
 
 def test_two_ranks_through_every_door(tmp_path: Path) -> None:
     script = Path(__file__).with_name("ranks.py")
-    said = torchrun(script, tmp_path)
+    said = run_ranks(script, tmp_path)
     for name in ("hf", "accelerate", "lightning", "fsdp2"):
         assert f"{name} is right" in said, said

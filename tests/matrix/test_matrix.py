@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch import torchrun
+from launch import run_ranks
 from matrix import page
 from matrix.instruments import EXACT, INSTRUMENTS, NOT_APPLICABLE, REFUSED, Trial, outcomes
 from matrix.libraries import LIBRARIES
@@ -27,7 +27,7 @@ def test_one_process(row: str, tmp_path: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    said = torchrun(Path(__file__).with_name("ranks.py"), tmp_path)
+    said = run_ranks(Path(__file__).with_name("ranks.py"), tmp_path)
     assert compare_all(said) == set(ON_TWO_RANKS)
 
 

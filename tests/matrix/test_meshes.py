@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradsight
-from launch import torchrun
+from launch import run_ranks
 from matrix.meshes import Net, X, Y, loss_of
 from matrix.nets import STEPS
 from matrix.page import MESHES
@@ -18,7 +18,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The runs of four ranks, one of which a single process has begun, and what they printed."""
     folder = tmp_path_factory.mktemp("meshes")
     train_alone(folder / "begun alone")
-    return folder, torchrun(Path(__file__).with_name("meshes.py"), folder, ranks=4)
+    return folder, run_ranks(Path(__file__).with_name("meshes.py"), folder, ranks=4)
 
 
 def train_alone(run_dir: Path) -> None:

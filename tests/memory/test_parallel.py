@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from launch import torchrun
+from launch import run_ranks
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
 def test_two_ranks() -> None:
-    printed = torchrun(WORKER)
+    printed = run_ranks(WORKER)
     assert sorted(line for line in printed.splitlines() if line.endswith("same")) == [
         "ddp full after same",
         "ddp full before same",

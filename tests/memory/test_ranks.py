@@ -11,7 +11,7 @@ from gradsight.errors import UsageError
 from gradsight.memory.plan import plan_step
 from gradsight.memory.predict import predict_step
 from gradsight.memory.setting import Ranks, StepSetting
-from launch import torchrun
+from launch import run_ranks
 from memory.rank_peaks_worker import BUILDS, build
 
 WORKER = Path(__file__).with_name("rank_peaks_worker.py")
@@ -24,7 +24,7 @@ WAYS = {
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_predicted_is_real(ranks: int) -> None:
     ways = WAYS[ranks]
-    real = json.loads(torchrun(WORKER, *ways, ranks=ranks).splitlines()[-1])
+    real = json.loads(run_ranks(WORKER, *ways, ranks=ranks).splitlines()[-1])
     for way in ways:
         name, parallel, policy, optimizer = way.split(",")
         checkpointed = None if policy == "none" else policy

@@ -19,7 +19,7 @@ import gradsight
 from gradsight.cli import main
 from gradsight.errors import GradsightError, GradsightWarning
 from gradsight.values.findings import Finding
-from launch import torchrun
+from launch import run_ranks
 
 STEPS = 12
 BAD = (3, 4, 8)
@@ -388,7 +388,7 @@ def test_switched_off_does_nothing_and_writes_nothing(
 
 
 def test_ranks_skip_and_stop_alike(tmp_path: Path) -> None:
-    printed = torchrun(Path(__file__).with_name("brake_ranks.py"), tmp_path)
+    printed = run_ranks(Path(__file__).with_name("brake_ranks.py"), tmp_path)
     first, second = json.loads(printed.split("RESULT ")[1].splitlines()[0])
     assert first == second
     # The bad step is 2; where only rank 0 judges, all ranks know of it one step later.

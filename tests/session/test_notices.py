@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from gradsight import watch
 from gradsight.core.notices import notice
-from launch import torchrun
+from launch import run_ranks
 
 
 class Root(nn.Module):
@@ -108,7 +108,7 @@ def test_a_progress_bar_is_taken_away_and_drawn_again(monkeypatch: pytest.Monkey
 
 
 def test_ranks_say_it_once(tmp_path: Path) -> None:
-    printed = torchrun(Path(__file__).with_name("ranks.py"), "nan", tmp_path)
+    printed = run_ranks(Path(__file__).with_name("ranks.py"), "nan", tmp_path)
     assert printed.count("gradsight: step 1: GS103 NaN gradient") == 1
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 import gradsight
-from launch import torchrun
+from launch import run_ranks
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
 def test_ranks_agree_with_one_process(kind: str, ranks: int, tmp_path: Path) -> None:
-    torchrun(SCRIPT, kind, tmp_path, ranks=ranks)
+    run_ranks(SCRIPT, kind, tmp_path, ranks=ranks)
     run = gradsight.open_run(tmp_path)
     assert run.config["world_size"] == ranks
     expected = json.loads((tmp_path / "expected.json").read_text())
@@ -44,7 +44,7 @@ def test_ranks_agree_with_one_process(kind: str, ranks: int, tmp_path: Path) -> 
 
 
 def test_experts_that_lie_on_several_ranks(tmp_path: Path) -> None:
-    printed = torchrun(SCRIPT, "experts", tmp_path)
+    printed = run_ranks(SCRIPT, "experts", tmp_path)
     exact = json.loads(printed.split("RESULT ")[1].splitlines()[0])
     stats = list(gradsight.open_run(tmp_path).expert_stats())
     assert [(stat.step, stat.group, stat.expert) for stat in stats] == [
@@ -55,13 +55,13 @@ def test_experts_that_lie_on_several_ranks(tmp_path: Path) -> None:
 
 
 def test_gradients_that_were_not_reduced_say_so(tmp_path: Path) -> None:
-    torchrun(SCRIPT, "no_sync", tmp_path)
+    run_ranks(SCRIPT, "no_sync", tmp_path)
     (step,) = gradsight.open_run(tmp_path).steps()
     assert step.gradient == "not reduced over ranks"
 
 
 def test_one_look_under_fsdp_gives_whole_norms(tmp_path: Path) -> None:
-    printed = torchrun(SCRIPT, "one_look", tmp_path)
+    printed = run_ranks(SCRIPT, "one_look", tmp_path)
     sharded, replicated = json.loads(printed.split("RESULT ")[1].splitlines()[0])
     assert (
         sharded.keys()
@@ -76,7 +76,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where the runs of ranks that do not do the same are, and what was said of them."""
     folder = tmp_path_factory.mktemp("uneven")
     script = SCRIPT.with_name("uneven_ranks.py")
-    return folder, torchrun(script, folder, "rank 0") + torchrun(script, folder, "rank 1")
+    return folder, run_ranks(script, folder, "rank 0") + run_ranks(script, folder, "rank 1")
 
 
 def recorded(folder: Path) -> tuple[list[str], set[str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import gradsight
-from launch import torchrun
+from launch import run_ranks
 from session.record_rank_loops import LOOPS, STEPS
 
 TRUE, LOCAL = "true", "not reduced over ranks"
@@ -31,7 +31,7 @@ EXPECTED: dict[str, tuple[str, set[str]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One start of the ranks for all loops."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(Path(__file__).with_name("record_rank_loops.py"), folder, *LOOPS, timeout=220)
+    run_ranks(Path(__file__).with_name("record_rank_loops.py"), folder, *LOOPS, timeout=220)
     return folder
 
 

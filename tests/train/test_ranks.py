@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gradsight
-from launch import torchrun
+from launch import run_ranks
 from train.small import DUMP, log, options, run, weights, write_text
 
 CASES: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for tokens in ([t for t in run if not t.startswith("--max_steps")] for run in runs[2:4])
     ]
     rest = [[*tokens, "--resume"] for tokens in runs[2:4]]
-    torchrun(
+    run_ranks(
         Path(__file__).with_name("ranks.py"),
         json.dumps([*runs[:2], *half, *rest, *runs[4:]]),
         timeout=150,
