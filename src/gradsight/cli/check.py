@@ -10,15 +10,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from gradsight.attach import __file__ as _attach
-from gradsight.cli.check_result import CheckResult, read_result
 from gradsight.core import rundir
 from gradsight.errors import UsageError
 from gradsight.show.text import json_text
+
+if TYPE_CHECKING:
+    from gradsight.cli.check_result import CheckResult
 
 _WITH_VALUE = {"steps", "run_dir", "fail_on", "nproc_per_node", "health", "stop_on", "overfit"}
 
@@ -92,6 +94,8 @@ def check(
             "preflight": not no_preflight,
         }
         code = run_watched(command, told, json)
+        from gradsight.cli.check_result import read_result
+
         ours = [token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
         result = read_result(folder, command, code, ours)
         if run_dir is None:
@@ -219,6 +223,9 @@ def run_watched(command: list[str], told: Mapping[str, object], quiet: bool) -> 
     # The child writes to the same stream: what was printed before it must not come after.
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
+    # Load the report's modules while the script imports torch.
+    import gradsight.cli.check_result  # noqa: F401
+
     # Ctrl-C reaches the script by itself; the report still comes.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     on_terminate = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
@@ -229,7 +236,7 @@ def run_watched(command: list[str], told: Mapping[str, object], quiet: bool) -> 
         signal.signal(signal.SIGTERM, on_terminate)
 
 
-def show_result(result: CheckResult, as_json: bool, run_dir: Path | None) -> None:
+def show_result(result: "CheckResult", as_json: bool, run_dir: Path | None) -> None:
     """Print what a script came to."""
     if as_json:
         print(json_text(result.to_dict()))
