@@ -4,11 +4,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+import warm
 from docs import pages
+from docs.warm_commands import COMMANDS, warm_commands
 
 TREE = Path(__file__).parents[2]
 README = TREE / "README.md"
@@ -16,6 +20,7 @@ PAGES = [README, *sorted((TREE / "docs").glob("*.md"))]
 TRAINERS = TREE / "docs" / "trainers.md"
 
 NOTICES = {
+    "README": ["gradsight: step 60: GS103 "],
     "accelerate": ["gradsight: continuing "],
     "findings": ["gradsight: step 12: GS103 "],
     "huggingface": ["gradsight: continuing ", "gradsight: step 2: GS103 "],
@@ -36,55 +41,77 @@ OF_OTHERS = [
     "Restoring states from the checkpoint ",
     "Restored all states from the checkpoint ",
     r"/.*/site-packages/lightning/pytorch/",
+    # Hugging Face and Accelerate ask for pinned memory by default; there is no accelerator.
+    r"/.*/torch/utils/data/dataloader.py:\d+: UserWarning: 'pin_memory' argument is set",
+    r"  super\(\).__init__\(loader\)$",
+    r"  warnings.warn\(warn_msg\)$",
 ]
 """What other packages print on any page: regular expressions for how such lines begin."""
+OUTPUT_VARIES = {"serve"}
+"""Pages whose shown output has a port, a token and five digits of a norm."""
 NOT_INSTALLED = {"torchtitan", "OLMo-core"}
 """They need other versions of some packages; examples/other_trainers/run.sh trains with them."""
-SILENCED = {
-    # Progress bars.
-    "TQDM_DISABLE": "1",
-    # No accelerator for pin_memory, which Hugging Face and Accelerate ask for by default.
-    "PYTHONWARNINGS": "ignore::UserWarning:torch.utils.data.dataloader",
-}
 
 
 def page_id(page: Path) -> str:
     return page.stem
 
 
-def run(script: str, file: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script from this file, in its folder."""
-    file.write_text(script)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    settings = {"PATH": path, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", **SILENCED}
-    return subprocess.run(
-        [sys.executable, file],
-        cwd=file.parent,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
+def environment(*folders_of_commands: Path) -> dict[str, str]:
+    path = os.pathsep.join(
+        map(str, [*folders_of_commands, Path(sys.executable).parent, os.environ["PATH"]])
     )
+    settings = {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    return {**os.environ, "PATH": path, "WANDB_MODE": "offline", **settings}
+
+
+def run(
+    script: str, file: Path, warm_in_shell: Iterable[str] = COMMANDS
+) -> subprocess.CompletedProcess[str]:
+    """Run a script from this file, in its folder, and its shell blocks with warm commands."""
+    file.write_text(script)
+    with warm_commands(file.parent / "commands", warm_in_shell) as commands:
+        return warm.run(
+            [file], cwd=file.parent, env=environment(commands), capture_output=True, text=True
+        )
 
 
 def unexpected(page: Path, printed: str) -> list[str]:
-    """The lines of standard error that nobody expects of this page."""
+    """Return the lines of standard error that this page should not print."""
     notices = [re.escape(line) for line in NOTICES.get(page.stem, [])]
     known = re.compile("|".join([*notices, *OF_OTHERS]))
     return [line for line in printed.splitlines() if line.strip() and not known.match(line)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_block_runs_as_written(page: Path, tmp_path: Path) -> None:
-    """All blocks of a page are one script: also what happens when it ends counts."""
-    done = run(pages.script(page), tmp_path / f"{page.stem}_page.py")
+@pytest.mark.parametrize(
+    "page",
+    [README, *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
+    ids=page_id,
+)
+def test_every_block_runs_as_written_and_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
+    """The README's shell lines call the installed `gradsight`; other pages start it warm."""
+    commands = ["python"] if page == README else COMMANDS
+    done = run(pages.script(page), tmp_path / f"{page.stem}_page.py", commands)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert unexpected(page, done.stderr) == []
+    if page.stem not in OUTPUT_VARIES:
+        for command, shown in pages.shown_outputs(page):
+            printed = (tmp_path / command.output_file).read_text()
+            assert pages.is_shown(shown, printed), f"shown:\n{shown}\nprinted:\n{printed}"
 
 
+@pytest.mark.slow
 def test_the_first_example_of_the_ghost_page_is_a_script_by_itself(tmp_path: Path) -> None:
-    """The whole page drops this engine early; here the engine lives until the interpreter ends."""
+    """The engine lives until the interpreter ends, so the interpreter has to be a new one."""
     given, first, *_ = pages.blocks(TREE / "docs" / "ghost.md")
-    done = run(given.text + first.text, tmp_path / "first.py")
+    (tmp_path / "first.py").write_text(given.text + first.text)
+    done = subprocess.run(
+        [sys.executable, "first.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -113,9 +140,19 @@ def test_every_section_of_the_trainers_is_a_script_by_itself(tmp_path: Path) -> 
         section = tmp_path / f"section_{number}.md"
         section.write_text(text)
         section.with_suffix(".py").write_text(pages.script(section))
-    undefined_names = ["ruff", "check", "--isolated", "--select", "F821", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", *undefined_names], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    assert undefined_names(tmp_path) == ""
+
+
+def test_no_page_uses_an_undefined_name(tmp_path: Path) -> None:
+    for page in PAGES:
+        (tmp_path / f"{page.stem}.py").write_text(pages.script(page))
+    assert undefined_names(tmp_path) == ""
+
+
+def undefined_names(folder: Path) -> str:
+    """Return what ruff prints about names that no line of a script defines."""
+    check = ["ruff", "check", "--isolated", "--quiet", "--select", "F821,E9", str(folder)]
+    return subprocess.run([sys.executable, "-m", *check], capture_output=True, text=True).stdout
 
 
 # Links and statements.
@@ -123,11 +160,18 @@ def test_every_section_of_the_trainers_is_a_script_by_itself(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    text = page.read_text()
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    targets = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text())
     assert targets
-    for target in targets:
-        assert (page.parent / target).exists(), target
+    for file, section in targets:
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not section or section in sections(target), f"{file}#{section}"
+
+
+def sections(page: Path) -> list[str]:
+    """Return the names by which links reach the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_readme_leads_to_every_page() -> None:
@@ -150,14 +194,34 @@ def test_pages_state_the_same_limits(limit: str) -> None:
     assert {"README", "costs"} <= stating
 
 
-def test_the_commands_of_the_readme_are_what_make_test_runs() -> None:
-    """They cannot run here: this is one of them, and it runs the other."""
-    (block,) = [block for block in pages.blocks(README) if pages.is_make(block)]
-    targets = {line.split()[1] for line in block.text.splitlines()}
-    rules = re.findall(r"^(\w+): (.*)$", (TREE / "Makefile").read_text(), re.MULTILINE)
-    prerequisites = dict(rules)["test"].split()
-    assert targets == {"test", "demo"}
-    assert "demo" in prerequisites
+def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:
+    """They cannot run here: `make test` runs this test."""
+    lines = [
+        line for block in pages.blocks(README) if block.is_setup for line in block.text.splitlines()
+    ]
+    targets = {line.split()[1] for line in lines if line.startswith("make ")}
+    rules = dict(re.findall(r"^([\w-]+):(.*)$", (TREE / "Makefile").read_text(), re.MULTILINE))
+    assert targets == {"demo", "test", "test-slow"}
+    assert targets <= set(rules)
+    assert "demo" in rules["test"].split()
+
+
+def test_the_readme_names_the_versions_and_extras_of_the_package() -> None:
+    text = README.read_text()
+    project = tomllib.loads((TREE / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=" + re.findall(r"Python ([\d.]+) or newer", text)[0]
+    assert "torch>=" + re.findall(r"torch ([\d.]+) or newer", text)[0] in project["dependencies"]
+    tested_with = re.findall(r"tested with ([\d.]+)\)", text)[0]
+    assert f"torch=={tested_with}." in (TREE / "constraints.txt").read_text()
+    (sentence,) = re.findall(r"The extras are (.*)\.$", text, re.MULTILINE)
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    assert set(re.findall(r"`(\w+)`", sentence)) == extras
+    installed = re.findall(r"pip install '\.\[(\w+)\]'", text)
+    assert installed
+    assert set(installed) <= extras
+
+
+# This folder's own tools.
 
 
 def test_a_block_that_fails_is_seen(tmp_path: Path) -> None:
@@ -166,6 +230,43 @@ def test_a_block_that_fails_is_seen(tmp_path: Path) -> None:
     done = run(pages.script(page), tmp_path / "page.py")
     assert done.returncode == 1
     assert "line 6" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("promised", "code"), [("", 1), ("  # exits with 2: why", 0), ("  # exits with 0", 1)]
+)
+def test_an_exit_code_is_the_promised_one(promised: str, code: int, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```sh\npython -c 'exit(2)'{promised}\n```\n")
+    assert run(pages.script(page), tmp_path / "page.py").returncode == code
+
+
+@pytest.mark.parametrize(
+    ("printed", "same"),
+    [
+        ("one\ntwo\nthree\nfour\n", True),
+        ("\none  \nfour\n", True),
+        ("one\nfour\nfive\n", False),
+        ("zero\none\nfour\n", False),
+        ("one\ntwo\n", False),
+    ],
+)
+def test_shown_output_is_compared_line_by_line(printed: str, same: bool) -> None:
+    assert pages.is_shown("one\n...\nfour\n", printed) == same
+
+
+def test_a_warm_command_is_ended_by_its_shell(tmp_path: Path) -> None:
+    """`kill %1` has to reach the process itself, which `wait` would otherwise outlive."""
+    page = tmp_path / "page.md"
+    wait = 'import os, time; open("pid", "w").write(str(os.getpid())); print(1, flush=True); time.sleep(60)'
+    page.write_text(
+        f"```sh\npython -c '{wait}' > started.txt &\n"
+        "until [ -s started.txt ]; do sleep 0.05; done\n"
+        "kill %1\n"
+        "while kill -0 $(cat pid) 2> /dev/null; do sleep 0.05; done\n```\n"
+    )
+    done = run(pages.script(page), tmp_path / "page.py")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
