@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+import warm
 from examples.seed_lines import proves
 from gradsight import MemoryMonitor, open_run
 from gradsight.cli import main
@@ -47,12 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(command: str, folder: Path) -> str:
-    """What a command prints, typed in a folder."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    surroundings = {**os.environ, "PATH": path, "NO_COLOR": "1", "COLUMNS": "80"}
-    done = subprocess.run(
-        command, shell=True, cwd=folder, env=surroundings, capture_output=True, text=True
-    )
+    """What a command that starts with `python3` prints in a folder, run in a warm process."""
+    python, *arguments = command.split()
+    assert python == "python3"
+    surroundings = {**os.environ, "NO_COLOR": "1", "COLUMNS": "80"}
+    done = warm.run(arguments, cwd=folder, env=surroundings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
