@@ -1,4 +1,5 @@
-# Two commands: `make demo` and `make test`. Each sets up everything it needs in .venv.
+# `make demo` and `make test` are the README's commands, `make test-slow` is the second tier of tests.
+# Each sets up what it needs in .venv; what is there already is not installed again.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -6,71 +7,89 @@ EMPTY  := $(VENV)/without-extras
 DIST   := $(VENV)/dist
 STAGE  := scripts/stage.sh
 PIP    := $(BIN)/pip --disable-pip-version-check
+# Python compiles a module when it is first imported; compiling all of them takes a minute.
+INSTALL := install --no-compile --constraint constraints.txt
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal -q
+# Changes with every file of the package, also if one is deleted or renamed.
+SOURCE := $(shell find src pyproject.toml README.md LICENSE -type f -not -name '*.pyc' \
+	| LC_ALL=C sort | xargs cksum | cksum | tr ' ' -)
 # Some virtual machines announce matrix tiles and forbid them: products in bfloat16 end the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint types unit matrix browser fuzz soak uplot package clean
+.PHONY: demo test test-slow lint types unit matrix browser fuzz soak uplot package clean
 demo: package
 	@$(BIN)/gradsight demo
 
-# The demo last: it is the README's other command.
 test: lint types unit demo
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(VENV)/.ready
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# Tests import the package as users get it: the wheel's copy, not src.
-unit: package $(EMPTY)/.ready browser
-	@$(STAGE) "installing the wheel into the environment without extras" \
-		$(PIP) --python $(EMPTY)/bin/python install --no-deps --force-reinstall $(DIST)/*.whl
-	$(BIN)/pytest -n 2 --dist worksteal -q --durations=15 --pyargs tests gradsight --ignore=tests/device
-	@# By themselves: torch cannot forget a device that a process has once had.
-	$(BIN)/pytest -n 2 --dist worksteal -q tests/device
+# Tests import the installed wheel, as users do, and not src.
+unit: package $(VENV)/.dev
+	$(PYTEST) -m "not slow" --durations=10 --pyargs tests gradsight --ignore=tests/device
+	@# In processes of their own: torch cannot unregister a device.
+	$(PYTEST) -m "not slow" tests/device
 
-# Which instrument works where, as the tests see it: writes docs/matrix.md. `make test` compares.
-matrix: package
+test-slow: package $(VENV)/.dev $(EMPTY)/.package-$(SOURCE) browser
+	$(PYTEST) -m slow --durations=10 tests --ignore=tests/device
+	$(PYTEST) -m slow tests/device
+
+# Write docs/matrix.md: which instrument works where. `make test-slow` compares it with the behaviour.
+matrix: package $(VENV)/.dev
 	MATRIX=write $(BIN)/pytest -q tests/matrix
 
-# A minute of garbage for every reader of what a stranger may have sent.
-fuzz: package
+# Give every reader of files a minute of malformed input.
+fuzz: package $(VENV)/.dev
 	$(BIN)/python fuzz/run.py
 
-# The reliability campaign in short: kills, full disks, ranks, flips; about 15 minutes.
-soak: package
+# The reliability campaign in short: kills, full disks, ranks, flipped bytes; about 15 minutes.
+soak: package $(VENV)/.dev
 	$(BIN)/python benchmarks/reliability.py
 
-# The page is tested in the system's own browser; BROWSER=0 leaves that out.
+# Install the system's browser for the tests of the page; BROWSER=0 leaves them out.
 browser:
 	@scripts/browser.sh
 
-# Always made anew: make cannot see that a file of src has been deleted.
-package: $(VENV)/.ready
-	@rm -rf $(DIST)
-	@$(STAGE) "building the wheel and the sdist" $(BIN)/hatchling build -d $(DIST)
-	@$(STAGE) "installing the wheel" $(PIP) install --no-deps --force-reinstall $(DIST)/*.whl
+package: $(VENV)/.package-$(SOURCE)
 
 # torch first and alone, so that no other package can bring another build of it.
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@$(STAGE) "making $(VENV)" $(PYTHON) -m venv $(VENV)
-	@$(STAGE) "installing torch" $(PIP) install --constraint constraints.txt torch
-	@$(STAGE) "installing the packages to develop with" \
-		$(PIP) install --constraint constraints.txt '.[dev]'
+$(VENV)/.torch: constraints.txt
+	@$(STAGE) "creating $(VENV)" $(PYTHON) -m venv $(VENV)
+	@$(STAGE) "installing torch" $(PIP) $(INSTALL) torch hatchling
 	@touch $@
 
-# What `pip install gradsight` gives, and nothing else.
-$(EMPTY)/.ready: $(VENV)/.ready
-	@$(STAGE) "making the environment without extras" $(PYTHON) -m venv $(EMPTY)
-	@$(STAGE) "installing torch there" \
-		$(PIP) --python $(EMPTY)/bin/python install --constraint constraints.txt torch
-	@$(STAGE) "installing the packages that every user gets" \
-		$(PIP) --python $(EMPTY)/bin/python install --constraint constraints.txt .
+$(VENV)/.package-$(SOURCE): | $(VENV)/.torch
+	@rm -rf $(DIST) $(VENV)/.package-*
+	@$(STAGE) "building the package" $(BIN)/hatchling build -d $(DIST)
+	@$(PIP) uninstall --quiet --yes gradsight 2>&1 | grep -v "not installed" || true
+	@$(STAGE) "installing the package and what the demo imports" \
+		$(PIP) $(INSTALL) "$$(echo $(DIST)/*.whl)[hf]"
 	@touch $@
 
-# The newest uPlot, or UPLOT=1.6.32: script, style, licence, checksums. Needs npm; look at the difference.
+$(VENV)/.dev: pyproject.toml constraints.txt | package
+	@$(STAGE) "installing the development packages" $(PIP) $(INSTALL) "$$(echo $(DIST)/*.whl)[dev]"
+	@touch $@
+
+# An environment with what `pip install gradsight` gives, and nothing else.
+$(EMPTY)/.torch: constraints.txt | $(VENV)/.torch
+	@$(STAGE) "creating the environment without extras" $(PYTHON) -m venv --without-pip $(EMPTY)
+	@$(STAGE) "installing torch there" $(PIP) --python $(EMPTY)/bin/python $(INSTALL) torch
+	@touch $@
+
+$(EMPTY)/.package-$(SOURCE): | $(EMPTY)/.torch package
+	@rm -f $(EMPTY)/.package-*
+	@$(PIP) --python $(EMPTY)/bin/python uninstall --quiet --yes gradsight 2>&1 \
+		| grep -v "not installed" || true
+	@$(STAGE) "installing the package there" \
+		$(PIP) --python $(EMPTY)/bin/python $(INSTALL) $(DIST)/*.whl
+	@touch $@
+
+# The newest uPlot, or UPLOT=1.6.32: script, style, licence, checksums. Needs npm; read the diff.
 uplot:
 	scripts/update_uplot.sh $(UPLOT)
 
