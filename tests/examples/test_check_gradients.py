@@ -321,6 +321,7 @@ def test_the_front_matter() -> None:  # fmt: skip
     "none is needed: each finding carries its reason, its evidence and its fix",
 )
 @proves(4, "gradient issues cause 80% of failures", "not repeated: nobody has measured it")
+@pytest.mark.slow
 def test_every_command_of_the_command_file(tmp_path: Path) -> None:  # fmt: skip
     shutil.copy(EXAMPLE / "train.py", tmp_path)
     run, report = blocks(COMMAND, "sh")

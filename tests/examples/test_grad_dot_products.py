@@ -101,6 +101,7 @@ def test_scores_by_default(example: Path, tmp_path: Path) -> None:
 
 @proves(2, "`./train.sh --batch_size 2 --method Regular`")
 @proves(2, "`./train.sh --eval_only`")
+@pytest.mark.slow
 def test_regular_training_and_evaluation(example: Path) -> None:
     regular = ["--batch_size", "2", "--method", "Regular"]
     python("train.py", *regular, *SMALL, cwd=example)
@@ -123,6 +124,7 @@ def test_regular_training_and_evaluation(example: Path) -> None:
     "per-parameter dot products",
     "kept with `per_parameter = True` in `config_file.py`; always summed",
 )
+@pytest.mark.slow
 def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) -> None:
     data = tmp_path / "tokens"
     data.mkdir()

@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gradient_checkpointing"
 VERIFY = "python3 verify_gradient_checkpointing.py"
 TRAIN = "python3 train.py --config config/train_shakespeare_char.py --max_iters 10"
 SMALL = (
-    "--batch_size 2 --block_size 32 --model.n_layer 2 --model.n_embd 48 --trainer.callbacks.watch"
+    "--batch_size 2 --block_size 32 --model.n_layer 1 --model.n_embd 48 --trainer.callbacks.watch"
     ".histogram_interval 100 --checkpoint_interval 0"
 )
 """A smaller bite than the config file's, for a machine that has other things to do."""
@@ -118,6 +118,7 @@ def test_the_extra_computation(verified: str) -> None:
 
 
 @proves(5, "`gradsight memory verify` is the same, bare")
+@pytest.mark.slow
 def test_the_script_is_the_command(
     verified: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_the_script_is_the_command(
 
 
 @proves(5, "a reduction below 20% still passes if it is above 0%")
+@pytest.mark.slow
 def test_a_small_reduction_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", "verify", "--batch_size", "1"]) == 0
     out = " ".join(capsys.readouterr().out.split())

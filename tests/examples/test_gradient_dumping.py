@@ -37,6 +37,8 @@ SMALL = [
     "1",
     "--model.n_embd",
     "32",
+    "--startup_report",
+    "false",
 ]
 
 
