@@ -71,6 +71,8 @@ class Visits:
         A page from a file may ask for nothing but itself, one from a server only for its origin.
         """
         context = self.browser.new_context(**options)  # type: ignore[arg-type]
+        # A busy machine may need longer than the default of 30 seconds.
+        context.set_default_timeout(120_000)
         self.contexts.append(context)
         page = context.new_page()
         page.on("console", self._heard)

@@ -6,12 +6,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import gradsight
+import warm
 from attach import scripts
 from gradsight.cli import main
 from gradsight.cli.check import split_tokens
@@ -26,11 +26,10 @@ def write(folder: Path, text: str, extra: str = "pass", name: str = "train.py") 
 def check(
     *tokens: object, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gradsight", "check", *map(str, tokens)]
+    """Run the command in a warm process; the script that it starts gets a new interpreter."""
+    command = ["-m", "gradsight", "check", *tokens]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=180, cwd=cwd, env=settings
-    )
+    return warm.run(command, capture_output=True, text=True, cwd=cwd, env=settings)
 
 
 def test_a_healthy_script_with_arguments_neighbours_and_workers(tmp_path: Path) -> None:
@@ -71,12 +70,14 @@ def test_a_fault_is_found_fixed_and_gone(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["models"]["model"]["steps"] == 15
 
 
+@pytest.mark.slow
 def test_the_very_first_loss_is_seen(tmp_path: Path) -> None:
     done = check("--json", write(tmp_path, scripts.TOO_LARGE))
     (told,) = json.loads(done.stdout)["models"].values()
     assert "GS108" in [finding["code"] for finding in told["findings"]], done.stdout
 
 
+@pytest.mark.slow
 def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.ADVERSARIES))
     assert done.returncode == 2, done.stderr
@@ -95,6 +96,7 @@ def test_several_models_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("kind", "model"), [("TRAINER", "Model"), ("LIGHTNING", "Model")])
+@pytest.mark.slow
 def test_frameworks(kind: str, model: str, tmp_path: Path) -> None:
     done = check("--json", "--steps", 20, write(tmp_path, getattr(scripts, kind)))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -107,7 +109,11 @@ def test_frameworks(kind: str, model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", [["--nproc_per_node", "2"], ["torchrun", "--standalone", "--nproc_per_node", "2"]]
+    "launcher",
+    [
+        ["--nproc_per_node", "2"],
+        pytest.param(["torchrun", "--standalone", "--nproc_per_node", "2"], marks=pytest.mark.slow),
+    ],
 )
 def test_ranks(launcher: list[str], tmp_path: Path) -> None:
     script = write(tmp_path, scripts.RANKS)
@@ -118,6 +124,7 @@ def test_ranks(launcher: list[str], tmp_path: Path) -> None:
     assert len(list(run.steps())) == 12
 
 
+@pytest.mark.slow
 def test_accelerate_launch_on_two_processes(tmp_path: Path) -> None:
     script = write(tmp_path, scripts.ACCELERATED)
     # --multi_gpu is how accelerate starts several processes at all: with --cpu it starts one,
@@ -144,6 +151,7 @@ def test_accelerate_launch_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("who", "steps"), [("both", [7, 20]), ("children", [9])])
+@pytest.mark.slow
 def test_a_script_that_forks(who: str, steps: list[int], tmp_path: Path) -> None:
     done = check("--json", "--run_dir", tmp_path / "run", write(tmp_path, scripts.FORKS), who)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -157,6 +165,7 @@ def test_a_script_that_forks(who: str, steps: list[int], tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_another(tmp_path: Path) -> None:
     script = write(tmp_path, scripts.UNCLEARED, name="inner.py")
     done = check("--json", write(tmp_path, scripts.STARTS_ANOTHER), script)
@@ -168,24 +177,32 @@ def test_a_script_that_starts_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "code", "expected", "text"),
     [
-        (
+        pytest.param(
             "if step == 15: raise RuntimeError('out of luck')",
             1,
             3,
             "The script failed with exit code 1",
+            marks=pytest.mark.slow,
         ),
-        ("if step == 15: __import__('sys').exit(7)", 7, 3, "The script failed with exit code 7"),
+        pytest.param(
+            "if step == 15: __import__('sys').exit(7)",
+            7,
+            3,
+            "The script failed with exit code 7",
+            marks=pytest.mark.slow,
+        ),
         (
             "if step == 15: __import__('os').kill(__import__('os').getpid(), 9)",
             -9,
             3,
             "was killed by signal 9",
         ),
-        (
+        pytest.param(
             "if step == 15: classifier[0].weight.data.fill_(float('nan'))\n        if step == 19: raise SystemExit(5)",
             5,
             2,
             "GS103",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["raises", "sys.exit", "kill -9", "NaN, then exit"],
@@ -201,11 +218,13 @@ def test_a_script_that_dies_is_still_reported(
     assert len(list(gradsight.open_run(tmp_path / "run").steps())) >= 14
 
 
+@pytest.mark.slow
 def test_fail_on_forgives(tmp_path: Path) -> None:
     script = write(tmp_path, scripts.UNCLEARED)
     assert check("--fail-on", "never", script).returncode == 0
 
 
+@pytest.mark.slow
 def test_settings_from_a_file_and_the_users_own_sitecustomize(tmp_path: Path) -> None:
     (tmp_path / "health.toml").write_text("GS305 = false\n")
     site = tmp_path / "site"
@@ -224,6 +243,7 @@ def test_a_script_without_an_optimizer(tmp_path: Path) -> None:
     assert "no optimizer step was seen" in done.stdout
 
 
+@pytest.mark.slow
 def test_options_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
     done = check(write(tmp_path, scripts.PLAIN), "--steps", "5")
     assert done.returncode == 3
@@ -341,6 +361,7 @@ class Scheduled:
 """
 
 
+@pytest.mark.slow
 def test_the_place_of_an_optimizer_is_the_loops_not_a_wrappers(tmp_path: Path) -> None:
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     done = check(write(tmp_path, WRAPPED))

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import gradsight
+import warm
 from attach import scripts
 
 OWN_LINE = """
@@ -58,11 +58,10 @@ SHARDED = RANKS.replace(
 
 
 def run(*tokens: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gradsight", "run", *map(str, tokens)]
+    """Run the command in a warm process; the script that it starts gets a new interpreter."""
+    command = ["-m", "gradsight", "run", *tokens]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=180, cwd=cwd, env=settings
-    )
+    return warm.run(command, capture_output=True, text=True, cwd=cwd, env=settings)
 
 
 def script(folder: Path, text: str) -> Path:
@@ -71,10 +70,8 @@ def script(folder: Path, text: str) -> Path:
 
 
 def test_output_arguments_and_exit_code_are_the_script_s(tmp_path: Path) -> None:
-    plain = subprocess.run(
-        [sys.executable, script(tmp_path, FAILS), "--run_dir", "x", "-v"],
-        capture_output=True,
-        text=True,
+    plain = warm.run(
+        [script(tmp_path, FAILS), "--run_dir", "x", "-v"], capture_output=True, text=True
     )
     done = run("--run_dir", tmp_path / "run", "train.py", "--run_dir", "x", "-v", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (7, plain.stdout, plain.stderr)
@@ -83,6 +80,7 @@ def test_output_arguments_and_exit_code_are_the_script_s(tmp_path: Path) -> None
     assert {step.gradient for step in steps} == {"true"}
 
 
+@pytest.mark.slow
 def test_several_models_are_one_run(tmp_path: Path) -> None:
     done = run("--run_dir", "run", script(tmp_path, scripts.ADVERSARIES), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -99,6 +97,7 @@ def test_a_line_in_the_script_and_run_make_one_record(tmp_path: Path) -> None:
     assert len(list(gradsight.open_run(tmp_path / "given").steps())) == 5
 
 
+@pytest.mark.slow
 def test_a_process_that_never_steps_writes_nothing(tmp_path: Path) -> None:
     done = run("--run_dir", "run", script(tmp_path, NEVER_STEPS), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "no step\n"), done.stderr
@@ -108,6 +107,7 @@ def test_a_process_that_never_steps_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [RANKS, SHARDED, SHARDED.replace("dist.destroy_process_group()", "")]
 )
+@pytest.mark.slow
 def test_every_rank_of_a_launcher_is_in_one_record(text: str, tmp_path: Path) -> None:
     """With its last step, which the ranks may still be exchanging when the script ends."""
     launcher = ["torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
@@ -118,6 +118,7 @@ def test_every_rank_of_a_launcher_is_in_one_record(text: str, tmp_path: Path) ->
     assert [step.step for step in opened.steps()] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_without_a_directory_a_new_one_is_said(tmp_path: Path) -> None:
     script(tmp_path, FAILS)
     for name in ("train", "train-2"):
@@ -126,6 +127,7 @@ def test_without_a_directory_a_new_one_is_said(tmp_path: Path) -> None:
         assert len(list(gradsight.open_run(tmp_path / "runs" / name).steps())) == 3
 
 
+@pytest.mark.slow
 def test_switched_off_the_script_runs_as_it_is(tmp_path: Path) -> None:
     done = run("--run_dir", "run", script(tmp_path, FAILS), cwd=tmp_path, GRADSIGHT="0")
     assert done.returncode == 7
@@ -139,12 +141,7 @@ def test_wrong_usage(given: list[str], tmp_path: Path) -> None:
 
 def test_check_stops_at_the_first_critical_finding(tmp_path: Path) -> None:
     text = scripts.UNCLEARED.replace("range(20)", "range(10_000)")
-    command = [sys.executable, "-m", "gradsight", "check", "--stop-on", "critical", "--run_dir"]
-    done = subprocess.run(
-        [*command, tmp_path / "run", script(tmp_path, text)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    command = ["-m", "gradsight", "check", "--stop-on", "critical", "--run_dir", tmp_path / "run"]
+    done = warm.run([*command, script(tmp_path, text)], capture_output=True, text=True)
     assert done.returncode == 2, done.stdout + done.stderr
     assert len(list(gradsight.open_run(tmp_path / "run").steps())) < 100

@@ -1,5 +1,6 @@
 """A mistyped path, a missing extra and a wrong option end with 64, which is no verdict."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,27 @@ import pytest
 import gradsight
 from gradsight.cli import main
 
+RUN_EACH = """
+import json, os, sys, tempfile
+from gradsight.cli import main
+outcomes = []
+for tokens, missing, folder in json.load(sys.stdin):
+    assert not {"torch", missing} & sys.modules.keys(), "the command's module has imported it"
+    with tempfile.TemporaryFile() as errors:
+        child = os.fork()
+        if child == 0:
+            os.chdir(folder)
+            os.dup2(errors.fileno(), 2)
+            sys.modules[missing] = None
+            code = main(tokens)
+            sys.stderr.flush()
+            assert "torch" not in sys.modules, "torch was imported for it"
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        errors.seek(0)
+        outcomes.append([code, errors.read().decode()])
+print(json.dumps(outcomes))
+"""
 WITHOUT = """
 import sys
 for name in {names!r}:
@@ -60,33 +82,51 @@ def test_a_report_that_cannot_be_written_is_no_verdict(
     assert "report.md cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("tokens", "missing", "extra"),
-    [
-        (("train",), "transformers", "hf"),
-        (("demo",), "transformers", "hf"),
-        (("memory", "verify", "--architecture", "char"), "transformers", "hf"),
-        (("memory", "predict", "--architecture", "char"), "transformers", "hf"),
-        (("memory", "predict"), "transformers", "hf"),
-        (("memory", "plan", "--architecture", "char", "--budget", "1GB"), "transformers", "hf"),
-        (("train", "--trainer.callbacks.watch.sinks", "wandb"), "wandb", "wandb"),
-        (("train", "--trainer.callbacks.watch.sinks", "trackio"), "trackio", "trackio"),
-        (("train", "--trainer.callbacks.watch.sinks", "tensorboard"), "tensorboard", "tensorboard"),
-        (("train", "--tokenizer", "{here}"), "tokenizers", "hf"),
-        (("serve", "{here}"), "starlette", "serve"),
-        (("serve", "{here}"), "uvicorn", "serve"),
-    ],
-)
+WITHOUT_AN_EXTRA = [
+    (("train",), "transformers", "hf"),
+    (("demo",), "transformers", "hf"),
+    (("memory", "verify", "--architecture", "char"), "transformers", "hf"),
+    (("memory", "predict", "--architecture", "char"), "transformers", "hf"),
+    (("memory", "predict"), "transformers", "hf"),
+    (("memory", "plan", "--architecture", "char", "--budget", "1GB"), "transformers", "hf"),
+    (("train", "--trainer.callbacks.watch.sinks", "wandb"), "wandb", "wandb"),
+    (("train", "--trainer.callbacks.watch.sinks", "trackio"), "trackio", "trackio"),
+    (("train", "--trainer.callbacks.watch.sinks", "tensorboard"), "tensorboard", "tensorboard"),
+    (("train", "--tokenizer", "{here}"), "tokenizers", "hf"),
+    (("serve", "{here}"), "starlette", "serve"),
+    (("serve", "{here}"), "uvicorn", "serve"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, Path]]:
+    """Exit code, standard error and working directory of each case, in one new interpreter.
+
+    The interpreter has not imported torch and forks for each case.
+    """
+    folders = [tmp_path_factory.mktemp("case") for _ in WITHOUT_AN_EXTRA]
+    cases = [
+        ([token.format(here=__file__) for token in tokens], missing, str(folder))
+        for (tokens, missing, _), folder in zip(WITHOUT_AN_EXTRA, folders, strict=True)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_EACH], input=json.dumps(cases), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    return [(*result, folder) for result, folder in zip(results, folders, strict=True)]
+
+
+@pytest.mark.parametrize("case", range(len(WITHOUT_AN_EXTRA)))
 def test_a_missing_extra_is_named_before_torch_is_imported(
-    tokens: tuple[str, ...], missing: str, extra: str, tmp_path: Path
+    case: int, outcomes: list[tuple[int, str, Path]]
 ) -> None:
-    command = [sys.executable, "-c", WITHOUT.format(names=[missing])]
-    command += [token.format(here=__file__) for token in tokens]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 64, done.stderr
-    assert f"needs the package {missing!r}" in done.stderr
-    assert f"pip install 'gradsight[{extra}]'" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    _, missing, extra = WITHOUT_AN_EXTRA[case]
+    code, message, folder = outcomes[case]
+    assert code == 64, message
+    assert f"needs the package {missing!r}" in message
+    assert f"pip install 'gradsight[{extra}]'" in message
+    assert list(folder.iterdir()) == []
 
 
 def test_the_version_names_torch_without_importing_it() -> None:

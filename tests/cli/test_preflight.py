@@ -84,6 +84,7 @@ def test_a_script_is_ended_after_its_first_step(
     assert json.loads(out)["script"]["exit_code"] == 0
 
 
+@pytest.mark.slow
 def test_check_does_it_on_its_way_or_not(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = str(folder / "train.py")
     assert main(["check", "--json", script, "softmax"]) == 1

@@ -4,12 +4,11 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import yaml
 from torch import nn
 
 import gradsight
+import warm
 from examples.seed_lines import proves
 from gradsight import check_gradient_health
 from gradsight.cli import main
@@ -46,14 +46,15 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def shell(command: str, folder: Path, **names: str) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env={**os.environ, **names, "PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    """Run a line of a shell that calls `gradsight`, in a warm process."""
+    program, *arguments = Template(command).substitute(names).split()
+    assert program == "gradsight"
+    return python("-m", "gradsight", *arguments, folder=folder)
+
+
+def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return warm.run(arguments, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 # Step 1: one look.
@@ -320,6 +321,7 @@ def test_the_front_matter() -> None:  # fmt: skip
     "none is needed: each finding carries its reason, its evidence and its fix",
 )
 @proves(4, "gradient issues cause 80% of failures", "not repeated: nobody has measured it")
+@pytest.mark.slow
 def test_every_command_of_the_command_file(tmp_path: Path) -> None:  # fmt: skip
     shutil.copy(EXAMPLE / "train.py", tmp_path)
     run, report = blocks(COMMAND, "sh")
@@ -374,5 +376,5 @@ def test_the_readme_shows_what_comes_out(tmp_path: Path) -> None:
     assert second.returncode == 0
     assert figureless(shown[1]) in figureless(second.stdout)
     (code,) = blocks(page, "python")
-    looked = shell(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}", tmp_path)
+    looked = python("-c", code, folder=tmp_path)
     assert looked.stdout == shown[2], looked.stderr

@@ -1,4 +1,8 @@
-"""examples/GradDotProd_LM: the commands of its README, with flags that make them small."""
+"""examples/GradDotProd_LM: the commands of its README, with flags that make them small.
+
+`train.sh` hands its arguments to `train.py`. It is run itself where it trains by default and where
+it refuses a flag; the other tests start `train.py` in a warm process.
+"""
 
 import ast
 import json
@@ -8,13 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gradsight
+import warm
 from examples.seed_lines import proves
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "GradDotProd_LM"
@@ -33,17 +37,25 @@ def example(tmp_path: Path) -> Path:
     return copy
 
 
-def typed(command: Sequence[str | Path], folder: Path, expect: int = 0) -> str:
-    """What a command prints that is typed in a folder, with this Python as `python3`."""
+def run_train_sh(example: Path, *flags: str, cwd: Path, expect: int = 0) -> str:
+    """Run train.sh in a folder, with this Python as `python3`; return what it prints."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        [str(word) for word in command],
-        cwd=folder,
+        [example / "train.sh", *flags],
+        cwd=cwd,
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def python(*command: str | Path, cwd: Path) -> str:
+    """Run a script or `-c CODE` in a warm process; return what it prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -69,7 +81,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
 @proves(2, "`Results/[experiment_name]/` with `grad_dotprods/`, `training_log.json`, `config.json`")
 @proves(2, "`training_log.json`: training metrics")
 def test_scores_by_default(example: Path, tmp_path: Path) -> None:
-    typed([example / "train.sh", "--batch_size", "2", *SMALL], tmp_path)
+    run_train_sh(example, "--batch_size", "2", *SMALL, cwd=tmp_path)
     run_dir = example / "Results" / "GradDotProd-GPT2-Small"
     names = {file.name for file in run_dir.iterdir()}
     assert {"grad_dotprods", "training_log.json", "config.json"} <= names
@@ -79,23 +91,24 @@ def test_scores_by_default(example: Path, tmp_path: Path) -> None:
     logged = json.loads((run_dir / "training_log.json").read_text())
     assert {"step", "loss", "lr", "grad_norm", "val_loss"} <= logged[-1].keys()
     (snippet,) = re.findall(r"```python\n(.*?)```", (example / "README.md").read_text(), re.DOTALL)
-    said = typed(["python3", "-c", snippet], example)
+    said = python("-c", snippet, cwd=example)
     assert "['step', 'sample_id', 'domain', 'target', 'score', 'lr', 'clip_coef']" in said
     # Continued with its own settings, which are not those of the config file any more.
     edit(example, model_dtype="bfloat16", per_parameter=True)
-    typed(["./train.sh", "--resume", "--max_steps", "6"], example)
+    python("train.py", "--resume", "--max_steps", "6", cwd=example)
     assert gradsight.read_scores(run_dir).num_rows == 6 * 2
 
 
 @proves(2, "`./train.sh --batch_size 2 --method Regular`")
 @proves(2, "`./train.sh --eval_only`")
+@pytest.mark.slow
 def test_regular_training_and_evaluation(example: Path) -> None:
     regular = ["--batch_size", "2", "--method", "Regular"]
-    typed(["./train.sh", *regular, *SMALL], example)
+    python("train.py", *regular, *SMALL, cwd=example)
     run_dir = example / "Results" / "Regular-GPT2-Small"
     assert not (run_dir / "grad_dotprods").exists()
     # The run knows its own sizes: the architecture's would not fit its weights.
-    said = typed(["./train.sh", "--method", "Regular", "--eval_only"], example)
+    said = python("train.py", "--method", "Regular", "--eval_only", cwd=example)
     assert "the weights after 4 steps" in said
     assert re.search(r"val_loss +\d\.\d{4}", said)
 
@@ -111,6 +124,7 @@ def test_regular_training_and_evaluation(example: Path) -> None:
     "per-parameter dot products",
     "kept with `per_parameter = True` in `config_file.py`; always summed",
 )
+@pytest.mark.slow
 def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) -> None:
     data = tmp_path / "tokens"
     data.mkdir()
@@ -124,7 +138,7 @@ def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) 
         per_parameter=True,
     )
     flags = ["--model_dtype=float32", "--trainer.callbacks.ghost.format=pkl"]
-    typed(["./train.sh", "--batch_size", "2", *SMALL, *flags], example)
+    python("train.py", "--batch_size", "2", *SMALL, *flags, cwd=example)
     run_dir = tmp_path / "elsewhere" / "GradDotProd-GPT2-Small"
     settings = settings_of(run_dir)
     assert (settings["model_dtype"], settings["train_dtype"]) == ("float32", "bfloat16")
@@ -137,6 +151,7 @@ def test_the_config_file_is_obeyed_and_flags_win(example: Path, tmp_path: Path) 
     assert columns["by_parameter"].shape == (4, parameters)
 
 
+@pytest.mark.slow
 @proves(
     2,
     "`./train.sh --batch_size 4` on several devices, found by themselves",
@@ -146,8 +161,8 @@ def test_two_processes_score_as_one_does(example: Path) -> None:
     flags = [*SMALL, "--trainer.callbacks.ghost.exact_grad", "true"]
     two = ["--batch_size", "4", "--num_processes", "2", "--experiment", "two"]
     one = ["--batch_size", "8", "--experiment", "one"]
-    typed(["./train.sh", *two, *flags], example)
-    typed(["./train.sh", *one, *flags], example)
+    python("train.py", *two, *flags, cwd=example)
+    python("train.py", *one, *flags, cwd=example)
     assert by_sample(example / "Results" / "two") == pytest.approx(
         by_sample(example / "Results" / "one"), abs=1e-5
     )
@@ -167,7 +182,7 @@ def by_sample(run_dir: Path) -> dict[tuple[int, int], float]:
 @proves(2, "metrics saved at intervals, and let go afterwards")
 def test_the_loop_by_hand(example: Path, tmp_path: Path) -> None:
     small = ["--max_steps", "4", "--dot_prod_save_interval", "2", "--n_embd", "16"]
-    said = typed(["python3", example / "training_loop.py", *small], tmp_path)
+    said = python(example / "training_loop.py", *small, cwd=tmp_path)
     run_dir = example / "Results" / "training_loop"
     assert f"16 scores in {run_dir}" in said
     assert sorted(file.name for file in (run_dir / "grad_dotprods").iterdir()) == [
@@ -175,7 +190,7 @@ def test_the_loop_by_hand(example: Path, tmp_path: Path) -> None:
         "iter_000004.parquet",
     ]
     # Again, it begins anew.
-    typed(["python3", "training_loop.py", *small, "--batch_size", "2"], example)
+    python("training_loop.py", *small, "--batch_size", "2", cwd=example)
     assert gradsight.read_scores(run_dir).num_rows == 8
 
 
@@ -208,14 +223,14 @@ def test_the_loop_has_the_six_steps() -> None:
 def test_every_flag_is_handed_through(example: Path) -> None:
     command = "import sys, train; print(train.with_settings(sys.argv[1:]))"
     flags = ["--batch_size", "2", "--learning_rate", "1e-4", "--max_steps", "100000"]
-    said = typed(["python3", "-c", command, *flags, "--architecture=GPT2-Large"], example)
+    said = python("-c", command, *flags, "--architecture=GPT2-Large", cwd=example)
     handed: list[str] = ast.literal_eval(said)
     assert handed[-7:] == [*flags, "--architecture=GPT2-Large"]
     assert [flag for flag in handed if flag.startswith("--architecture")] == handed[-1:]
     assert f"--results_dir={example / 'Results'}" in handed
-    typed(["./train.sh", "--method", "Other"], example, expect=64)
-    assert "Did you mean GPT2-Large?" in typed(
-        ["./train.sh", "--architecture", "GPT2-large"], example, expect=64
+    run_train_sh(example, "--method", "Other", cwd=example, expect=64)
+    assert "Did you mean GPT2-Large?" in run_train_sh(
+        example, "--architecture", "GPT2-large", cwd=example, expect=64
     )
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import runpy
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import gradsight
+import warm
 from examples.seed_lines import proves
 from gradsight import MetricsTracker, open_run
 from gradsight.cli import main
@@ -28,9 +28,9 @@ Rows = dict[int, dict[str, Any]]
 
 def run_example(folder: Path, *flags: str) -> str:
     """What the example prints, run as its page says from the root of the repository."""
-    command = [sys.executable, "examples/gradient_distribution/train.py"]
-    done = subprocess.run(
-        [*command, "--run_dir", str(folder), *flags],
+    command = ["examples/gradient_distribution/train.py", "--run_dir", folder, *flags]
+    done = warm.run(
+        command,
         cwd=TREE,
         env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -215,14 +215,15 @@ def test_a_large_gradient_is_sampled(tmp_path: Path) -> None:
     assert histogram.sampled < histogram.size == 1500**2
 
 
+@pytest.mark.slow
 @proves(
     3,
     "no performance degradation (below 1%)",
     "`benchmarks/overhead.py --only looks` prints what a look every 5 epochs costs",
 )
 def test_the_benchmark_of_looks_runs() -> None:
-    command = [sys.executable, "benchmarks/overhead.py", "--only", "looks", "--pairs", "1"]
-    done = subprocess.run(command, cwd=TREE, capture_output=True, text=True)
+    command = ["benchmarks/overhead.py", "--only", "looks", "--pairs", "1"]
+    done = warm.run(command, cwd=TREE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "every 5 epochs of   10 steps" in done.stdout
     assert re.search(r"\d% .*\d% .*\d%  plain training again \(A/A\)", done.stdout)

@@ -18,20 +18,33 @@ CHECKERS = {
 REVEALED = re.compile(r'Revealed type is "(.*)"$|Type of ".*" is "(.*)"$', re.MULTILINE)
 
 
-def read_by(checker: str, script: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *CHECKERS[checker], str(script)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
+WRONG = "import gradsight\n\ngradsight.wacth()\ngradsight.Schedule('every step')\n"
+
+
+@pytest.fixture(scope="module", params=[pytest.param("mypy", marks=pytest.mark.slow), "pyright"])
+def lines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    """What a checker says, by file: one run for the right script and for a wrong one."""
+    wrong = tmp_path_factory.mktemp("types") / "wrong.py"
+    wrong.write_text(WRONG)
+    command = [sys.executable, "-m", *CHECKERS[request.param], str(SCRIPT), str(wrong)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=wrong.parent)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    return {
+        name: [line for line in said if re.search(rf"\b{name}:\d+:", line)]
+        for name in ("script.py", "wrong.py")
+    }
 
 
 def revealed(output: str) -> list[str]:
     return [first or second for first, second in REVEALED.findall(output)]
 
 
-@pytest.mark.parametrize("checker", CHECKERS)
-def test_a_users_script_has_no_error_and_no_any(checker: str) -> None:
-    done = read_by(checker, SCRIPT)
-    assert done.returncode == 0, done.stdout
-    types = revealed(done.stdout)
+def test_a_users_script_has_no_error_and_no_any(lines: dict[str, list[str]]) -> None:
+    assert [line for line in lines["script.py"] if " error: " in line] == []
+    types = revealed("\n".join(lines["script.py"]))
     assert len(types) == SCRIPT.read_text().count("reveal_type(")
     assert [each for each in types if re.search(r"\b(Any|Unknown)\b", each)] == []
 
@@ -41,11 +54,7 @@ def test_the_script_uses_every_public_name() -> None:
     assert [name for name in gradsight.__all__ if f"gradsight.{name}" not in script] == []
 
 
-@pytest.mark.parametrize("checker", CHECKERS)
-def test_the_checkers_can_fail(checker: str, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text("import gradsight\n\ngradsight.wacth()\ngradsight.Schedule('every step')\n")
-    done = read_by(checker, wrong)
-    assert done.returncode == 1
-    assert "wacth" in done.stdout
-    assert "Schedule" in done.stdout or "every step" in done.stdout
+def test_the_checkers_can_fail(lines: dict[str, list[str]]) -> None:
+    misspelled, mistyped = [line for line in lines["wrong.py"] if " error: " in line]
+    assert "wacth" in misspelled
+    assert "Schedule" in mistyped or "every step" in mistyped

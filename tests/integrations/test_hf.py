@@ -1,8 +1,6 @@
 """Hugging Face's Trainer, watched by its callback."""
 
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from transformers import (
 )
 
 import gradsight
+from gradsight.cli import main
 from gradsight.errors import GradsightWarning, UsageError
 from gradsight.integrations import hf
 from gradsight.integrations.broken_steps import BrokenSteps
@@ -415,7 +414,9 @@ def test_a_diagnosis_calls_samples_by_their_ids(tmp_path: Path) -> None:
     assert "105" in str(finding.diagnosis)
 
 
-def test_texts_are_kept_where_data_was_asked_for(tmp_path: Path) -> None:
+def test_texts_are_kept_where_data_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{**row, "id": f"text {number}"} for number, row in enumerate(token_rows(8))]
     asked = {"plain": {}, "scored": {"ghost": {"val_data": rows[:2]}}}
     for name, options in asked.items():
@@ -429,12 +430,9 @@ def test_texts_are_kept_where_data_was_asked_for(tmp_path: Path) -> None:
     tokens = rows[3]["input_ids"][rows[3]["attention_mask"].bool()]
     assert texts("text 3") == " ".join(WORDS[token] for token in tokens)
     assert texts("text 8") is None
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsight", "influence", tmp_path / "scored"],
-        capture_output=True,
-        text=True,
-    )
-    assert WORDS[tokens[0]] in done.stdout, done.stdout + done.stderr
+    capsys.readouterr()
+    assert main(["influence", str(tmp_path / "scored")]) == 0
+    assert WORDS[tokens[0]] in capsys.readouterr().out
 
 
 class DeepSpeedEngine(nn.Module):

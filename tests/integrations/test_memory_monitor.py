@@ -2,7 +2,6 @@
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import warm
 from gradsight.integrations.hf import MemoryMonitorCallback as ForHuggingFace
 from gradsight.integrations.lightning import MemoryMonitorCallback as ForLightning
 
@@ -200,7 +200,7 @@ except MissingPackage as error:
 )
 def test_a_missing_package(name: str, package: str, extra: str) -> None:
     code = WITHOUT.format(name=name)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = warm.run(["-c", code], capture_output=True, text=True)
     assert done.stdout == (
         f"gradsight.integrations.{name} needs the package '{package}'. "
         f"Install it with: pip install 'gradsight[{extra}]'\n"

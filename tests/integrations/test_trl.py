@@ -1,4 +1,8 @@
-"""TRL's trainers, with their own defaults: gradient checkpointing, losses in chunks, packing."""
+"""TRL's trainers, with their own defaults: gradient checkpointing, losses in chunks, packing.
+
+TRL is imported by the tests and not by this module: the import takes seconds, also for those who
+only collect.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, disable_progress_bars
 from torch import Tensor, nn
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gradsight
 from gradsight.errors import GradsightWarning
@@ -17,7 +19,7 @@ from gradsight.ghost.engine import GhostNotice
 from gradsight.integrations.hf import GradsightCallback
 from integrations.tiny import PlainLoop, Texts, are_equal, llama, token_loss, tokenizer, weights
 
-disable_progress_bars()
+pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "max_steps": 3,
@@ -34,11 +36,21 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_progress_bars() -> None:
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()
+
+
 def recorded(folder: Path) -> list[Any]:
     return list(gradsight.open_run(folder / "gradsight").steps())
 
 
-def sft(folder: Path, callbacks: list[Any], **changes: Any) -> SFTTrainer:
+def sft(folder: Path, callbacks: list[Any], **changes: Any) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     texts = Texts()
     rows = [{"text": texts.of_any_length(), "id": f"text {number}"} for number in range(24)]
     dataset = Dataset.from_list(rows)
@@ -138,6 +150,9 @@ def log_probability(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_dpo(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
     texts = Texts()
     rows = [
         {"prompt": texts.of(4), "chosen": f" {texts.of(5)}", "rejected": f" {texts.of(3)}"}
@@ -169,6 +184,9 @@ def test_dpo(tmp_path: Path) -> None:
 
 def test_grpo(tmp_path: Path) -> None:
     """Several steps on what was generated once."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     texts = Texts()
     rows = Dataset.from_list([{"prompt": texts.of(4), "id": number} for number in range(24)])
     trained = []

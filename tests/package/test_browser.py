@@ -23,6 +23,7 @@ def page(folder: Path, script: str) -> str:
     return file.as_uri()
 
 
+@pytest.mark.slow
 def test_a_quiet_page(visit: Visits, tmp_path: Path) -> None:
     shown = visit(page(tmp_path, "document.title = 'ran'"), viewport={"width": 390, "height": 800})
     assert shown.title() == "ran"
@@ -38,6 +39,7 @@ def test_a_quiet_page(visit: Visits, tmp_path: Path) -> None:
         ("new Image().src = 'data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA='", 0, 0),
     ],
 )
+@pytest.mark.slow
 def test_a_page_that_complains_or_asks_is_noticed(
     browser: Browser, tmp_path: Path, script: str, errors: int, strangers: int
 ) -> None:
@@ -48,11 +50,13 @@ def test_a_page_that_complains_or_asks_is_noticed(
     assert len(visits.strangers()) == strangers
 
 
+@pytest.mark.slow
 def test_other_tests_have_no_event_loop_of_the_browser() -> None:
     """Stands behind tests with the browser, whose own loop is still there."""
     asyncio.run(asyncio.sleep(0))
 
 
+@pytest.mark.slow
 def test_without_a_browser_the_summary_says_how_many() -> None:
     """In a worker, as `make test` has them, and so in the process itself."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", __file__]

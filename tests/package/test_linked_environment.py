@@ -57,6 +57,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.slow
 def test_commands_run_behind_a_link(name: str, tmp_path: Path) -> None:
     (tmp_path / "environment").symlink_to(sys.prefix, target_is_directory=True)
     python = tmp_path / "environment" / "bin" / Path(sys.executable).name

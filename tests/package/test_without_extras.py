@@ -11,6 +11,8 @@ import pytest
 import gradsight
 from gradsight.cli import _COMMANDS
 
+pytestmark = pytest.mark.slow
+
 BIN = Path(sys.prefix) / "without-extras" / "bin"
 """Set up by `make unit`."""
 

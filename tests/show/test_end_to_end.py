@@ -44,6 +44,7 @@ def train(place: Path, name: str, *options: str) -> float:
     return loss
 
 
+@pytest.mark.slow
 def test_training_without_the_worst_samples_is_better(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

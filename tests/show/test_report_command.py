@@ -3,13 +3,12 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import warm
 from gradsight.cli import main
 from show.page.runs import finding, plain_norms, record
 
@@ -82,10 +81,12 @@ def test_open_shows_the_page(tmp_path: Path) -> None:
     opener = tmp_path / "opener"
     opener.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
     opener.chmod(opener.stat().st_mode | stat.S_IXUSR)
-    command = [sys.executable, "-m", "gradsight", "report", str(run.path), "--open"]
     # Python's own way to name a browser.
-    done = subprocess.run(
-        command, env={**os.environ, "BROWSER": str(opener)}, capture_output=True, text=True
+    done = warm.run(
+        ["-m", "gradsight", "report", run.path, "--open"],
+        env={**os.environ, "BROWSER": str(opener)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "opened").read_text().strip() == (run.path / "report.html").as_uri()

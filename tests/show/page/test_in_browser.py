@@ -19,6 +19,8 @@ from gradsight.store.store import open_store
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
 from show.page.runs import NONE, Recorded, finding, parameter_names, plain_norms, record
 
+pytestmark = pytest.mark.slow
+
 SPIKE, DIP, BROKEN = 3_041, 6_007, 7_500
 
 

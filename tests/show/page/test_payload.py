@@ -79,6 +79,7 @@ def test_tricks_are_escapes_and_never_themselves(tmp_path: Path) -> None:
     json.loads(embedded(payload), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
+@pytest.mark.slow
 def test_nothing_of_a_strangers_run_is_obeyed(visit: Visits, tmp_path: Path) -> None:
     place = hostile(tmp_path)
     file = place / "report.html"
@@ -99,6 +100,7 @@ def test_nothing_of_a_strangers_run_is_obeyed(visit: Visits, tmp_path: Path) -> 
     assert page.evaluate("document.body.scrollWidth <= innerWidth")
 
 
+@pytest.mark.slow
 def test_an_injected_script_cannot_run(visit: Visits, tmp_path: Path) -> None:
     """The policy is what holds if a text should ever become markup: here one is made markup."""
     run = record(tmp_path / "run", plain_norms(5, 14))

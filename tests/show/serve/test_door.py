@@ -3,13 +3,13 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import warm
 from show.serve.served import Server, record, serving
 
 SECRET = "nobody must read this"
@@ -171,6 +171,7 @@ def test_the_list_has_every_run_and_no_link_that_leads_out(server: Server) -> No
     assert {run["name"]: run["status"] for run in runs} == found
 
 
+@pytest.mark.slow
 def test_a_thousand_quick_requests(server: Server) -> None:
     paths = ["/", "/api/runs", "/run/first/", "/run/first/api/heat", "/nowhere"]
 
@@ -186,8 +187,8 @@ def test_a_thousand_quick_requests(server: Server) -> None:
 
 def test_what_cannot_be_served_is_wrong_usage(tmp_path: Path, server: Server) -> None:
     def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "gradsight", "serve", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        command = ["-m", "gradsight", "serve", *arguments]
+        return warm.run(command, capture_output=True, text=True)
 
     nowhere = serve(str(tmp_path / "nowhere"))
     taken = serve(str(tmp_path), "--port", str(server.port))

@@ -3,7 +3,6 @@
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
+import warm
 from browser import Visits
 from gradsight import open_run
 from show.serve.served import NAMES, norm, record, serving
+
+pytestmark = pytest.mark.slow
 
 TRAINING = """
 import sys
@@ -54,8 +56,12 @@ def wait_for(page: Page, step: int) -> None:
 
 @contextmanager
 def training(run: Path, stop: Path, spoil: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", TRAINING, str(run), str(stop), str(spoil)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(
+        ["-c", TRAINING, run, stop, spoil],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "training\n"
