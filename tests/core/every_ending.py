@@ -2,6 +2,7 @@
 
 A rank ends as a script does, through the interpreter's own end. The hook that is registered first
 runs last: it sees what is left when all that is ours has had its turn.
+Arguments: a folder; then, for one case only, a use and an ending.
 """
 
 import atexit
@@ -104,7 +105,8 @@ if __name__ == "__main__":
     atexit.register(say_what_is_left)
     for name in gradsight.__all__:
         getattr(gradsight, name)
-    for number, case in enumerate(product(USES, ENDINGS)):
+    cases = [(sys.argv[2], sys.argv[3])] if len(sys.argv) > 2 else product(USES, ENDINGS)
+    for number, case in enumerate(cases):
         folder = Path(sys.argv[1]) / str(number)
         folder.mkdir()
         if in_two_ranks(case, folder):

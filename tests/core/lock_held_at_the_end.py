@@ -39,7 +39,7 @@ def run(rank: int, waits: bool, destroy: bool, folder: Path) -> None:
 def come_late(waits: bool, folder: Path) -> None:
     """Come while rank 0 waits at its end, or only when it no longer does."""
     time.sleep(LATE)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not waits and not (folder / "holding").exists():
         if time.monotonic() > until:
             (folder / "rank 0 waited").touch()

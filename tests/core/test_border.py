@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import gradsight
@@ -29,9 +30,12 @@ THEIR_OWN = {
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+@cache
+def sources() -> list[tuple[str, ast.Module]]:
+    return [
+        (path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text()))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
 
 
 def registrations(tree: ast.AST) -> Iterator[tuple[ast.Call, list[ast.expr]]]:
@@ -94,7 +98,7 @@ def handed_on(tree: ast.AST) -> Iterator[ast.expr]:
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name) and id(node) not in called:
-            name = ast.unparse(node).split(".")[-1]
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
             if name.startswith("register_") and name.endswith("_hook"):
                 yield node
 

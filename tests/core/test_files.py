@@ -4,14 +4,13 @@ import contextlib
 import os
 import re
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import warm
 from gradsight.core import files
 from gradsight.core.files import whole_file, whole_folder, write_text
 from gradsight.errors import GradsightError
@@ -189,7 +188,7 @@ with whole_file(Path(sys.argv[1])) as file, whole_folder(Path(sys.argv[2])) as f
 def test_what_a_killed_writer_left_goes_with_the_next(tmp_path: Path) -> None:
     file = tmp_path / "report.md"
     folder = tmp_path / "step_1"
-    subprocess.run([sys.executable, "-c", KILLED, str(file), str(folder)], check=False)
+    assert warm.run(["-c", KILLED, file, folder]).returncode == 9
     assert len(list(tmp_path.iterdir())) == 2
     # Written before temporary names were random.
     (tmp_path / "report.md.partial").write_text("old")

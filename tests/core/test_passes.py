@@ -1,7 +1,5 @@
 """Which gradients a backward pass wrote, and whose pass it was."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import warm
 from gradsight.core import moments, passes
 from gradsight.core.calls import is_suspended, suspended
 from gradsight.core.guard import Guard
@@ -281,5 +280,5 @@ os._exit(0)
 
 def test_threads_of_the_engine_know_the_thread_that_called() -> None:
     """On accelerators all hooks run in such threads; on a CPU those of passes nested deeply do."""
-    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True)
+    done = warm.run(["-c", NESTED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,9 @@
 """No link below a folder is followed, for reading, writing or removing."""
 
 import os
-import threading
-import time
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -80,22 +79,22 @@ def test_a_link_is_removed_and_not_what_it_leads_to(root: Path) -> None:
     assert (root.resolve().parent / "outside" / "inner").is_dir()
 
 
-def test_a_folder_is_made_while_others_tidy_its_parent_away(tmp_path: Path) -> None:
+def test_a_folder_is_made_while_others_tidy_its_parent_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As ranks do with incidents: one gives up its own while another begins."""
-    ended = threading.Event()
+    tidied = []
 
-    def tidy() -> None:
-        while not ended.is_set():
-            with suppress(OSError):
-                (tmp_path / "incidents").rmdir()
-            time.sleep(1e-4)  # nobody tidies without a pause
+    @contextmanager
+    def open_after_tidying(root: Path, folder: PurePath) -> Iterator[int]:
+        if len(tidied) < 3 and (tmp_path / "incidents").exists():
+            tidied.append(folder)
+            (tmp_path / "incidents").rmdir()
+        with open_folder(root, folder) as opened:
+            yield opened
 
-    others = threading.Thread(target=tidy)
-    others.start()
-    try:
-        for number in range(300):
-            places.make_below(tmp_path, f"incidents/{number}", sync=False)
-            (tmp_path / "incidents" / str(number)).rmdir()
-    finally:
-        ended.set()
-        others.join()
+    open_folder = places.open_folder
+    monkeypatch.setattr(places, "open_folder", open_after_tidying)
+    places.make_below(tmp_path, "incidents/7", sync=False)
+    assert (tmp_path / "incidents" / "7").is_dir()
+    assert len(tidied) == 3

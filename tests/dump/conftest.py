@@ -1,16 +1,15 @@
 """What the tests of the dumps share."""
 
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import warm
 from gradsight import GradientDumper
 
 Launch = Callable[..., list[int]]
@@ -40,25 +39,27 @@ def launch() -> Launch:
     """Run a worker on some ranks and return their exit codes; a failing rank's words are shown."""
 
     def start(worker: str | Path, ranks: int, *arguments: object) -> list[int]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(store.port),
             "WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        command = [sys.executable, str(WORKERS / worker), *map(str, arguments)]
         started = [
-            subprocess.Popen(command, env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            warm.Popen(
+                [WORKERS / worker, *arguments],
+                env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
             for rank in range(ranks)
         ]
         try:
-            return [process.wait(timeout=100) for process in started]
+            return [process.wait(timeout=200) for process in started]
         finally:
             for process in started:
                 process.kill()
+                process.wait()
 
     return start

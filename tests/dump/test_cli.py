@@ -1,11 +1,13 @@
 """gradsight dump: what it prints at 80 columns, its exit codes, and that it needs no torch."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,10 @@ from gradsight.dump.job import Facts
 def run(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two steps, both kinds at the first."""
     monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "run"
+    return dump_twice(tmp_path / "run", model)
+
+
+def dump_twice(path: Path, model: nn.Module) -> Path:
     with GradientDumper(path) as full, GradientDumper(path, save_first_n=2) as sampled:
         full.dump(model, 0)
         sampled.dump(model, 0)
@@ -229,14 +234,25 @@ def test_odd_names_are_printed_as_they_are(
         assert any("[red]x[/]" in line for line in lines), arguments
 
 
-@pytest.mark.parametrize("command", ["list", "show", "verify", "diff"])
-def test_no_torch_and_no_colour(command: str, run: Path) -> None:
+COMMANDS = ["list", "show", "verify", "diff"]
+
+
+@pytest.fixture(scope="module")
+def in_a_new_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each command prints in an interpreter of its own, with the modules that it imported."""
+    model = nn.Linear(2, 3)
+    model(torch.ones(1, 2)).sum().backward()
+    folder = dump_twice(tmp_path_factory.mktemp("run"), model)
     code = f"""
-import sys
+import contextlib, io, json, sys
 from gradsight.cli import main
-code = main(["dump", {command!r}, *[{str(run)!r}] * {2 if command == "diff" else 1}])
-assert 'torch' not in sys.modules, 'torch was imported'
-sys.exit(code)
+answers = {{}}
+for command in {COMMANDS}:
+    runs = [{str(folder)!r}] * (2 if command == "diff" else 1)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(["dump", command, *runs])
+    answers[command] = code, printed.getvalue(), "torch" in sys.modules
+print(json.dumps(answers))
 """
     environment = {
         "NO_COLOR": "1",
@@ -248,4 +264,14 @@ sys.exit(code)
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b[3" not in done.stdout, "a colour"
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_torch_and_no_colour(command: str, in_a_new_process: dict[str, Any]) -> None:
+    code, printed, has_torch = in_a_new_process[command]
+    assert code == 0
+    assert printed
+    assert not has_torch, "torch was imported"
+    assert "\x1b[3" not in printed, "a colour"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import warm
 from gradsight import GradientDumper, load_keys
 from gradsight.core import files
 from gradsight.dump.folders import Layout, find_dumps
@@ -20,26 +21,34 @@ from gradsight.errors import GradsightWarning, RunError
 WORKERS = Path(__file__).parent / "workers"
 
 
-def run_worker(name: str, *arguments: object, inside: tuple[str, ...] = ()) -> str:
-    done = subprocess.run(
-        [*inside, sys.executable, WORKERS / name, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
+def run_worker(name: str, *arguments: object) -> str:
+    done = warm.run([WORKERS / name, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
+def kill(*arguments: object) -> list[int]:
+    """Return the numbers that the worker printed."""
+    return [int(number) for number in run_worker("killed.py", *arguments).split()]
+
+
+def test_kill_at_some_points_of_a_write_and_at_any_time(tmp_path: Path) -> None:
+    """At every ninth call to the system; the tests below have every call."""
+    points, kills, left_a_dump = kill(tmp_path, "some")
+    assert points > 30, "the dump was killed at many points"
+    assert kills == left_a_dump == 8, "a dump that was complete before stays, or is replaced whole"
+
+
+@pytest.mark.slow
 def test_kill_at_every_point_of_a_write_and_at_any_time(tmp_path: Path) -> None:
-    full, sampled, kills, left_a_dump = (
-        int(number) for number in run_worker("killed.py", tmp_path, "first").split()
-    )
+    full, sampled, kills, left_a_dump = kill(tmp_path, "first")
     assert min(full, sampled) > 30, "each dump was killed at many points"
     assert kills == left_a_dump == 25, "a dump that was complete before stays, or is replaced whole"
 
 
+@pytest.mark.slow
 def test_kill_at_every_point_of_a_replacement_and_a_removal(tmp_path: Path) -> None:
-    again, last = (int(number) for number in run_worker("killed.py", tmp_path, "again").split())
+    again, last = kill(tmp_path, "again")
     assert min(again, last) > 30, "each dump was killed at many points"
 
 
@@ -58,7 +67,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     )
     if tried.returncode != 0:
         pytest.skip(f"no right to mount a small file system here: {tried.stderr.strip()}")
-    run_worker("full_disk.py", tmp_path, "small", inside=apart)
+    command = [*apart, sys.executable, str(WORKERS / "full_disk.py"), str(tmp_path), "small"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_read_only_folder(

@@ -137,6 +137,7 @@ def check_some_none(run: Path) -> None:
         assert "left out: 1 gradients are not in the dump; 1.bias: some ranks" in text
 
 
+@pytest.mark.slow
 def test_four_ranks_as_a_mesh_of_two_by_two(tmp_path: Path, launch) -> None:
     assert launch("four_ranks.py", 4, tmp_path) == [0] * 4
     manifest, _ = check_against_truth(tmp_path, 0, rows=5)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gradsight
 
 SCRIPT = """
@@ -77,6 +79,7 @@ def test_the_report_names_line_and_sample(tmp_path: Path) -> None:
     assert finding["diagnosis"]["samples"][0]["row"] == 7
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_is_not_pointed_at(tmp_path: Path) -> None:
     done = check(tmp_path)
     assert done.returncode == 2, done.stderr

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 from torch import nn
 
 import gradsight
+import warm
 from gradsight.cli import main
 from gradsight.errors import GradsightWarning
 from incidents.faults import FAULTS, train
 from launch import TESTS
 
 LOOP = """
-import sys, time
+import sys
 import torch
 from torch import nn
 import gradsight
@@ -37,11 +37,10 @@ for step in range(1_000_000):
 """
 
 
-def loop(folder: Path, then: str, recorder: object = True) -> subprocess.Popen[str]:
+def loop(folder: Path, then: str, recorder: object = True) -> subprocess.CompletedProcess[str]:
     script = folder / "loop.py"
     script.write_text(LOOP.replace("{then}", then).replace("{recorder!r}", repr(recorder)))
-    command = [sys.executable, str(script), str(folder / "run")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.run([script, folder / "run"], capture_output=True, text=True)
 
 
 def body(incident: Any) -> dict[str, Any]:
@@ -50,10 +49,9 @@ def body(incident: Any) -> dict[str, Any]:
 
 
 def test_an_exception_nobody_catches_leaves_one_with_the_batch(tmp_path: Path) -> None:
-    process = loop(tmp_path, "raise KeyError('gone')", recorder="batch")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "KeyError: 'gone'" in errors
+    done = loop(tmp_path, "raise KeyError('gone')", recorder="batch")
+    assert done.returncode == 1
+    assert "KeyError: 'gone'" in done.stderr
     (incident,) = gradsight.open_run(tmp_path / "run").incidents()
     assert (incident.step, incident.code) == (4, "exception")
     assert incident.reason == f"KeyError: 'gone' ({tmp_path / 'loop.py'}:15)"
@@ -191,8 +189,8 @@ def test_a_full_disk_costs_the_incident_alone(tmp_path: Path) -> None:
         **os.environ,
         "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    command = [sys.executable, tmp_path / "full.py", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    command = [tmp_path / "full.py", tmp_path / "run"]
+    done = warm.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     run = gradsight.open_run(tmp_path / "run")
     assert len(list(run.steps())) == 8

@@ -8,7 +8,6 @@ Called as a script (record_loops.py FOLDER NAME ...), it runs each of these loop
 that Gradsight is attached to as `gradsight run` does it.
 """
 
-import atexit
 import copy
 import json
 import math
@@ -16,7 +15,6 @@ import os
 import runpy
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -1505,46 +1503,21 @@ def unwatched(model: nn.Module, optimizers: object) -> Iterator[Unwatched]:
     yield Unwatched()
 
 
-def run_attached(folder: Path, site: Mapping[str, Any], entry: Loop) -> None:
-    """Train in this forked process with Gradsight attached; the truth goes into a file."""
-    with open(folder / f"{entry.name}.err", "w") as errors:
-        os.dup2(errors.fileno(), 2)
-    sys.stderr = os.fdopen(2, "w")
-    os.environ["GRADSIGHT_CHECK"] = f'{{"run_dir": "{folder / entry.name}", "keep": true}}'
-    site["_notice_optimizers"](sys.modules["torch.optim.optimizer"])
-    truth = Truth()
-    entry.train(truth, unwatched)
-    steps = [asdict(step) for step in truth.steps]
-    (folder / f"{entry.name}.truth").write_text(json.dumps(steps))
-
-
-def main(folder: Path) -> None:
-    """Run each loop in a process of its own, unmodified."""
-    # Before the forks, as it takes two seconds: every optimizer imports it.
-    import torch._dynamo
-
-    import gradsight.attach.session
+def main(folder: Path, name: str) -> None:
+    """Train in this process, unmodified, with Gradsight attached; the truth goes into a file."""
+    import gradsight
     from gradsight.attach import __file__ as attach
 
     torch.set_num_threads(1)
     os.environ["GRADSIGHT_HOME"] = str(Path(gradsight.__file__).parents[1])
+    os.environ["GRADSIGHT_CHECK"] = json.dumps({"run_dir": str(folder / "run"), "keep": True})
     site = runpy.run_path(str(Path(attach).parent / "site" / "sitecustomize.py"))
-    for entry in LOOPS:
-        if entry.only_watch:
-            continue
-        child = os.fork()
-        if child == 0:
-            code = 0
-            try:
-                run_attached(folder, site, entry)
-                atexit._run_exitfuncs()
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-            sys.stderr.flush()
-            os._exit(code)
-        os.waitpid(child, 0)
+    site["_notice_optimizers"](sys.modules["torch.optim.optimizer"])
+    truth = Truth()
+    BY_NAME[name].train(truth, unwatched)
+    steps = [asdict(step) for step in truth.steps]
+    (folder / "truth.json").write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -4,8 +4,6 @@ import copy
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsight
+import warm
 from gradsight.cli import main
 from gradsight.errors import GradsightError, GradsightWarning
 from gradsight.values.findings import Finding
@@ -297,6 +296,7 @@ def test_alerts_without_a_tracker_reach_nobody_and_that_is_said(tmp_path: Path) 
 
 def test_trackio_is_alerted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code = (
         "import gradsight, torch\n"
         "from trackio.sqlite_storage import SQLiteStorage\n"
@@ -309,7 +309,7 @@ def test_trackio_is_alerted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "alerts = SQLiteStorage.get_alerts('gradsight')\n"
         "print([(each['title'], each['level']) for each in alerts])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = warm.run(["-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "[('GS103 NaN gradient', 'error')]" in done.stdout or "GS103" in done.stdout, done.stdout
 

@@ -27,7 +27,7 @@ def true_norm() -> float:
     return float(torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm())
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_hugging_face_trainer(accumulated: int, tmp_path: Path) -> None:
     import transformers
 
@@ -69,7 +69,7 @@ def test_hugging_face_trainer(accumulated: int, tmp_path: Path) -> None:
         assert step.clip_coef == pytest.approx(1 / true_norm(), rel=1e-3)
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", ["norm", pytest.param("value", marks=pytest.mark.slow)])
 def test_lightning(algorithm: str, tmp_path: Path) -> None:
     import lightning
 

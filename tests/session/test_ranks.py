@@ -11,7 +11,10 @@ from launch import run_ranks
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)],
+)
 def test_ranks_agree_with_one_process(kind: str, ranks: int, tmp_path: Path) -> None:
     run_ranks(SCRIPT, kind, tmp_path, ranks=ranks)
     run = gradsight.open_run(tmp_path)
@@ -99,7 +102,7 @@ def test_a_watch_on_one_rank_names_the_missing_one(
     folder, said = uneven
     assert (
         f"{name} rank {1 - missing}: gradsight.watch must be opened on every rank, but rank "
-        f"{missing} of 2 did not come within 3 s. Training goes on"
+        f"{missing} of 2 did not come within 1 s. Training goes on"
     ) in said
     assert recorded(folder / name) == (["true"] * 4, {"ranks"})
     assert [path.name for path in sorted((folder / name / "gradient_dumper").iterdir())] == [
@@ -132,7 +135,7 @@ def test_steps_that_not_all_ranks_make_are_recorded_and_not_dumped(
     gradients, problems = recorded(folder / "join")
     assert gradients == ["true"] * 10
     assert "dump-uneven" in problems
-    assert "gradient dump of step 4: rank 1 of 2 did not come within 2 s" in said
+    assert "gradient dump of step 4: rank 1 of 2 did not come within 1 s" in said
     assert {path.name for path in (folder / "join" / "gradient_dumper").iterdir()} == {
         f"step{step}" for step in range(4)
     }

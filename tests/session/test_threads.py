@@ -1,18 +1,17 @@
 """Threads that train at once: no crash, exact numbers, nothing called true that is not."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from session import threads_campaign
 
 
 def test_threads_train_at_once(tmp_path: Path) -> None:
     """All scenes of the campaign, several times, in one process: what went wrong was a crash."""
-    command = [sys.executable, threads_campaign.__file__, "--here", str(tmp_path), "--tries", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [threads_campaign.__file__, "--here", tmp_path, "--tries", 2]
+    done = warm.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

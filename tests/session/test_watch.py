@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import warm
 from gradsight import Schedule, open_run
 from gradsight.errors import GradsightWarning, RunError, UsageError
 from gradsight.measure import norms
@@ -284,6 +285,10 @@ for step in range(5):
 """
 
 
+def run_script(text: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
+    return warm.run(["-c", text, run_dir], capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
@@ -296,11 +301,11 @@ for step in range(5):
     ],
 )
 def test_however_a_process_ends_its_steps_are_there(ending: str, code: int, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(ending=ending), str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
+    if ending:
+        done = run_script(SCRIPT.format(ending=ending), tmp_path)
+    else:  # through the end of a real interpreter
+        command = [sys.executable, "-c", SCRIPT.format(ending=""), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert [step.step for step in open_run(tmp_path).steps()] == list(range(5))
 
@@ -313,14 +318,12 @@ def test_sigterm_in_the_middle_of_anything(attempt: int, tmp_path: Path) -> None
         .replace("range(5)", "range(10**9)")
         .replace("optimizer.step()", "optimizer.step(); print(step, flush=True)")
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with warm.Popen(["-c", script, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         printed = [process.stdout.readline() for _ in range(20 + 7 * attempt)]
         process.send_signal(signal.SIGTERM)
         last = int((printed + process.stdout.read().split())[-1])
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(200) == -signal.SIGTERM
     steps = [step.step for step in open_run(tmp_path).steps()]
     assert steps == list(range(len(steps)))
     assert len(steps) >= last
@@ -330,9 +333,7 @@ def test_a_sigterm_handler_of_the_users_is_called(tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGTERM, lambda *_: (print('mine'), sys.exit(5)))\n"
     ending = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
     text = SCRIPT.format(ending=ending).replace("model = nn", script + "model = nn")
-    done = subprocess.run(
-        [sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True
-    )
+    done = run_script(text, tmp_path)
     assert (done.returncode, done.stdout.strip()) == (5, "mine"), done.stderr
     assert len(list(open_run(tmp_path).steps())) == 5
 
@@ -349,11 +350,7 @@ for batch in loader:
     model(batch).square().mean().backward()
     optimizer.step()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(ending=ending), str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
+    done = run_script(SCRIPT.format(ending=ending), tmp_path)
     assert done.returncode == 0, done.stderr
     assert [step.step for step in open_run(tmp_path).steps()] == list(range(13))
 
@@ -599,9 +596,7 @@ def test_a_forked_child_leaves_its_parents_record_alone(tmp_path: Path) -> None:
             each.close()
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True
-    )
+    done = run_script(script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert [len(list(open_run(tmp_path / name).steps())) for name in "abd"] == [4, 2, 4]
     assert [scalar.name for scalar in open_run(tmp_path / "c").scalars()] == ["of the parent"]
@@ -624,8 +619,8 @@ def test_output_that_nobody_reads_any_more_ends_quietly(tmp_path: Path) -> None:
         optimizer.step()
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "gradsight", "report", str(tmp_path)]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    command = ["-m", "gradsight", "report", tmp_path]
+    done = warm.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

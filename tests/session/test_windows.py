@@ -58,8 +58,7 @@ else:
 
 
 def test_without_posix_everything_but_a_run_dir_works(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", SCRIPT]  # a new interpreter: no module is imported before
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -43,8 +43,13 @@ def write_until_killed(folder: Path, told: int, publishing: bool) -> None:
                 store._publish()
 
 
-def one_try(folder: Path, delay: float, publishing: bool) -> str:
-    """Kill a writer after so many seconds, and look at what it left."""
+def last_step(told: int) -> int:
+    """Return the number of the last step that a writer has added, -1 before the first."""
+    return int.from_bytes(os.pread(told, 8, 0), "little", signed=True)
+
+
+def one_try(folder: Path, delay: float, publishing: bool, steps: int = 0) -> str:
+    """Kill a writer that has added a number of steps, after a delay; check what it left."""
     with tempfile.TemporaryFile() as told:
         os.pwrite(told.fileno(), (-1).to_bytes(8, "little", signed=True), 0)
         child = os.fork()
@@ -53,30 +58,35 @@ def one_try(folder: Path, delay: float, publishing: bool) -> str:
                 write_until_killed(folder, told.fileno(), publishing)
             finally:
                 os._exit(1)
+        while last_step(told.fileno()) < steps - 1 and os.waitpid(child, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        last = int.from_bytes(os.pread(told.fileno(), 8, 0), "little", signed=True)
+        last = last_step(told.fileno())
     try:
-        steps = [step.step for step in open_run(folder).steps()]
+        numbers = [step.step for step in open_run(folder).steps()]
         found = "read"
     except WrongPlace:
         # There is none: nothing was handed over.
-        steps = []
+        numbers = []
         found = "none"
-    if steps != list(range(len(steps))) or len(steps) < last + 1:
-        return f"FAILED: {len(steps)} steps of {last + 1}, or with gaps"
+    if numbers != list(range(len(numbers))) or len(numbers) < last + 1:
+        return f"FAILED: {len(numbers)} steps of {last + 1}, or with gaps"
     store = open_store(folder)
     following = store.next_step()
     store.close()
-    if following != len(steps):
-        return f"FAILED: goes on after {following} of {len(steps)}"
+    if following != len(numbers):
+        return f"FAILED: goes on after {following} of {len(numbers)}"
     leftovers = {file.name for file in folder.iterdir()} - {rundir.RECORD, rundir.TAIL}
     return f"FAILED: left {leftovers}" if leftovers else found
 
 
 def campaign(tries: int, seed: int = 0, longest: float = 0.07) -> Counter[str]:
-    """So many kills, each on a new run or on the one before."""
+    """Kill writers, each on a new run or on the one before.
+
+    Of each four, two are killed at any moment from their start on, and two after some steps.
+    """
     chance = random.Random(seed)
     results: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
@@ -85,7 +95,8 @@ def campaign(tries: int, seed: int = 0, longest: float = 0.07) -> Counter[str]:
             if chance.random() < 0.7:
                 shutil.rmtree(folder, ignore_errors=True)
             publishing = number % 2 == 1
-            results[one_try(folder, chance.uniform(0, longest), publishing)] += 1
+            steps = chance.randrange(1, 60) if number % 4 >= 2 else 0
+            results[one_try(folder, chance.uniform(0, longest), publishing, steps)] += 1
     return results
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import sqlite3
 import struct
-import time
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -62,11 +61,10 @@ def test_an_untouched_copy_is_read(run_dir: Path) -> None:
     ],
 )
 def test_only_our_tables_are_read(script: str, run_dir: Path) -> None:
+    """A query without end would run into the time limit that every test has."""
     change(run_dir, script)
-    begun = time.monotonic()
     (said,) = refusals(run_dir)
     assert "run.sqlite" in said
-    assert time.monotonic() - begun < 20, "a query ran without end"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Faults reach the run's record, whoever has it open and whoever has not."""
 
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
+import warm
 from gradsight import MetricsTracker, open_run
 from gradsight.core.problems import Problems
 from gradsight.errors import GradsightWarning
@@ -69,9 +69,7 @@ def test_a_record_that_another_process_has_open(tmp_path: Path) -> None:
     """Training goes on, and what could not be written comes with the next fault."""
     code = "import sys; from gradsight.store.store import open_store; "
     code += "open_store(sys.argv[1]); print('open', flush=True); input()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    other = warm.Popen(["-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None
     assert other.stdout.readline() == b"open\n"
     problems = RunProblems(tmp_path)

@@ -4,11 +4,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
 import gradsight
@@ -73,11 +75,13 @@ def points(run_dir: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("start_step", [None, 3, 0])
 def test_tensorboard_over_a_resumed_run_shows_each_step_once(
-    tmp_path: Path, start_step: int | None
+    tmp_path: Path, start_step: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that are made again replace those of before, as in the record."""
     train(tmp_path, ["tensorboard"])
-    time.sleep(1.1)  # TensorBoard reads files in the order of their seconds
+    # TensorBoard reads files in the order of the seconds in their names.
+    later = SimpleNamespace(time=lambda: time.time() + 2)
+    monkeypatch.setattr(event_file_writer, "time", later)
     train(tmp_path, ["tensorboard"], start_step=start_step, quiet=True)
     name = "gradients/total_norm"
     recorded = [(step.step, step.total_norm) for step in gradsight.open_run(tmp_path).steps()]

@@ -2,19 +2,20 @@
 
 import json
 import os
+import random
 import resource
 import signal
 import sqlite3
 import subprocess
-import sys
-import time
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import warm
 from gradsight import GradsightError, open_run
+from gradsight.cli import main
 from gradsight.core import rundir
 from gradsight.errors import GradsightWarning, RunError, UsageError
 from gradsight.store import tail_format as frames
@@ -137,34 +138,39 @@ def test_tables_have_the_columns_of_the_records(tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys, time
+import sys
 import numpy as np
 from gradsight.store import tail_format as frames
 from gradsight.store.store import open_store
 from gradsight.values.steps import Step
 store = open_store(sys.argv[1])
+steps_between_publishing = int(sys.argv[2])
 values = np.ones(150)
 names = [f"layer.{i}" for i in range(150)]
 for number in range(10**9):
     packed = frames.pack_statistics(None, {"l2": values, "max_abs": values})
     store.add_step(Step(step=number, time=1.0), names, packed)
     print(number, flush=True)
-    time.sleep(float(sys.argv[2]))
+    if steps_between_publishing and number % steps_between_publishing == 0:
+        with store._tending:
+            store._publish()
 """
 
 
 @pytest.mark.parametrize("attempt", range(6))
 def test_kill_9_loses_at_most_the_last_two_steps(attempt: int, tmp_path: Path) -> None:
-    """Killed at moments spread over the drain's period, at full speed and slowly."""
-    pause = ("0", "0.002")[attempt % 2]
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path), pause], stdout=subprocess.PIPE, text=True
-    ) as writer:
+    """Every second writer publishes its record every five steps; the others leave it to its thread.
+
+    Each is killed after a random number of steps, wherever it is just then.
+    """
+    arguments = [tmp_path, 5 * (attempt % 2)]
+    with warm.Popen(["-c", WRITER, *arguments], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
-        writer.stdout.readline()
-        time.sleep(0.1 + 0.11 * attempt)
+        lines = [writer.stdout.readline() for _ in range(random.Random(attempt).randrange(1, 500))]
         writer.send_signal(signal.SIGKILL)
-        last = int(writer.stdout.read().split()[-1])
+        lines += writer.stdout.readlines()
+    # The kill may have cut the last line short.
+    last = int([line for line in lines if line.endswith("\n")][-1])
     recorded = [each.step for each in open_run(tmp_path).steps()]
     assert recorded == list(range(len(recorded)))
     assert len(recorded) >= last - 1
@@ -194,8 +200,8 @@ for line in sys.stdin:
 def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
     """At once, and whether a step is in the record, in the tail, or in both by turns."""
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER_BY_HAND, str(tmp_path)],
+    with warm.Popen(
+        ["-c", WRITER_BY_HAND, tmp_path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -234,9 +240,7 @@ def test_a_reader_sees_a_run_that_is_being_written(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path), "0.01"], stdout=subprocess.PIPE, text=True
-    ) as writer:
+    with warm.Popen(["-c", WRITER, tmp_path, 0], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
         with pytest.raises(RunError, match="another process is recording into"):
@@ -245,7 +249,9 @@ def test_two_processes_cannot_record_into_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["nonsense", "header", "middle", "truncated", "other"])
-def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = open_store(tmp_path)
     for number in range(3000):
         store.add_step(step(number), NAMES, packed(1.0, 2.0))
@@ -267,13 +273,11 @@ def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(GradsightError, match=r"damaged|is not the record|not the record of a run"):
         list(open_run(tmp_path).steps()) + list(open_run(tmp_path).parameter_stats())
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsight", "report", str(tmp_path)], capture_output=True, text=True
-    )
     # A database that was never a run is a wrong path.
-    assert done.returncode == (64 if damage == "other" else 2)
-    assert "Traceback" not in done.stderr
-    assert "gradsight: " in done.stderr
+    assert main(["report", str(tmp_path)]) == (64 if damage == "other" else 2)
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    assert "gradsight: " in printed
 
 
 def test_a_full_disk_loses_nothing_that_fits_memory(tmp_path: Path) -> None:

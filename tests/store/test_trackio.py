@@ -3,14 +3,13 @@
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gradsight
+import warm
 
 STEPS = 8
 
@@ -35,8 +34,8 @@ def train(log, run_dir="run", **options):
 def run_script(folder: Path, script: str, before: str = WATCHED) -> None:
     """Run a script in a folder, with Trackio's database in it."""
     environment = {**os.environ, "TRACKIO_DIR": str(folder / "database"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", before + script],
+    done = warm.run(
+        ["-c", before + script],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -2,9 +2,7 @@
 
 import os
 import random
-import subprocess
-import sys
-import time
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,10 @@ import wandb
 from torch import nn
 
 import gradsight
+import warm
 from gradsight.errors import GradsightWarning
+from gradsight.store.sinks.step_sink import StepRow
+from gradsight.store.sinks.wandb import WandbSink
 from store.wandb_file import WandbRun, history, runs
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -82,9 +83,7 @@ WAYS = [
 ]
 
 
-def train(
-    log: Callable[[int], None], pause: float = 0.0, steps: int = STEPS, **options: Any
-) -> list[dict[str, float]]:
+def train(log: Callable[[int], None], steps: int = STEPS, **options: Any) -> list[dict[str, float]]:
     """A watched loop that calls `log` after every step; the norms as the plainest loop sees them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -101,12 +100,35 @@ def train(
             optimizer.zero_grad()
             watched.log(loss=loss, accuracy=0.5)
             log(step)
-            time.sleep(pause)
     return norms
 
 
 def nothing(step: int) -> None:
     """A user who does not log."""
+
+
+class Delivery:
+    """Lets a loop wait until W&B has the steps before the last one.
+
+    The last step itself stays with Gradsight until the next: more may be logged for it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._last = -1
+        self._changed = threading.Condition()
+        log_step = WandbSink.log_step
+
+        def note(sink: WandbSink, row: StepRow) -> None:
+            log_step(sink, row)
+            with self._changed:
+                self._last = row.step
+                self._changed.notify_all()
+
+        monkeypatch.setattr(WandbSink, "log_step", note)
+
+    def wait_for(self, step: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._last >= step, timeout=100)
 
 
 def check_ours(ours: WandbRun, norms: list[dict[str, float]], first: int = 0) -> None:
@@ -150,7 +172,9 @@ def loop_alone(way: Callable[[Any, int], None], folder: Path) -> WandbRun:
     return alone
 
 
-def beside(tmp_path: Path, way: Callable[[Any, int], None], pause: float) -> None:
+def beside(
+    tmp_path: Path, way: Callable[[Any, int], None], delivery: Delivery | None = None
+) -> None:
     (tmp_path / "alone").mkdir()
     (tmp_path / "user").mkdir()
     alone = loop_alone(way, tmp_path / "alone")
@@ -159,8 +183,10 @@ def beside(tmp_path: Path, way: Callable[[Any, int], None], pause: float) -> Non
     def log(step: int) -> None:
         assert wandb.run is run
         way(wandb, step)
+        if delivery is not None:
+            delivery.wait_for(step - 1)
 
-    norms = train(log, pause, run_dir=tmp_path / "run")
+    norms = train(log, run_dir=tmp_path / "run")
     assert wandb.run is run
     run.finish()
     (theirs,) = runs(tmp_path / "user")
@@ -173,15 +199,15 @@ def beside(tmp_path: Path, way: Callable[[Any, int], None], pause: float) -> Non
 
 @pytest.mark.parametrize("way", WAYS)
 def test_beside_a_run_of_the_users(tmp_path: Path, way: Callable[[Any, int], None]) -> None:
-    beside(tmp_path, way, pause=0.0)
+    beside(tmp_path, way)
 
 
 @pytest.mark.parametrize("way", [without_step, by_optimizer_step, by_epoch, rows_left_open])
 def test_beside_a_run_of_the_users_in_a_slow_loop(
-    tmp_path: Path, way: Callable[[Any, int], None]
+    tmp_path: Path, way: Callable[[Any, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step reaches W&B before the next one is made."""
-    beside(tmp_path, way, pause=0.15)
+    beside(tmp_path, way, Delivery(monkeypatch))
 
 
 @pytest.mark.parametrize("opened_at", [0, 5])
@@ -380,10 +406,11 @@ def test_what_is_not_kept_is_counted_and_names_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W&B's process is gone in the middle of the run."""
+    delivery = Delivery(monkeypatch)
 
     def log(step: int) -> None:
         if step == 3:
-            time.sleep(0.5)  # what came before has been taken
+            delivery.wait_for(2)
             wandb.teardown()
 
     with pytest.warns(GradsightWarning, match="the sink W&B failed and is switched off"):
@@ -481,9 +508,7 @@ for step in range(40):
     wandb.log({"loss": step})
 """
     (tmp_path / "user").mkdir()
-    subprocess.run(
-        [sys.executable, "-c", script], check=True, cwd=tmp_path, timeout=100, env={**os.environ}
-    )
+    warm.run(["-c", script], check=True, cwd=tmp_path, timeout=200)
     (ours,) = runs(tmp_path / "run")
     assert {step: row["loss"] for step, row in ours.by_step().items()} == {
         step: float(step) for step in range(40)

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from gradsight.dump.folders import find_dumps, step_of
 from gradsight.dump.verify import verify
 from gradsight.errors import RunError
 
-KILLS = 25
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink", "close")
 
 
@@ -79,12 +77,15 @@ def dump(run: Path, value: float, step: int, **options) -> None:
 
 
 def scenario(
-    run: Path, before: dict[int, float], step: int, allowed: list[dict[int, float]], **options
+    run: Path,
+    before: dict[int, float],
+    step: int,
+    allowed: list[dict[int, float]],
+    stride: int = 1,
+    **options,
 ) -> int:
-    """Kill at one point after the other until the dump gets through; returns how many points there
-    were.
-    """
-    for point in range(1000):
+    """Kill at one point after the other until the dump gets through; return the last point."""
+    for point in range(0, 1000, stride):
         shutil.rmtree(run, ignore_errors=True)
         for old, value in before.items():
             dump(run, value, old)
@@ -109,13 +110,13 @@ def scenario(
     raise AssertionError("the dump never got through")
 
 
-def any_time(run: Path) -> int:
-    """Kill a process that dumps in the background, each time later: what is left is intact.
+def any_time(run: Path, kills: int) -> int:
+    """Kill a process that dumps in the background, each time after more steps.
 
     Its first dump is complete by then, so that there is always one. Returns how often there was.
     """
     left_a_dump = 0
-    for moment in range(KILLS):
+    for steps in range(kills):
         ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
@@ -125,10 +126,13 @@ def any_time(run: Path) -> int:
             os.write(tell, b"x")
             for step in range(1, 10**6):
                 dumper.dump(model(float(step)), step)
-        os.read(ready, 1)
-        time.sleep(0.001 * moment)
+                os.write(tell, b"x")
+        for _ in range(1 + steps):
+            os.read(ready, 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
         left = values(run)
         assert all(value == max(step, 1) for step, value in left.items())
         left_a_dump += bool(left)
@@ -139,10 +143,13 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     root = Path(sys.argv[1])
-    if sys.argv[2] == "first":
+    if sys.argv[2] == "some":
+        print(scenario(root / "full", {}, 3, [{}, {3: 9.0}], stride=9))
+        print(8, any_time(root / "any", 8))
+    elif sys.argv[2] == "first":
         print(scenario(root / "full", {}, 3, [{}, {3: 9.0}]))
         print(scenario(root / "sampled", {}, 3, [{}, {3: 9.0}], save_first_n=5))
-        print(KILLS, any_time(root / "any"))
+        print(25, any_time(root / "any", 25))
     else:
         trimmed = [{1: 1.0, 2: 2.0}, {1: 1.0, 2: 2.0, 3: 9.0}, {2: 2.0, 3: 9.0}]
         print(scenario(root / "again", {3: 1.0}, 3, [{}, {3: 1.0}, {3: 9.0}]))
