@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gradsight
+import warm
 from gradsight.cli import main
 from gradsight.train.stop_request import StopRequest
 from train.small import differing, log, options, run, weights, write_text
@@ -26,19 +27,14 @@ SIGNALLED = Path(__file__).with_name("signalled.py")
 
 
 def start(command: list[str], folder: Path, *flags: str, **changes: Any) -> "subprocess.Popen[str]":
-    """Train in a process of its own."""
+    """Train in a process of its own, as `python COMMAND TOKENS FLAGS` would."""
     if not (folder / "text").exists():
         write_text(folder / "text")
     tokens = options(
         data=folder / "text", results_dir=folder / "Results", experiment="b", **changes
     )
-    return subprocess.Popen(
-        [sys.executable, "-u", *command, *tokens, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    pipe = subprocess.PIPE
+    return warm.Popen(["-u", *command, *tokens, *flags], stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
