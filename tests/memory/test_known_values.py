@@ -13,7 +13,6 @@ from gradsight.memory.predict import fake_device
 from memory import families
 from memory.measured_step import measured
 
-
 FIRST_TIER = ("bart", "mixtral")
 
 
