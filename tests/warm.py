@@ -37,6 +37,9 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
+TRANSFORMERS = ("transformers.models.gpt2.modeling_gpt2",)
+"""What to preload for processes that use models of transformers. One name for all tests, so that
+they share one parent: most of the time goes into what its models have in common."""
 READ_BY_PYTHON_AT_ITS_START = ("PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS", "PYTHONHASHSEED")
 
 

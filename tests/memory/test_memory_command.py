@@ -301,9 +301,8 @@ def test_built_in_models() -> None:
         build_model("char", ModelShape(dropout=1.5))
 
 
-def test_the_verification_is_kept_in_a_run(tmp_path: Path) -> None:
-    size = ["--architecture", "char", "--batch_size", "4", "--block_size", "128"]
-    assert main(["memory", "verify", *size, "--run_dir", str(tmp_path)]) == 0
+def test_the_verification_is_kept_in_a_run(models: str, tmp_path: Path) -> None:
+    assert main(["memory", "verify", f"{models}:build", "--run_dir", str(tmp_path)]) == 0
     kept = {scalar.name: scalar.value for scalar in open_run(tmp_path).memory()}
     assert kept["checkpointing/passed"] == 1
     assert 0 < kept["checkpointing/reduction"] < 1

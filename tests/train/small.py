@@ -24,8 +24,6 @@ TINY = {
     "startup_report": False,
     "trainer.callbacks.ghost.self_check": False,  # it has its own tests; those of all combinations leave it on
 }
-MODELS = ("transformers.models.gpt2.modeling_gpt2",)
-"""Modules that every training imports: warm processes are forked with them."""
 DUMP = "trainer.callbacks.grad_dump"
 GHOST = "trainer.callbacks.ghost"
 

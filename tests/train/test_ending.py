@@ -15,7 +15,7 @@ import gradsight
 import warm
 from gradsight.cli import main
 from gradsight.train.stop_request import StopRequest
-from train.small import MODELS, differing, log, options, run, weights, write_text
+from train.small import differing, log, options, run, weights, write_text
 
 LONG = {"max_steps": 12, "checkpoint_interval": 4, "eval_interval": 6, "log_interval": 3}
 PATIENCE = 200
@@ -32,7 +32,11 @@ def start(command: list[str], folder: Path, *flags: str, **changes: Any) -> "sub
     )
     pipe = subprocess.PIPE
     return warm.Popen(
-        ["-u", *command, *tokens, *flags], stdout=pipe, stderr=pipe, text=True, preload=MODELS
+        ["-u", *command, *tokens, *flags],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preload=warm.TRANSFORMERS,
     )
 
 
@@ -166,7 +170,9 @@ def train_within_2_gib(tmp_path: Path, batch_size: int) -> "subprocess.Completed
         data=tmp_path / "text", results_dir=tmp_path / "Results", experiment="b", **large
     )
     command = ["-c", LIMITED, *tokens]
-    return warm.run(command, capture_output=True, text=True, timeout=PATIENCE, preload=MODELS)
+    return warm.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, preload=warm.TRANSFORMERS
+    )
 
 
 def test_a_batch_that_can_never_fit_is_refused_before_anything_is_made(tmp_path: Path) -> None:

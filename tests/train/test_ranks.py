@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import gradsight
+import warm
 from launch import run_ranks
-from train.small import DUMP, MODELS, log, options, run, weights, write_text
+from train.small import DUMP, log, options, run, weights, write_text
 
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"parallel": "ddp"},
@@ -72,7 +73,7 @@ def options_of(name: str, folder: Path, **changes: Any) -> list[str]:
 
 def train_on_two_ranks(runs: list[list[str]]) -> None:
     script = Path(__file__).with_name("ranks.py")
-    run_ranks(script, json.dumps(runs), timeout=150, preload=MODELS)
+    run_ranks(script, json.dumps(runs), timeout=150, preload=warm.TRANSFORMERS)
 
 
 @pytest.mark.parametrize("name", TIERS)
