@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,11 +15,18 @@ import warm
 TESTS = Path(__file__).parent
 
 
-def run_ranks(script: Path, *args: object, ranks: int = 2, timeout: float = 120) -> str:
+def run_ranks(
+    script: Path,
+    *args: object,
+    ranks: int = 2,
+    timeout: float = 120,
+    preload: Sequence[str] = (),
+) -> str:
     """Run a script on ranks that are forked with torch imported; return what they printed.
 
     The ranks get the environment variables and the store that torchrun would give them. If one
     fails, the others are killed, and the failure is an assertion error with their output.
+    `preload` names modules that are imported before the ranks are forked.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {
@@ -38,6 +46,7 @@ def run_ranks(script: Path, *args: object, ranks: int = 2, timeout: float = 120)
                 [TESTS / "rank_script.py", script, *args],
                 stdout=stdout,
                 stderr=stderr,
+                preload=preload,
                 env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(ranks)

@@ -5,7 +5,9 @@ then arguments) and otherwise work like their namesakes in `subprocess`:
 
     done = warm.run(["-c", "import torch; print(torch.ones(2).sum())"], capture_output=True, text=True)
 
-A new interpreter needs two seconds to import torch, a forked one a few milliseconds. Use
+A new interpreter needs two seconds to import torch, a forked one a few milliseconds. With
+`preload=["transformers"]` the process is forked from a second parent, which has imported these
+modules as well. They must not start threads. Use
 `sys.executable` where a new interpreter is the subject of the test: what an import loads, what
 Python's own flags do, limits on memory.
 
@@ -19,6 +21,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -34,6 +37,9 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
+TRANSFORMERS = ("transformers.models.gpt2.modeling_gpt2",)
+"""What to preload for processes that use models of transformers. One name for all tests, so that
+they share one parent: most of the time goes into what its models have in common."""
 READ_BY_PYTHON_AT_ITS_START = ("PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS", "PYTHONHASHSEED")
 
 
@@ -42,6 +48,12 @@ READ_BY_PYTHON_AT_ITS_START = ("PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS
 
 class Popen(subprocess.Popen[Any]):
     """A Python process like `subprocess.Popen([sys.executable, *args])`, started warm."""
+
+    def __init__(
+        self, args: Sequence[object], *, preload: Sequence[str] = (), **options: Any
+    ) -> None:
+        self._preload = tuple(preload)
+        super().__init__(args, **options)  # type: ignore[arg-type]
 
     def _execute_child(  # type: ignore[override]
         self, args: Sequence[object], executable: Any, preexec_fn: Any, close_fds: Any,
@@ -55,7 +67,7 @@ class Popen(subprocess.Popen[Any]):
         for name in READ_BY_PYTHON_AT_ITS_START:
             assert environment.get(name) == os.environ.get(name), f"use sys.executable for {name}"
         order = {"args": [str(part) for part in args], "cwd": str(cwd or Path.cwd())}
-        self.pid = _warm_parent().fork({**order, "env": environment}, streams)
+        self.pid = _warm_parent(self._preload).fork({**order, "env": environment}, streams)
         self._child_created = True
         self._close_pipe_fds(stdin, to_stdin, from_stdout, stdout, from_stderr, stderr)
 
@@ -84,12 +96,12 @@ def run(
 class _WarmParent:
     """The process that imports torch once and forks on demand."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.owner = os.getpid()
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(other.fileno())],
+            [sys.executable, __file__, str(other.fileno()), *modules],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[other.fileno()],
@@ -116,14 +128,16 @@ class _WarmParent:
             self._process.wait(10)
 
 
-_warm_parents: list[_WarmParent] = []
+_warm_parents: dict[tuple[str, ...], _WarmParent] = {}
+"""By the modules that they import besides torch."""
 
 
-def _warm_parent() -> _WarmParent:
-    """The warm parent of this process, started at its first use."""
-    if not _warm_parents or _warm_parents[0].owner != os.getpid():
-        _warm_parents[:] = [_WarmParent()]
-    return _warm_parents[0]
+def _warm_parent(modules: tuple[str, ...] = ()) -> _WarmParent:
+    """The warm parent of this process with these modules, started at its first use."""
+    parent = _warm_parents.get(modules)
+    if parent is None or parent.owner != os.getpid():
+        parent = _warm_parents[modules] = _WarmParent(modules)
+    return parent
 
 
 def _memory_file(text: str) -> int:
@@ -137,8 +151,8 @@ def _memory_file(text: str) -> int:
 # In the warm parent.
 
 
-def import_what_tests_use() -> None:
-    """Import torch and what most tests need with it, and start no thread."""
+def import_what_tests_use(modules: Sequence[str]) -> None:
+    """Import torch, what most tests need with it and these modules, and start no thread."""
     import numpy  # noqa: F401
     import rich.console  # noqa: F401
     import safetensors.torch  # noqa: F401
@@ -152,6 +166,8 @@ def import_what_tests_use() -> None:
 
     for name in gradsight.__all__:
         getattr(gradsight, name)
+    for name in modules:
+        importlib.import_module(name)
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, "a thread was started: forked processes could hang"
     gc.freeze()
@@ -259,7 +275,7 @@ def end(function: Callable[[dict[str, Any]], None], order: dict[str, Any]) -> No
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import_what_tests_use()
+    import_what_tests_use(sys.argv[2:])
     wanted = serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end(become, wanted)

@@ -36,8 +36,15 @@ def forward_alone(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("compiled", [whole, in_place, by_blocks, forward_alone])
-@pytest.mark.parametrize("mode", ["concat", "two_pass"])
+FIRST_TIER = (("concat", whole), ("two_pass", by_blocks))
+CASES = [
+    pytest.param(mode, compiled, marks=() if (mode, compiled) in FIRST_TIER else pytest.mark.slow)
+    for mode in ("concat", "two_pass")
+    for compiled in (whole, in_place, by_blocks, forward_alone)
+]
+
+
+@pytest.mark.parametrize(("mode", "compiled"), CASES)
 def test_a_compiled_model_is_scored_exactly_with_one_notice(
     compiled: Callable[[nn.Module], nn.Module], mode: str
 ) -> None:

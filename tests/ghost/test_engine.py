@@ -329,6 +329,7 @@ def test_the_outputs_of_the_model_are_let_go_before_the_backward_pass() -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_a_thousand_steps() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

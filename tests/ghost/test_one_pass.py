@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ghost.models import MODELS, build
 from ghost.small import Pair, direction_of, loss_fn, pair, relative_error, small, truth
-from ghost.test_table import gradient
+from ghost.test_table import by_tier, gradient
 from gradsight import GhostEngine, GradsightError, measure_peak_memory
 
 ROUTED = {"mixtral", "experts", "experts_in_place"}
@@ -41,7 +41,7 @@ def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return max(float((found[n] - g).norm() / (g.norm() + noise)) for n, g in right.items())
 
 
-@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize("name", by_tier(ONE_PASS))
 def test_scores_and_gradient_of_every_model(name: str) -> None:
     """In training mode: scores add up along the plain direction; equal to two passes without
     dropout.
@@ -91,7 +91,7 @@ def test_stock_gpt2_with_dropout_in_fp32() -> None:
         assert engine.scores.mode == "concat"
 
 
-@pytest.mark.parametrize("name", sorted(ROUTED))
+@pytest.mark.parametrize("name", by_tier(sorted(ROUTED)))
 def test_routed_samples_are_refused_or_scored_in_two_passes(name: str) -> None:
     case = build(name)
     engine = GhostEngine(case.model, case.loss_fn, case.validation, mode="concat")

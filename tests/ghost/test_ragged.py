@@ -345,8 +345,20 @@ def batch_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.x, batch.n, batch.y
 
 
-@pytest.mark.parametrize("how", ["loss", "observe"])
-@pytest.mark.parametrize("way", [*POOLED, *TOKENS], ids=lambda way: way.__name__)
+FIRST_TIER = ((MeanOfPadded, "loss"), (Packed, "loss"), (Packed, "observe"))
+WAYS = [
+    pytest.param(
+        way,
+        how,
+        id=f"{way.__name__}-{how}",
+        marks=() if (way, how) in FIRST_TIER else pytest.mark.slow,
+    )
+    for way in (*POOLED, *TOKENS)
+    for how in ("loss", "observe")
+]
+
+
+@pytest.mark.parametrize(("way", "how"), WAYS)
 def test_random_sequences_of_batches(way: type[Way], how: str) -> None:
     """Seven sequences for each way and protocol: 364 in all."""
     loss_fn = pooled_loss if way in POOLED else token_loss

@@ -11,8 +11,15 @@ from launch import run_ranks
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
-@pytest.mark.parametrize("exact_grad", ["exact", "fast"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "exact_grad"),
+    [
+        ("ddp", "exact"),
+        ("fsdp2", "fast"),
+        pytest.param("ddp", "fast", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "exact", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks(kind: str, exact_grad: str, tmp_path: Path) -> None:
     printed = run_ranks(SCRIPT, kind, tmp_path, exact_grad)
     checks = 3 if kind == "ddp" else 1

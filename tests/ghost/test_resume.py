@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gradsight
+import warm
 from ghost.small import SmallGPT, loss_fn, pair, small
 from gradsight import GhostEngine, GradsightError, open_run
 from gradsight.errors import GradsightWarning
@@ -347,7 +348,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def ended(script: str, run_dir: Path) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", script, run_dir], env=environment)
+    return warm.run(["-c", script, run_dir], env=environment)
 
 
 def test_an_engine_that_nobody_closes_is_closed_at_the_end(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Every model of the table against the twin, and against plain training."""
 
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -44,11 +46,23 @@ def plain_scores(case: Case) -> Tensor:
     ) / len(rows)
 
 
+FIRST_TIER = {"gpt2", "llama", "mixtral", "lora", "convnet", "lstm", "transformer", "mlp"}
+
+
+def by_tier(names: Iterable[str]) -> list[Any]:
+    """Parameters for names of models, of which most are in the slow tier."""
+    return [
+        pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.slow) for name in names
+    ]
+
+
 @pytest.mark.parametrize(
     "options", [{"_route": "materialise"}, {"exact_grad": True}], ids=["fast", "exact"]
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", by_tier(MODELS))
 def test_scores_equal_the_twins(name: str, dtype: torch.dtype, options: dict[str, object]) -> None:
     case = build(name, dtype)
     case.model.train()
@@ -58,7 +72,7 @@ def test_scores_equal_the_twins(name: str, dtype: torch.dtype, options: dict[str
     assert report.passed
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in UNEQUAL])
+@pytest.mark.parametrize("name", by_tier(name for name in MODELS if name not in UNEQUAL))
 def test_scores_equal_single_backward_passes(name: str) -> None:
     case = build(name)
     truth = plain_scores(case)
@@ -72,7 +86,7 @@ def test_scores_equal_single_backward_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("exact_grad", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_tier(MODELS))
 def test_gradient_is_plain_trainings(name: str, exact_grad: bool) -> None:
     """Dropout on: same random numbers, same loss, same gradient; the scores add up to <direction,
     gradient>.

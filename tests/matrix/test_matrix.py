@@ -15,10 +15,14 @@ from matrix.settings import LOOPS, Loop
 from matrix.trainers import TRAINERS
 
 IN_ONE_PROCESS: dict[str, Any] = {**LOOPS, **LIBRARIES, **TRAINERS}
+SLOW = ("TRL SFT", "compile", "Fabric")
 ON_TWO_RANKS = ("DDP", "FSDP2")
 
 
-@pytest.mark.parametrize("row", IN_ONE_PROCESS)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow if row in SLOW else ()) for row in IN_ONE_PROCESS],
+)
 def test_one_process(row: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the trainers, and torch's in their name

@@ -12,6 +12,8 @@ from matrix.nets import STEPS
 from matrix.page import MESHES
 from matrix.test_matrix import compare_all
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:

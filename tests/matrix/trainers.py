@@ -6,11 +6,9 @@ from typing import Any
 
 import lightning.pytorch
 import torch
-from datasets import Dataset, disable_progress_bars
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
 
 import gradsight
 from gradsight.integrations.hf import GradsightCallback as ForHuggingFace
@@ -30,8 +28,6 @@ from matrix.nets import (
     weights_of,
 )
 from matrix.settings import Loop, Setting, Work
-
-disable_progress_bars()
 
 VALIDATION_ROWS = 4
 SETTINGS: dict[str, Any] = {
@@ -131,6 +127,11 @@ class FineTuning(HuggingFace):
         return FineTuning(checkpoints_itself=False)
 
     def trainer(self, net: nn.Module, work: Work, folder: str) -> Trainer:
+        # Imported here: TRL takes seconds, and only the slow tier trains with it.
+        from datasets import Dataset, disable_progress_bars
+        from trl import SFTConfig, SFTTrainer
+
+        disable_progress_bars()
         texts = Texts()
         rows = [{"text": texts.of_any_length()} for _ in range(STEPS * ROWS)]
         dataset = Dataset.from_list(rows)

@@ -219,6 +219,9 @@ TABLE: dict[str, Build] = {
 }
 
 
+FIRST_TIER = ("gpt", "gpt with dropout", "convolutions", "hf gpt2")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Small models gain nothing from threads, and tests run side by side."""
@@ -228,7 +231,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=list(TABLE))
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.slow) for name in TABLE
+    ]
+)
 def build(request: pytest.FixtureRequest) -> Build:
     """Each model of the table in turn."""
     return TABLE[request.param]

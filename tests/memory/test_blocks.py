@@ -216,7 +216,16 @@ def prefix_tuned() -> tuple[Any, ...]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "first:2", "full:1"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("selective", "first:2", "full:1")
+        ),
+    ],
+)
 def test_prefix_tuning(policy: str) -> None:
     report = verify_checkpointing(prefix_tuned, policy=policy)
     assert report.gradients_identical, report.cause

@@ -12,6 +12,7 @@ from gradsight.memory.workload import as_workload, backward
 from memory import families
 
 WITHOUT_A_SWITCH = "albert with a mask"
+FIRST_TIER = ("bart", "mixtral", "swin")
 NOT_REENTRANT = {"use_reentrant": False}
 
 
@@ -27,7 +28,13 @@ def step(
     return {name: p.grad for name, p in workload.model.named_parameters()}, use
 
 
-@pytest.mark.parametrize("name", [*families.EXACT, "swin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.slow)
+        for name in (*families.EXACT, "swin")
+    ],
+)
 def test_gradients_are_the_same_and_savings_no_less(name: str) -> None:
     build = families.EXACT.get(name, families.swin)
     plain, use = step(build, lambda model: None)

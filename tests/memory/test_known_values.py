@@ -13,8 +13,16 @@ from gradsight.memory.predict import fake_device
 from memory import families
 from memory.measured_step import measured
 
+FIRST_TIER = ("bart", "mixtral")
 
-@pytest.mark.parametrize("name", families.EXACT)
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.slow)
+        for name in families.EXACT
+    ],
+)
 def test_families_that_ask_for_values(name: str) -> None:
     use = predict_peak_memory(families.EXACT[name])
     assert use.peak_bytes == pytest.approx(measured(families.EXACT[name]), rel=0.001)

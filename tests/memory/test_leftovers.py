@@ -264,6 +264,7 @@ def test_caches_are_real_after_a_prediction() -> None:
     assert not replaced, "what was real before is the same afterwards"
 
 
+@pytest.mark.slow
 def test_after_a_plan_and_in_a_verification() -> None:
     build = builder(lru_cache, in_a_dict, in_a_global)
     plan_checkpointing(build, "1MB")
@@ -278,6 +279,7 @@ def needs_data(size: int) -> torch.Tensor:
     return mask if too_large_to_be_known.sum() > 3 else mask + 1
 
 
+@pytest.mark.slow
 def test_after_a_model_that_is_refused() -> None:
     IN_DICT.clear()
     build = builder(needs_data, needs_data)

@@ -140,6 +140,14 @@ LOSSES: dict[str, tuple[Loss, Target, dict[str, Any]]] = {
 }
 
 
+FIRST_TIER = {("cross_entropy", "adamw"), ("mse_loss", None)}
+CASES = [
+    pytest.param(name, optimizer, marks=() if (name, optimizer) in FIRST_TIER else pytest.mark.slow)
+    for name in LOSSES
+    for optimizer in (None, "adamw")
+]
+
+
 def test_every_loss_of_torch_is_in_the_table() -> None:
     public = {name: fn for name, fn in vars(F).items() if callable(fn) and name[0] != "_"}
     with_reduction = {
@@ -151,8 +159,7 @@ def test_every_loss_of_torch_is_in_the_table() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-@pytest.mark.parametrize("optimizer", [None, "adamw"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_predicted_is_measured(name: str, optimizer: str | None) -> None:
     fn, target, options = LOSSES[name]
     predicted = {}

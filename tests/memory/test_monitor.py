@@ -92,7 +92,7 @@ def test_the_largest_size_that_fits(memory: int) -> None:
 
 def test_the_largest_batch(make_gpt: Callable[..., Any]) -> None:
     def build_for(size: int) -> Callable[[], Any]:
-        return lambda: make_gpt(batch=size)
+        return lambda: make_gpt(batch=size, depth=2)
 
     memory = predict_peak_memory(build_for(6), policy="full").peak_bytes
     assert largest_batch(build_for, memory, policy="full") == 6

@@ -134,7 +134,7 @@ def test_several_devices(run: Run, llama: str) -> None:
     assert (one["parallel"], one["peak_bytes"]) == (None, alone["peak_bytes"])
 
 
-@pytest.mark.parametrize("command", ["predict", "plan"])
+@pytest.mark.parametrize("command", ["predict", pytest.param("plan", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("named", "options", "precision", "device"),
     [
@@ -169,9 +169,9 @@ def test_an_answer_says_which_precision_and_device_it_assumes(
 @pytest.mark.parametrize(
     "options",
     [
-        ("--lora", "r=4", "--dtype", "fp32"),
         ("--lora", "r=4", "--device", "cuda"),
-        ("--gpus", "4", "--parallel", "fsdp2"),
+        pytest.param(("--lora", "r=4", "--dtype", "fp32"), marks=pytest.mark.slow),
+        pytest.param(("--gpus", "4", "--parallel", "fsdp2"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

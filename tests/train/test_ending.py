@@ -1,12 +1,9 @@
 """Runs that are told to end, are killed, or run out of memory: real processes."""
 
-import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,29 +12,31 @@ import pytest
 import torch
 
 import gradsight
+import warm
 from gradsight.cli import main
 from gradsight.train.stop_request import StopRequest
 from train.small import differing, log, options, run, weights, write_text
 
-LONG = {"max_steps": 30, "checkpoint_interval": 4, "eval_interval": 15, "log_interval": 3}
+LONG = {"max_steps": 12, "checkpoint_interval": 4, "eval_interval": 6, "log_interval": 3}
 PATIENCE = 200
 """Seconds, more than any machine needs: only against hanging for ever."""
 SIGNALLED = Path(__file__).with_name("signalled.py")
 
 
 def start(command: list[str], folder: Path, *flags: str, **changes: Any) -> "subprocess.Popen[str]":
-    """Train in a process of its own."""
+    """Train in a process of its own, as `python COMMAND TOKENS FLAGS` would."""
     if not (folder / "text").exists():
         write_text(folder / "text")
     tokens = options(
         data=folder / "text", results_dir=folder / "Results", experiment="b", **changes
     )
-    return subprocess.Popen(
-        [sys.executable, "-u", *command, *tokens, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    pipe = subprocess.PIPE
+    return warm.Popen(
+        ["-u", *command, *tokens, *flags],
+        stdout=pipe,
+        stderr=pipe,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preload=warm.TRANSFORMERS,
     )
 
 
@@ -150,12 +149,15 @@ def test_settings_are_refused_before_processes_are_started(
     assert "Did you mean GPT2-Small?" in capsys.readouterr().err
 
 
-def train_within_5_gib(tmp_path: Path, batch_size: int) -> "subprocess.CompletedProcess[str]":
-    limit = 5 * 2**30
+LIMITED = """
+import resource, sys
+from gradsight.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, 2 * 2**30))
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
 
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
+def train_within_2_gib(tmp_path: Path, batch_size: int) -> "subprocess.CompletedProcess[str]":
     write_text(tmp_path / "text")
     large = {
         "block_size": 512,
@@ -167,23 +169,17 @@ def train_within_5_gib(tmp_path: Path, batch_size: int) -> "subprocess.Completed
     tokens = options(
         data=tmp_path / "text", results_dir=tmp_path / "Results", experiment="b", **large
     )
-    command = [sys.executable, "-m", "gradsight", "train", *tokens]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=environment,
-        preexec_fn=limited,
+    command = ["-c", LIMITED, *tokens]
+    return warm.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, preload=warm.TRANSFORMERS
     )
 
 
 def test_a_batch_that_can_never_fit_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    done = train_within_5_gib(tmp_path, 8000)
+    done = train_within_2_gib(tmp_path, 8000)
     assert done.returncode == 64, done.stderr
     assert "--batch_size 8000 with --block_size 512 would take 73." in done.stderr
-    assert "and there are 5.37 GB on cpu in all" in done.stderr
+    assert "and there are 2.15 GB on cpu in all" in done.stderr
     assert re.search(r"gradsight train YOUR_OPTIONS --batch_size \d+ ", done.stderr)
     assert "--gradient_checkpointing" not in done.stderr  # it would not fit either
     assert not (tmp_path / "Results").exists()
@@ -191,9 +187,9 @@ def test_a_batch_that_can_never_fit_is_refused_before_anything_is_made(tmp_path:
 
 def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     """The tensors alone would fit, and torch itself does not beside them."""
-    done = train_within_5_gib(tmp_path, 540)
+    done = train_within_2_gib(tmp_path, 220)
     assert done.returncode == 2, done.stderr
-    assert "out of memory on cpu with --batch_size 540 and --block_size 512" in done.stderr
+    assert "out of memory on cpu with --batch_size 220 and --block_size 512" in done.stderr
     assert "Traceback" not in done.stderr
     config = re.escape(str(tmp_path / "Results" / "b" / "config.json"))
     base = rf"  gradsight train --config {config} --overwrite"
@@ -201,7 +197,7 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
         rf"{base} --batch_size (\d+) --gradient_accumulation_steps (\d+)", done.stderr
     )
     assert batch is not None
-    assert 1 <= int(batch[1]) < 540 <= int(batch[1]) * int(batch[2])
+    assert 1 <= int(batch[1]) < 220 <= int(batch[1]) * int(batch[2])
     assert re.search(rf"{base} --block_size \d+$", done.stderr, re.MULTILINE)
     assert re.search(rf"{base} --gradient_checkpointing true", done.stderr)
     start_from = batch[0].split()[1:5]

@@ -61,6 +61,7 @@ def small_run(folder: Path, samples: int, *flags: str) -> Path:
     return folder / "Results" / "a"
 
 
+@pytest.mark.slow
 def test_the_look_reaches_wandb_and_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from gradsight.train.run import scoring_mode
 from train.small import GHOST, differing, log, run, weights
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_pass_scores_as_two_do(accumulated: int, tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": accumulated}
     two = run(tmp_path, experiment="two", ghost_mode="two_pass", **options)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import gradsight
+import warm
 from launch import run_ranks
 from train.small import DUMP, log, options, run, weights, write_text
 
@@ -37,38 +38,47 @@ CASES: dict[str, dict[str, Any]] = {
 COMMON = {"max_steps": 4, "val_batch_size": 2, "log_interval": 2}
 
 
+FIRST_TIER = ("ddp", "fsdp")
+TIERS = [pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.slow) for name in CASES]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks have trained every case: the first half by themselves, the rest resumed."""
-    folder = tmp_path_factory.mktemp("ranks")
-    write_text(folder / "text")
-    runs = []
-    for name, case in CASES.items():
-        place = {
-            "data": folder / "text",
-            "results_dir": folder / "Results",
-            "experiment": name,
-            "batch_size": 2,
-        }
-        dump = (
-            {f"{DUMP}.enabled": True, f"{DUMP}.step_interval": 3} if name in ("ddp", "fsdp") else {}
-        )
-        runs.append(options(**COMMON, **place, **case, **dump, checkpoint_interval=2))
-    half = [
-        [*tokens, "--max_steps=2"]
-        for tokens in ([t for t in run if not t.startswith("--max_steps")] for run in runs[2:4])
-    ]
-    rest = [[*tokens, "--resume"] for tokens in runs[2:4]]
-    run_ranks(
-        Path(__file__).with_name("ranks.py"),
-        json.dumps([*runs[:2], *half, *rest, *runs[4:]]),
-        timeout=150,
-    )
-    return folder
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("ranks") / "text").parent
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_are_as_one(name: str, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def first_tier(text: Path) -> Path:
+    """The folder in which two ranks have trained the cases of the first tier, with dumps."""
+    dump = {f"{DUMP}.enabled": True, f"{DUMP}.step_interval": 3}
+    train_on_two_ranks([options_of(name, text, **dump) for name in FIRST_TIER])
+    return text
+
+
+@pytest.fixture(scope="module")
+def slow_tier(text: Path) -> Path:
+    """The folder in which two ranks have trained the other cases, two of them in two parts."""
+    first, second, *others = (name for name in CASES if name not in FIRST_TIER)
+    half = [options_of(name, text, max_steps=2) for name in (first, second)]
+    rest = [[*options_of(name, text), "--resume"] for name in (first, second)]
+    train_on_two_ranks([*half, *rest, *(options_of(name, text) for name in others)])
+    return text
+
+
+def options_of(name: str, folder: Path, **changes: Any) -> list[str]:
+    place = {"data": folder / "text", "results_dir": folder / "Results", "experiment": name}
+    settings = COMMON | CASES[name] | place | changes
+    return options(**settings, batch_size=2, checkpoint_interval=2)
+
+
+def train_on_two_ranks(runs: list[list[str]]) -> None:
+    script = Path(__file__).with_name("ranks.py")
+    run_ranks(script, json.dumps(runs), timeout=150, preload=warm.TRANSFORMERS)
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_two_ranks_are_as_one(name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue("first_tier" if name in FIRST_TIER else "slow_tier")
     case = {key: value for key, value in CASES[name].items() if key != "parallel"}
     one = gradsight.open_run(run(folder, experiment=f"one-{name}", batch_size=4, **COMMON, **case))
     two = gradsight.open_run(folder / "Results" / name)
@@ -108,8 +118,8 @@ def assert_same_weights(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_dumps_of_two_ranks(name: str, folder: Path) -> None:
-    dumps = folder / "Results" / name / "gradient_dumper"
+def test_dumps_of_two_ranks(name: str, first_tier: Path) -> None:
+    dumps = first_tier / "Results" / name / "gradient_dumper"
     assert sorted(path.name for path in dumps.iterdir()) == ["step0", "step3"]
     stats = {
         (s.step, s.parameter): s.l2 for s in gradsight.open_run(dumps.parent).parameter_stats()

@@ -83,7 +83,9 @@ def resume(folder: Path, *more: str) -> Path:
     return folder / "Results" / "b"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
 def test_resumed_after_a_crash(kind: dict[str, Any], tmp_path: Path) -> None:
     whole = run(tmp_path, **EIGHT, **kind)
     crash_at(whole, 5)
@@ -92,6 +94,7 @@ def test_resumed_after_a_crash(kind: dict[str, Any], tmp_path: Path) -> None:
     assert record(whole) == record(again)
 
 
+@pytest.mark.slow
 def test_resumed_from_every_checkpoint(tmp_path: Path) -> None:
     whole = run(tmp_path, **EIGHT | {"checkpoint_interval": 1, "keep_checkpoints": 99})
     for step in (1, 4, 7):
@@ -220,6 +223,7 @@ def test_scores_that_cannot_be_written_are_in_the_report(
     assert "no space left" in (place / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_dumps_are_made_again(tmp_path: Path) -> None:
     whole = run(tmp_path, **EIGHT, **{f"{DUMP}.enabled": True, f"{DUMP}.save_first_n": 2})
     crash_at(whole, 5)

@@ -25,7 +25,15 @@ DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16"),
 }
 THREE = {"max_steps": 3, "eval_interval": 100, "eval_samples": 1}
-COMBINATIONS = list(itertools.product(("GradDotProd", "Regular"), (False, True), (1, 2), DTYPES))
+FIRST_TIER = (
+    ("GradDotProd", False, 1, "float32"),
+    ("GradDotProd", True, 2, "autocast"),
+    ("Regular", True, 1, "bfloat16"),
+)
+COMBINATIONS = [
+    pytest.param(*case, marks=() if case in FIRST_TIER else pytest.mark.slow)
+    for case in itertools.product(("GradDotProd", "Regular"), (False, True), (1, 2), DTYPES)
+]
 
 
 @pytest.fixture(scope="module")
