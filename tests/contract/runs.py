@@ -21,7 +21,7 @@ calls = itertools.count(1)
 
 def learns(batch_size=256):
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(2)]
     model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(64, 4))
     x = torch.randn(batch_size, 64)
     return model, (x, x[:, :4].argmax(1)), loss
