@@ -7,9 +7,8 @@ then arguments) and otherwise work like their namesakes in `subprocess`:
 
 A new interpreter needs two seconds to import torch, a forked one a few milliseconds. With
 `preload=["transformers"]` the process is forked from a second parent, which has imported these
-modules as well. They must not start threads. Use
-`sys.executable` where a new interpreter is the subject of the test: what an import loads, what
-Python's own flags do, limits on memory.
+modules as well. They must not start threads. Use `sys.executable` where a new interpreter is the
+subject of the test: what an import loads, what Python's own flags do, limits on memory.
 
 How it works: each test process starts one warm parent, which imports torch and starts no thread.
 For each request it forks twice; the process in the middle ends at once, so the test process, which
@@ -112,8 +111,7 @@ class _WarmParent:
 
     def fork(self, order: dict[str, Any], streams: list[int]) -> int:
         """Start a process and return its id."""
-        message = Path(f"/proc/self/fd/{_memory_file(json.dumps(order))}")
-        file = int(message.name)
+        file = _memory_file(json.dumps(order))
         try:
             socket.send_fds(self._socket, [b"fork"], [file, *streams])
         finally:
