@@ -49,6 +49,8 @@ OF_OTHERS = [
 """What other packages print on any page: regular expressions for how such lines begin."""
 OUTPUT_VARIES = {"serve"}
 """Pages whose shown output has a port, a token and five digits of a norm."""
+SHOW_PROGRESS_BARS = {"huggingface", "trainers"}
+"""Pages that need a new interpreter: tqdm reads TQDM_DISABLE when it is imported."""
 NOT_INSTALLED = {"torchtitan", "OLMo-core"}
 """They need other versions of some packages; examples/other_trainers/run.sh trains with them."""
 
@@ -66,14 +68,15 @@ def environment(*folders_of_commands: Path) -> dict[str, str]:
 
 
 def run(
-    script: str, file: Path, warm_in_shell: Iterable[str] = COMMANDS
+    script: str, file: Path, warm_in_shell: Iterable[str] = COMMANDS, new_interpreter: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a script from this file, in its folder, and its shell blocks with warm commands."""
     file.write_text(script)
     with warm_commands(file.parent / "commands", warm_in_shell) as commands:
-        return warm.run(
-            [file], cwd=file.parent, env=environment(commands), capture_output=True, text=True
-        )
+        options = {"cwd": file.parent, "env": environment(commands), "text": True}
+        if new_interpreter:
+            return subprocess.run([sys.executable, file], capture_output=True, **options)
+        return warm.run([file], capture_output=True, **options)
 
 
 def unexpected(page: Path, printed: str) -> list[str]:
@@ -91,7 +94,8 @@ def unexpected(page: Path, printed: str) -> list[str]:
 def test_every_block_runs_as_written_and_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
     """The README's shell lines call the installed `gradsight`; other pages start it warm."""
     commands = ["python"] if page == README else COMMANDS
-    done = run(pages.script(page), tmp_path / f"{page.stem}_page.py", commands)
+    file = tmp_path / f"{page.stem}_page.py"
+    done = run(pages.script(page), file, commands, page.stem in SHOW_PROGRESS_BARS)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert unexpected(page, done.stderr) == []
     if page.stem not in OUTPUT_VARIES:
