@@ -107,6 +107,7 @@ def test_no_text_steers_a_terminal_or_makes_structure(
     assert not STEERING.findall(report + drawn)
 
 
+@pytest.mark.slow
 def test_texts_without_end_are_shown_by_their_beginning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

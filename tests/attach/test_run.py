@@ -89,6 +89,7 @@ def test_several_models_are_one_run(tmp_path: Path) -> None:
     assert {name.split(".")[0] for name in names} == {"maker", "critic"}
 
 
+@pytest.mark.slow
 def test_a_line_in_the_script_and_run_make_one_record(tmp_path: Path) -> None:
     done = run("--run_dir", "given", script(tmp_path, OWN_LINE), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr

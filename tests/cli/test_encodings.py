@@ -42,7 +42,7 @@ if __name__ == "__main__":
 Written = Callable[..., tuple[int, str]]
 
 
-@pytest.fixture(params=["ascii", "latin-1"])
+@pytest.fixture(params=["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Written:
     """Runs a command on outputs of that encoding; gives its exit code and all it wrote."""
 

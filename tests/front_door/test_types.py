@@ -1,4 +1,7 @@
-"""What type checkers and editors see of the front door: real types, and no Any."""
+"""What type checkers and editors see of the front door: real types, and no Any.
+
+In the slow tier: each checker reads all of torch's types first, which takes most of a minute.
+"""
 
 import os
 import re
@@ -21,7 +24,7 @@ REVEALED = re.compile(r'Revealed type is "(.*)"$|Type of ".*" is "(.*)"$', re.MU
 WRONG = "import gradsight\n\ngradsight.wacth()\ngradsight.Schedule('every step')\n"
 
 
-@pytest.fixture(scope="module", params=[pytest.param("mypy", marks=pytest.mark.slow), "pyright"])
+@pytest.fixture(scope="module", params=CHECKERS)
 def lines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[str]]:
@@ -42,6 +45,7 @@ def revealed(output: str) -> list[str]:
     return [first or second for first, second in REVEALED.findall(output)]
 
 
+@pytest.mark.slow
 def test_a_users_script_has_no_error_and_no_any(lines: dict[str, list[str]]) -> None:
     assert [line for line in lines["script.py"] if " error: " in line] == []
     types = revealed("\n".join(lines["script.py"]))
@@ -54,6 +58,7 @@ def test_the_script_uses_every_public_name() -> None:
     assert [name for name in gradsight.__all__ if f"gradsight.{name}" not in script] == []
 
 
+@pytest.mark.slow
 def test_the_checkers_can_fail(lines: dict[str, list[str]]) -> None:
     misspelled, mistyped = [line for line in lines["wrong.py"] if " error: " in line]
     assert "wacth" in misspelled

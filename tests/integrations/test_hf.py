@@ -104,6 +104,7 @@ def test_training_is_not_changed(tmp_path: Path) -> None:
     assert len(recorded(tmp_path / "gradsight")) == 6
 
 
+@pytest.mark.slow
 def test_exact_grad_leaves_the_weights_of_plain_training(tmp_path: Path) -> None:
     trained = []
     for ghost in (None, True, {"exact_grad": True}):
@@ -213,6 +214,7 @@ def test_a_callback_that_was_added_later_closes_when_training_begins_again(tmp_p
         earlier.log(loss=1.0)
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_size_begins_anew(tmp_path: Path) -> None:
     model = Breaks()
     model.most_rows = 4

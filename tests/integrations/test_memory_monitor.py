@@ -141,13 +141,22 @@ def lightning_module(package: Any, *, several: bool = False) -> Any:
     return Module()
 
 
-PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 @pytest.mark.parametrize(
-    "changes", [{}, {"accumulate_grad_batches": 2}, {"several": True}], ids=str
+    "package",
+    [
+        pytest.param(lightning.pytorch, id="lightning"),
+        pytest.param(pytorch_lightning, id="pytorch_lightning", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
+        pytest.param({"several": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_lightning(package: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     changes = dict(changes)
