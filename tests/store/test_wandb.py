@@ -197,12 +197,26 @@ def beside(
     assert list(gradsight.open_run(tmp_path / "run").problems()) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+FIRST_TIER = (no_run, by_optimizer_step, rows_left_open, names_of_ours)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=() if way in FIRST_TIER else pytest.mark.slow) for way in WAYS],
+)
 def test_beside_a_run_of_the_users(tmp_path: Path, way: Callable[[Any, int], None]) -> None:
     beside(tmp_path, way)
 
 
-@pytest.mark.parametrize("way", [without_step, by_optimizer_step, by_epoch, rows_left_open])
+@pytest.mark.parametrize(
+    "way",
+    [
+        by_optimizer_step,
+        pytest.param(without_step, marks=pytest.mark.slow),
+        pytest.param(by_epoch, marks=pytest.mark.slow),
+        pytest.param(rows_left_open, marks=pytest.mark.slow),
+    ],
+)
 def test_beside_a_run_of_the_users_in_a_slow_loop(
     tmp_path: Path, way: Callable[[Any, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +446,7 @@ def test_a_wandb_that_cannot_be_opened_is_a_problem_and_training_goes_on(
     assert problem.count >= STEPS
 
 
+@pytest.mark.slow
 def test_huggingface_trainer_with_wandb(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

@@ -54,7 +54,7 @@ def runs(folder: Path) -> list[WandbRun]:
 
 
 def _read(file: Path) -> WandbRun:
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 150
     while True:
         records = [Record.FromString(data) for data in _records(file.read_bytes())]
         if any(record.WhichOneof("record_type") == "exit" for record in records):
