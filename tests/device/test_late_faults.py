@@ -51,7 +51,7 @@ def assert_explained(outcome: Outcome, operation: str) -> None:
     assert [sample.sample_id for sample in diagnosis.samples] == [NAMES[ROW]]
 
 
-@pytest.mark.parametrize("speed", ["slow", 60])
+@pytest.mark.parametrize("speed", ["slow", pytest.param(60, marks=pytest.mark.slow)])
 def test_born_in_forward_it_is_known_before_the_update(speed: Speed, tmp_path: Path) -> None:
     watched, alone = bad_run("forward", tmp_path, speed=speed)
     assert_explained(watched, "log")
@@ -77,7 +77,9 @@ def test_born_in_backward_its_parameters_are_named_one_step_later(
     assert "Inf parameters | 0" in text
 
 
-@pytest.mark.parametrize("optimizer", [fused, fused_momentum, foreach])
+@pytest.mark.parametrize(
+    "optimizer", [fused, pytest.param(fused_momentum, marks=pytest.mark.slow), foreach]
+)
 def test_skipped_all_is_found_and_weights_are_untouched(optimizer: Any, tmp_path: Path) -> None:
     watched, _ = bad_run("backward", tmp_path, optimizer, **SKIP)
     assert_explained(watched, "sqrt")
@@ -116,7 +118,7 @@ def test_the_copy_goes_to_the_host_where_the_device_has_no_room(tmp_path: Path) 
     assert_explained(outcome, "sqrt")
 
 
-@pytest.mark.parametrize("speed", ["slow", "fast"])
+@pytest.mark.parametrize("speed", ["slow", pytest.param("fast", marks=pytest.mark.slow)])
 def test_dump_on_files_the_gradient_of_the_bad_step(speed: Speed, tmp_path: Path) -> None:
     dumper = gradsight.GradientDumper(tmp_path, start_step=10**6, dump_on="critical")
     right = gradsight.GradientDumper(tmp_path / "cpu", start_step=10**6, dump_on="critical")

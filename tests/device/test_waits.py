@@ -28,7 +28,21 @@ LAGS: dict[str, tuple[Speed, ...]] = {
     "histograms every step": ("slow", "fast"),
 }
 """Where a setting runs at other lags than "slow"."""
-CASES = [(name, lag) for name in SETTINGS for lag in LAGS.get(name, ("slow",))]
+FIRST_TIER = (
+    ("watch, log", "slow"),
+    ("watch, log", 20),
+    ("accumulation, clipping", "slow"),
+    ("GradScaler, unscaled before", "slow"),
+    ("histograms every step", "slow"),
+    ("a dump every step", "slow"),
+    ("GhostEngine.observe", "slow"),
+    ("GhostEngine.loss, one pass", "slow"),
+)
+CASES = [
+    pytest.param(name, lag, marks=() if (name, lag) in FIRST_TIER else pytest.mark.slow)
+    for name in SETTINGS
+    for lag in LAGS.get(name, ("slow",))
+]
 
 
 @lru_cache
@@ -65,7 +79,16 @@ def test_no_step_drains_the_device(name: str, speed: Speed, tmp_path: Path) -> N
     assert [problem.message for problem in trained.run.problems()] == []
 
 
-@pytest.mark.parametrize("name", ["watch, log", "GhostEngine.observe", "a dump every step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "watch, log",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("GhostEngine.observe", "a dump every step")
+        ),
+    ],
+)
 @pytest.mark.parametrize("kind", ["cuda:1", "without float64"])
 def test_other_devices_give_the_same_numbers(name: str, kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kind": kind} if ":" in kind else {"float64": False}

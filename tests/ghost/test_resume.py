@@ -66,7 +66,10 @@ def names_in(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "grad_dotprods").iterdir())
 
 
-@pytest.mark.parametrize("options", [{}, {"per_parameter": True, "precondition": "adam"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"per_parameter": True, "precondition": "adam"}, marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_saves_what_one_run_would(tmp_path: Path, options: dict[str, object]) -> None:
     straight = Training()
     engine = straight.engine(tmp_path / "straight", **options)

@@ -46,7 +46,7 @@ def plain_scores(case: Case) -> Tensor:
     ) / len(rows)
 
 
-FIRST_TIER = {"gpt2", "llama", "mixtral", "lora", "convnet", "lstm", "transformer", "mlp"}
+FIRST_TIER = {"gpt2", "mixtral", "lora", "convnet", "lstm", "mlp"}
 
 
 def by_tier(names: Iterable[str]) -> list[Any]:

@@ -114,6 +114,7 @@ def test_startup_report(make_gpt: Callable[..., Any]) -> None:
     assert report.fits
 
 
+@pytest.mark.slow
 def test_startup_report_of_what_does_not_fit(make_gpt: Callable[..., Any]) -> None:
     report = startup_report(lambda size: lambda: make_gpt(batch=size), 4, memory=50_000)
     text = str(report)

@@ -78,6 +78,7 @@ def rivals(build: Build, count: int, optimizer: str | None = None) -> list[tuple
     return [(use.peak_bytes, use.flops) for use in uses]
 
 
+@pytest.mark.slow
 def test_never_worse_than_simple_policies(make_gpt: Callable[..., Any]) -> None:
     def build() -> tuple[Any, ...]:
         return make_gpt(depth=3, batch=8, length=65)
@@ -125,7 +126,7 @@ def test_an_impossible_budget_names_the_smallest_peak(make_gpt: Callable[..., An
     assert smallest.policy in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["hf t5", "convolutions"])
+@pytest.mark.parametrize("name", [pytest.param("hf t5", marks=pytest.mark.slow), "convolutions"])
 def test_other_models(table: dict[str, Build], name: str) -> None:
     known = rivals(table[name], 1)
     budget = (known[0][0] + known[1][0]) // 2
@@ -152,6 +153,7 @@ class Recurrent(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_blocks_that_run_twice() -> None:
     def build() -> tuple[Any, ...]:
         return Recurrent(), torch.randn(400, 32), lambda m, b: m(b)

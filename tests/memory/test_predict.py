@@ -17,7 +17,9 @@ from memory.measured_step import measured
 Build = Callable[[], tuple[Any, ...]]
 
 
-@pytest.mark.parametrize("policy", [None, "full", "selective"])
+@pytest.mark.parametrize(
+    "policy", [None, "full", pytest.param("selective", marks=pytest.mark.slow)]
+)
 def test_predicted_is_measured(build: Build, policy: str | None) -> None:
     use = predict_peak_memory(build, policy=policy)
     assert use.predicted
@@ -38,7 +40,7 @@ def test_long_sequences_get_no_mask_they_do_not_need() -> None:
     assert predict_peak_memory(build).peak_bytes == pytest.approx(measured(build, None), rel=0.001)
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("layer", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
 def test_recurrent_layers(layer: type[nn.Module]) -> None:
     """oneDNN's LSTM keeps a workspace whose size a fake run does not know."""
 
@@ -51,7 +53,10 @@ def test_recurrent_layers(layer: type[nn.Module]) -> None:
         )
 
 
-@pytest.mark.parametrize("optimizer", [None, "sgd", "adam", "rmsprop"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [None, "adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "rmsprop"))],
+)
 def test_every_optimizer(make_gpt: Callable[..., Any], optimizer: str | None) -> None:
     use = predict_peak_memory(make_gpt, optimizer=optimizer)
     assert use.peak_bytes == pytest.approx(measured(make_gpt, None, optimizer), rel=0.01)

@@ -134,16 +134,19 @@ def test_several_devices(run: Run, llama: str) -> None:
     assert (one["parallel"], one["peak_bytes"]) == (None, alone["peak_bytes"])
 
 
+PRECISIONS = (
+    ("bfloat16", (), "bf16, from the configuration (change: --dtype fp32)", None),
+    ("float16", (), "fp16, from the configuration (change: --dtype bf16)", None),
+    ("float64", (), "fp32, the default (change: --dtype bf16)", None),
+    (None, (), "fp32, the default (change: --dtype bf16)", None),
+    ("bfloat16", ("--dtype", "fp32", "--device", "cuda"), "fp32", "cuda"),
+)
+
+
 @pytest.mark.parametrize("command", ["predict", pytest.param("plan", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("named", "options", "precision", "device"),
-    [
-        ("bfloat16", (), "bf16, from the configuration (change: --dtype fp32)", None),
-        ("float16", (), "fp16, from the configuration (change: --dtype bf16)", None),
-        ("float64", (), "fp32, the default (change: --dtype bf16)", None),
-        (None, (), "fp32, the default (change: --dtype bf16)", None),
-        ("bfloat16", ("--dtype", "fp32", "--device", "cuda"), "fp32", "cuda"),
-    ],
+    [PRECISIONS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in PRECISIONS[1:])],
 )
 def test_an_answer_says_which_precision_and_device_it_assumes(
     run: Run,
@@ -169,12 +172,13 @@ def test_an_answer_says_which_precision_and_device_it_assumes(
 @pytest.mark.parametrize(
     "options",
     [
+        ("--lora", "r=4", "--dtype", "fp32"),
         ("--lora", "r=4", "--device", "cuda"),
-        pytest.param(("--lora", "r=4", "--dtype", "fp32"), marks=pytest.mark.slow),
-        pytest.param(("--gpus", "4", "--parallel", "fsdp2"), marks=pytest.mark.slow),
+        ("--gpus", "4", "--parallel", "fsdp2"),
     ],
     ids=" ".join,
 )
+@pytest.mark.slow
 def test_a_plan_takes_the_options_of_a_prediction(
     run: Run, llama: str, options: tuple[str, ...]
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_plan_takes_the_options_of_a_prediction(
     assert 'apply_checkpointing(model, "' in out
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_names_a_batch_that_does(run: Run, llama: str) -> None:
     options = (llama, "--lora", "r=4")
     smallest = object_of(run, *options, "--batch_size", "2", "--policy", "full")["peak_bytes"]
@@ -228,6 +233,7 @@ def test_a_build_function_with_a_batch_size(run: Run, tmp_path: Path) -> None:
     assert found["plan"]["policy"] is None or found["plan"]["peak_bytes"] <= limit
 
 
+@pytest.mark.slow
 def test_the_table(run: Run, llama: str) -> None:
     ways = ("--gpus", "2", "--parallel", "fsdp2", "--policy", "none", "--block_size", "32")
     code, out, err = run(llama, *ways, "--memory", "550kB")

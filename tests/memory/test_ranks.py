@@ -35,7 +35,7 @@ def test_predicted_is_real(ranks: int) -> None:
         assert predicted == pytest.approx(real[way], rel=0.03), way
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_plan_on_several_devices(parallel: str) -> None:
     """What the plan says it takes is what is predicted under it."""
     ranks = Ranks(2, parallel)
