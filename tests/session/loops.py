@@ -20,7 +20,6 @@ from torch.nn.utils import clip_grad_norm_ as clip_imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 import gradsight
-from gradsight.core.parameters import named_parameters
 
 STEPS = 20
 Batch = tuple[Tensor, Tensor]
@@ -61,11 +60,9 @@ class Case:
             ((loss_of or mse)(twin, batch) / len(batches)).backward()
         self.expected.append(
             {
-                named.name: named.tensor.grad.to_dense()
-                if named.tensor.grad.is_sparse
-                else named.tensor.grad
-                for named in named_parameters(twin)
-                if named.tensor.grad is not None
+                name: parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                for name, parameter in twin.named_parameters()
+                if parameter.grad is not None
             }
         )
 

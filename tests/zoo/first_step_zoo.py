@@ -1,6 +1,6 @@
-"""What no gradient norm shows: loops with one silent fault each, and their healthy twins.
+"""Training loops with a fault that no gradient norm shows, and similar healthy loops.
 
-Each is a whole loop under a watch: what is wrong is in the model, the loss or the loop itself.
+The fault is in the model, the loss or the loop itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradsight
-from gradsight.values.health_report import HealthReport
+from zoo import Report
 
 WORDS, WIDTH, LENGTH, CLASSES, STEPS = 20, 32, 16, 5, 30
 
 
 class Attention(nn.Module):
-    """Causal unless told otherwise; `apart` keeps documents apart."""
+    """Causal attention, unless `leak` says otherwise; `apart` separates documents."""
 
     def __init__(self, leak: str = "", apart: bool = False) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Silent:
     evaluating: Callable[[int], bool] = lambda step: False
     losses: list[float] | None = None
 
-    def run(self) -> HealthReport:
+    def run(self) -> Report:
         """Train, watched; the health report at the end."""
         torch.manual_seed(self.seed)
         self.losses = []

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from first_step_zoo import Silent, silent_faults, silent_healthy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradsight
-from gradsight.values.health_report import HealthReport
+from zoo import Report
+from zoo.first_step_zoo import Silent, silent_faults, silent_healthy
 
 Batch = tuple[Tensor, Tensor]
 WIDTH, CLASSES, LENGTH = 32, 5, 16
@@ -131,7 +131,7 @@ class Plan:
         while True:
             yield data(self.kind, self.batch, generator)
 
-    def run(self) -> HealthReport:
+    def run(self) -> Report:
         """Train, watched; the health report at the end."""
         torch.manual_seed(self.seed)
         generator = torch.Generator().manual_seed(self.seed)
@@ -456,7 +456,7 @@ def one_tensor(plan: Plan, generator: torch.Generator) -> Iterator[Batch]:
         yield batch
 
 
-def adversaries(kind: str, seed: int) -> list[HealthReport]:
+def adversaries(kind: str, seed: int) -> list[Report]:
     """Two networks against each other, each with its own optimizer and watch."""
     torch.manual_seed(seed)
     maker = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))

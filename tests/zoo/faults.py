@@ -1,31 +1,31 @@
-"""How good the verdicts are: recall per planted fault with the right code, false alarms on healthy
-runs, step of first alarm.
+"""The table of all cases. As a script: recall per planted fault, false alarms on healthy runs.
 
-The cases are split by a hash of their names. Thresholds are chosen by looking at the first half;
-the other half is blind: it is run to know, not to mend.
+The cases are split by a hash of their names. Thresholds are chosen on the first half. The second
+half is blind: its results measure the checks and are not used to change them.
 
-    python benchmarks/faults.py [--blind] [--seeds 3] [--only NAME] [--healthy-seeds 1] [--no-ranks]
+    python tests/zoo/faults.py [--blind] [--seeds 3] [--only NAME] [--healthy-seeds 1] [--no-ranks]
 """
 
 import argparse
 import hashlib
 import math
 import statistics
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import loops
-import mixtures
-import rank_zoo
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
-import zoo
 
-from gradsight.values.health_report import HealthReport
+from zoo import Report, findings_of, loops, mixtures, plans, rank_zoo
 
-Told = list[tuple[str, int, str]]
-"""Code, first step and evidence of every finding."""
+Found = list[dict[str, Any]]
+"""The findings of a run."""
 
 
 @dataclass(frozen=True)
@@ -35,34 +35,36 @@ class Case:
     name: str
     kind: str
     codes: frozenset[str]
-    run: Callable[[int], tuple[Told, list[float]]]
+    run: Callable[[int], tuple[list[Report], list[float]]]
 
     @property
     def is_blind(self) -> bool:
-        """Whether it is of the half that nobody looks at while thresholds are chosen."""
+        """Whether the case is in the half that is not used to choose thresholds."""
         return in_blind_half(f"{self.name}, {self.kind}")
 
 
 def in_blind_half(name: str) -> bool:
-    """By a hash of the name: half of all names are."""
+    """Return whether the hash of a name puts it into the blind half."""
     return hashlib.sha256(name.encode()).digest()[0] % 2 == 1
 
 
 def all_cases() -> Iterator[Case]:
     """Every case of one process."""
-    for name, kind, codes, plan_of in zoo.faults():
+    for name, kind, codes, plan_of in plans.faults():
         yield Case(name, kind, frozenset(codes), run_of_plan(plan_of))
-    for name, kind, plan_of in zoo.healthy():
+    for name, kind, plan_of in plans.healthy():
         yield Case(name, kind, frozenset(), run_of_plan(plan_of))
-    yield Case("GAN", "mlp", frozenset(), lambda seed: (told(zoo.adversaries("mlp", seed)), []))
+    yield Case("GAN", "mlp", frozenset(), lambda seed: (plans.adversaries("mlp", seed), []))
     for name, codes, loop in (*loops.loops(), *mixtures.mixtures()):
-        yield Case(name, "loop", frozenset(codes), lambda seed, loop=loop: (told(loop(seed)), []))
+        yield Case(name, "loop", frozenset(codes), lambda seed, loop=loop: (loop(seed), []))
 
 
-def run_of_plan(plan_of: Callable[[int], zoo.Plan]) -> Callable[[int], tuple[Told, list[float]]]:
-    def run(seed: int) -> tuple[Told, list[float]]:
+def run_of_plan(
+    plan_of: Callable[[int], plans.Plan],
+) -> Callable[[int], tuple[list[Report], list[float]]]:
+    def run(seed: int) -> tuple[list[Report], list[float]]:
         plan = plan_of(seed)
-        return told([plan.run()]), plan.losses
+        return [plan.run()], plan.losses
 
     return run
 
@@ -71,11 +73,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blind", action="store_true", help="the half that is not looked at")
+    parser.add_argument("--blind", action="store_true", help="run the blind half")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--healthy-seeds", type=int, default=1)
     parser.add_argument("--only", default="")
-    parser.add_argument("--no-ranks", action="store_true", help="without runs on two processes")
+    parser.add_argument("--no-ranks", action="store_true", help="leave out the runs on two ranks")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -86,12 +88,12 @@ def main() -> None:
     ]
     on_ranks = []
     if not options.no_ranks:
-        launched = rank_zoo.launch(options.seeds, options.only)
-        on_ranks = [
-            run
-            for run in launched
-            if in_blind_half(f"{run['name']}, {run['kind']}") == options.blind
-        ]
+        on_ranks = rank_zoo.launch(
+            (name, kind, seed)
+            for name, kind, seed in rank_zoo.all_runs(options.seeds)
+            if options.only in f"{name}, {kind}"
+            and in_blind_half(f"{name}, {kind}") == options.blind
+        )
     caught, faulty = run_faults([case for case in cases if case.codes], options.seeds, on_ranks)
     healthy = [case for case in cases if not case.codes]
     alarms, quiet = run_healthy(healthy, options.healthy_seeds, on_ranks)
@@ -108,8 +110,8 @@ def run_faults(cases: list[Case], seeds: int, on_ranks: list[dict]) -> tuple[int
     print(f"{'fault':28} {'recall':>9}  first alarm (loss broke at)  missed")
     for case in cases:
         for seed in range(seeds):
-            findings, losses = case.run(seed)
-            rows[case.name].append(judged(case.kind, case.codes, findings, losses))
+            reports, losses = case.run(seed)
+            rows[case.name].append(judged(case.kind, case.codes, findings_of(reports), losses))
             print(end=".", flush=True)
     for run in on_ranks:
         codes = frozenset(rank_zoo.RIGHT[run["name"]])
@@ -117,21 +119,21 @@ def run_faults(cases: list[Case], seeds: int, on_ranks: list[dict]) -> tuple[int
             rows[run["name"]].append(judged(run["kind"], codes, run["findings"], run["losses"]))
     print()
     for name, results in rows.items():
-        say_fault(name, results)
+        print_fault(name, results)
     all_results = [first for results in rows.values() for _, first, _, _ in results]
     return sum(first is not None for first in all_results), len(all_results)
 
 
 def judged(
-    kind: str, codes: frozenset[str], findings: Told, losses: list[float]
+    kind: str, codes: frozenset[str], findings: Found, losses: list[float]
 ) -> tuple[str, int | None, int | None, list[str]]:
     """Kind, first step of a right finding, where the loss broke, all codes."""
-    right = [first for code, first, _ in findings if code in codes]
-    seen = [code for code, *_ in findings]
+    right = [each["first_step"] for each in findings if each["code"] in codes]
+    seen = [each["code"] for each in findings]
     return kind, min(right, default=None), broke_at(losses), seen
 
 
-def say_fault(name: str, results: list[tuple[str, int | None, int | None, list[str]]]) -> None:
+def print_fault(name: str, results: list[tuple[str, int | None, int | None, list[str]]]) -> None:
     alarm = [first for _, first, _, _ in results if first is not None]
     broke = [step for _, _, step, _ in results if step is not None]
     when = f"step {statistics.median(alarm):g}" if alarm else "–"
@@ -164,27 +166,20 @@ def run_healthy(cases: list[Case], seeds: int, on_ranks: list[dict]) -> tuple[in
     for case in cases:
         for seed in range(100, 100 + seeds):
             runs += 1
-            alarms += say_alarms(case.name, case.kind, case.run(seed)[0])
+            alarms += print_alarms(case.name, case.kind, findings_of(case.run(seed)[0]))
     for run in on_ranks:
         if not rank_zoo.RIGHT[run["name"]]:
             runs += 1
-            alarms += say_alarms(run["name"], run["kind"], run["findings"])
+            alarms += print_alarms(run["name"], run["kind"], run["findings"])
     print(f"  {alarms} of {runs}")
     return alarms, runs
 
 
-def say_alarms(name: str, kind: str, findings: Told) -> bool:
-    for code, first, evidence in findings:
-        print(f"  {name}, {kind}: {code} at step {first}: {evidence}", flush=True)
+def print_alarms(name: str, kind: str, findings: Found) -> bool:
+    for each in findings:
+        found = f"{each['code']} at step {each['first_step']}: {each['evidence']}"
+        print(f"  {name}, {kind}: {found}", flush=True)
     return bool(findings)
-
-
-def told(reports: list[HealthReport]) -> Told:
-    return [
-        (finding.code, finding.first_step, finding.evidence)
-        for report in reports
-        for finding in report.findings
-    ]
 
 
 if __name__ == "__main__":

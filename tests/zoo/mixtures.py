@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradsight
-from gradsight.values.health_report import HealthReport
+from zoo import Report
 
-Loop = Callable[[int], list[HealthReport]]
+Loop = Callable[[int], list[Report]]
 WIDTH = 24
 BALANCE = 0.02
 
@@ -88,7 +88,7 @@ def mixture(
     chosen: int = 2,
     rows: int = 128,
     change: Callable[[Router, int], None] = lambda router, step: None,
-) -> list[HealthReport]:
+) -> list[Report]:
     """Eight experts; `change` does something to the router before a step."""
     torch.manual_seed(seed)
     router = Router(8, chosen)

@@ -1,4 +1,4 @@
-"""Training loops of our own, modelled on what public scripts do: each as it is, and with a fault.
+"""Training loops modelled on public scripts: each as it is, and with a fault.
 
 A loop is a function of a seed that trains, watched, and returns the reports of its models.
 """
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import LENGTH, WIDTH, Block, LowRank
 
 import gradsight
-from gradsight.values.health_report import HealthReport
+from zoo import Report
+from zoo.plans import LENGTH, WIDTH, Block, LowRank
 
-Loop = Callable[[int], list[HealthReport]]
+Loop = Callable[[int], list[Report]]
 VOCABULARY = 24
 
 
@@ -80,7 +80,7 @@ class Training:
     after: Callable[[int], Any] = lambda step: None
     options: dict[str, Any] = field(default_factory=dict)
 
-    def run(self) -> list[HealthReport]:
+    def run(self) -> list[Report]:
         base = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
         with gradsight.watch(self.model, self.optimizers, quiet=True, **self.options) as watched:
             for step in range(self.steps):
@@ -110,7 +110,7 @@ def warm_up(steps: int, over: int = 130) -> Callable[[int], float]:
     return rate
 
 
-def characters(seed: int, times: float = 1.0, decay: float = 0.1) -> list[HealthReport]:
+def characters(seed: int, times: float = 1.0, decay: float = 0.1) -> list[Report]:
     """nanoGPT's recipe: decay for matrices alone, warm-up, cosine, clipping at 1."""
     torch.manual_seed(seed)
     model, text = Characters(), Text(seed)
@@ -125,7 +125,7 @@ def characters(seed: int, times: float = 1.0, decay: float = 0.1) -> list[Health
     return training.run()
 
 
-def names(seed: int, times: float = 1.0) -> list[HealthReport]:
+def names(seed: int, times: float = 1.0) -> list[Report]:
     """makemore's: torch's own initialisation, one learning rate, no clipping."""
     torch.manual_seed(seed)
     model, text = Characters(std=None), Text(seed)
@@ -151,7 +151,7 @@ class Coder(nn.Module):
         return kept - 0.5 * (1 + spread - mean.square() - spread.exp()).sum()
 
 
-def variational(seed: int, lr: float = 1e-3, sgd: bool = False) -> list[HealthReport]:
+def variational(seed: int, lr: float = 1e-3, sgd: bool = False) -> list[Report]:
     """A loss that is a sum by design: its norm is in the thousands, and Adam does not mind."""
     torch.manual_seed(seed)
     model = Coder()
@@ -166,7 +166,7 @@ def variational(seed: int, lr: float = 1e-3, sgd: bool = False) -> list[HealthRe
     return Training(model, [optimizer], loss).run()
 
 
-def informed(seed: int, copied: bool = False) -> list[HealthReport]:
+def informed(seed: int, copied: bool = False) -> list[Report]:
     """InfoGAN's: a third optimizer over both networks. Copied: one network in two, one in none."""
     torch.manual_seed(seed)
     maker = nn.Sequential(nn.Linear(10, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 8))
@@ -200,7 +200,7 @@ def informed(seed: int, copied: bool = False) -> list[HealthReport]:
         return [watched.report()]
 
 
-def policy(seed: int, limit: float = 0.5) -> list[HealthReport]:
+def policy(seed: int, limit: float = 0.5) -> list[Report]:
     """PPO's: a value loss whose gradient is large at first, clipped at half of one every step."""
     torch.manual_seed(seed)
     actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
@@ -235,7 +235,7 @@ class Words(nn.Module):
         return self.out(self.cell(self.words(x))[0])
 
 
-def words(seed: int, anew: bool = False) -> list[HealthReport]:
+def words(seed: int, anew: bool = False) -> list[Report]:
     """SGD at a high rate, clipped at a quarter. Anew: the weights are drawn again after a step."""
     torch.manual_seed(seed)
     model, text = Words(), Text(seed)
@@ -251,7 +251,7 @@ def words(seed: int, anew: bool = False) -> list[HealthReport]:
     return training.run()
 
 
-def digits(seed: int, per_batch: bool = False, net: nn.Module | None = None) -> list[HealthReport]:
+def digits(seed: int, per_batch: bool = False, net: nn.Module | None = None) -> list[Report]:
     """A classifier of images with Adadelta and a scheduler for epochs. Per batch: at every step."""
     torch.manual_seed(seed)
     model = nn.Sequential(
@@ -288,7 +288,7 @@ class Orthogonal(torch.optim.Optimizer):
                 parameter.sub_(u @ v, alpha=group["lr"])
 
 
-def two_optimizers(seed: int, misplaced: str = "") -> list[HealthReport]:
+def two_optimizers(seed: int, misplaced: str = "") -> list[Report]:
     """Hidden matrices to Muon, the rest to AdamW. Misplaced: some matrices fell to AdamW."""
     torch.manual_seed(seed)
     model, text = Characters(layers=3), Text(seed)
@@ -303,7 +303,7 @@ def two_optimizers(seed: int, misplaced: str = "") -> list[HealthReport]:
     return Training(model, [first, second], loss, clip=1.0).run()
 
 
-def fine_tuned(seed: int, wrong: bool = False) -> list[HealthReport]:
+def fine_tuned(seed: int, wrong: bool = False) -> list[Report]:
     """Layer-wise rates: each layer below the head half of the one above it. Wrong: one apart."""
     torch.manual_seed(seed)
     model, text = Characters(layers=4, std=0.05), Text(seed)
@@ -318,7 +318,7 @@ def fine_tuned(seed: int, wrong: bool = False) -> list[HealthReport]:
     return Training(model, [optimizer], lambda step: loss_of(model, text.batch())).run()
 
 
-def adapters(seed: int) -> list[HealthReport]:
+def adapters(seed: int) -> list[Report]:
     """LoRA+: the second halves of the adapters learn sixteen times as fast."""
     torch.manual_seed(seed)
     model, text = Characters(layers=2, std=0.1), Text(seed)
@@ -331,7 +331,7 @@ def adapters(seed: int) -> list[HealthReport]:
     return Training(model, [optimizer], lambda step: loss_of(model, text.batch())).run()
 
 
-def graph(seed: int) -> list[HealthReport]:
+def graph(seed: int) -> list[Report]:
     """A graph network: the whole graph at every step, dropout, decay as a penalty."""
     torch.manual_seed(seed)
     features, near = torch.randn(60, 16), torch.rand(60, 60) < 0.1
@@ -348,7 +348,7 @@ def graph(seed: int) -> list[HealthReport]:
     return Training(model, [optimizer], loss).run()
 
 
-def fading(seed: int, dies: bool = False) -> list[HealthReport]:
+def fading(seed: int, dies: bool = False) -> list[Report]:
     """No optimizer is watched. Dies: one layer loses its gradient little by little."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
@@ -367,7 +367,7 @@ def fading(seed: int, dies: bool = False) -> list[HealthReport]:
         return [watched.report()]
 
 
-def halved(seed: int, eps: float = 1e-8) -> list[HealthReport]:
+def halved(seed: int, eps: float = 1e-8) -> list[Report]:
     """Weights in float16: with an eps that float16 knows, and with Adam's own, which is 0 there."""
     torch.manual_seed(seed)
     model, text = Words().half(), Text(seed)
