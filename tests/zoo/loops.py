@@ -155,13 +155,15 @@ def variational(seed: int, lr: float = 1e-3, sgd: bool = False) -> list[Report]:
     """A loss that is a sum by design: its norm is in the thousands, and Adam does not mind."""
     torch.manual_seed(seed)
     model = Coder()
-    patterns = (torch.rand(12, 64) > 0.6).float()
+    patterns = (torch.rand(12, 64) > 0.6).to(torch.get_default_dtype())
     kind = torch.optim.SGD if sgd else torch.optim.Adam
     optimizer = kind(model.parameters(), lr=lr)
 
     def loss(step: int) -> Tensor:
         noise = torch.rand(128, 64) < 0.05
-        return model((patterns[torch.randint(12, (128,))].bool() ^ noise).float())
+        return model(
+            (patterns[torch.randint(12, (128,))].bool() ^ noise).to(torch.get_default_dtype())
+        )
 
     return Training(model, [optimizer], loss).run()
 
@@ -183,7 +185,9 @@ def informed(seed: int, copied: bool = False) -> list[Report]:
     with gradsight.watch(both, optimizers, quiet=True) as watched:
         for _ in range(100):
             code = torch.randint(4, (32,))
-            noise = torch.cat([torch.randn(32, 6), F.one_hot(code, 4).float()], 1)
+            noise = torch.cat(
+                [torch.randn(32, 6), F.one_hot(code, 4).to(torch.get_default_dtype())], 1
+            )
             real = torch.randn(32, 8) * 0.5 + 1
             first.zero_grad()
             made = maker(noise)
@@ -212,7 +216,7 @@ def policy(seed: int, limit: float = 0.5) -> list[Report]:
         state = torch.randn(64, 4)
         choice = torch.distributions.Categorical(logits=actor(state))
         action = choice.sample()
-        gained = ((action == 1) == (state[:, 0] > 0)).float()
+        gained = ((action == 1) == (state[:, 0] > 0)).to(torch.get_default_dtype())
         wanted = 12 + 6 * gained + state[:, 1]
         advantage = (gained - gained.mean()) / (gained.std() + 1e-8)
         pushed = -(choice.log_prob(action) * advantage).mean()
@@ -335,7 +339,7 @@ def graph(seed: int) -> list[Report]:
     """A graph network: the whole graph at every step, dropout, decay as a penalty."""
     torch.manual_seed(seed)
     features, near = torch.randn(60, 16), torch.rand(60, 60) < 0.1
-    spread = (near | near.T | torch.eye(60, dtype=torch.bool)).float()
+    spread = (near | near.T | torch.eye(60, dtype=torch.bool)).to(torch.get_default_dtype())
     spread = spread / spread.sum(1, keepdim=True)
     labels = (spread @ features)[:, :3].argmax(1)
     model = nn.ModuleDict({"first": nn.Linear(16, 16), "last": nn.Linear(16, 3)})
