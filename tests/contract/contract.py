@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,9 +58,13 @@ class Contract:
         runs.loss_fn(model, runs.batches(3)[2]).backward()
         with dumper:
             dumper.dump(model, 0)
-        self.help = dict(self._all_help(()))
 
     # The command line.
+
+    @cached_property
+    def help(self) -> dict[tuple[str, ...], list[str]]:
+        """Every command with the lines of its help screen."""
+        return dict(self._all_help(()))
 
     def command(self, *arguments: str) -> tuple[int, str]:
         """Run a command once, in this process if possible; return its exit code and its output."""
@@ -112,13 +117,12 @@ class Contract:
             for command, lines in self.help.items()
             if any("--json" in line for line in lines)
         }
-        cases = {tuple(words) for _, words, _ in JSON}
+        cases = {tuple(words) for _, words in JSON}
         missing = {c for c in with_json if not any(words[: len(c)] == c for words in cases)}
         assert not missing, f"JSON in contract.py has no case for {missing}"
-        for title, words, codes in JSON:
+        for title, words in JSON:
             code, text = self.command(*words)
-            assert code in codes, (words, code, text)
-            yield title
+            yield f"{title}, exit code {code}"
             yield from sorted(f"    {line}" for line in _keys("", json.loads(text)))
 
     def exit_codes(self) -> Iterator[str]:
@@ -156,33 +160,23 @@ TRAIN = (
     *("--batch_size", "2", "--val_batch_size", "2", "--eval_samples", "2", "--device", "cpu"),
 )
 INCIDENT = f"{{here}}/critical/incidents/step{runs.NAN_STEP}-GS103"
-JSON: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
-    ("check: a script with a critical finding", ("check", "--json", "train.py", "diverges"), (2,)),
+JSON: list[tuple[str, tuple[str, ...]]] = [
+    ("check: a script with a critical finding", ("check", "--json", "train.py", "diverges")),
     (
         "preflight: a build function with a finding",
         ("preflight", "--json", "build.py:probabilities"),
-        (1, 2),
     ),
-    ("report: a critical run", ("report", "{here}/critical", "--json"), (2,)),
-    ("findings: a critical run", ("findings", "{here}/critical", "--json"), (2,)),
-    ("influence: by sample", ("influence", "{here}/critical", "--json"), (0,)),
-    ("influence: by domain", ("influence", "{here}/critical", "--by", "domain", "--json"), (0,)),
-    (
-        "compare: two runs that differ",
-        ("compare", "{here}/critical", "{here}/warning", "--json"),
-        (1,),
-    ),
-    ("replay: an incident", ("replay", INCIDENT, "--json"), (0,)),
-    (
-        "replay: an incident, run again",
-        ("replay", INCIDENT, "--build", "build.py:again", "--json"),
-        (2,),
-    ),
-    ("verify: a damaged run", ("verify", "{here}/damaged", "--json"), (2,)),
+    ("report: a critical run", ("report", "{here}/critical", "--json")),
+    ("findings: a critical run", ("findings", "{here}/critical", "--json")),
+    ("influence: by sample", ("influence", "{here}/critical", "--json")),
+    ("influence: by domain", ("influence", "{here}/critical", "--by", "domain", "--json")),
+    ("compare: two runs that differ", ("compare", "{here}/critical", "{here}/warning", "--json")),
+    ("replay: an incident", ("replay", INCIDENT, "--json")),
+    ("replay: an incident, run again", ("replay", INCIDENT, "--build", "build.py:again", "--json")),
+    ("verify: a damaged run", ("verify", "{here}/damaged", "--json")),
     (
         "memory predict: a build function",
         ("memory", "predict", "build.py:learns", "--memory", "2MB", "--json"),
-        (0,),
     ),
 ]
 EXIT_CODES: list[tuple[tuple[str, ...], str]] = [
@@ -190,7 +184,6 @@ EXIT_CODES: list[tuple[tuple[str, ...], str]] = [
     (("no-such-command",), "unknown command"),
     (("check", "train.py", "learns"), "healthy"),
     (("check", "train.py", "does not train"), "warning, because nothing was trained"),
-    (("check", "--json", "train.py", "diverges"), "critical"),
     (
         ("check", "--fail-on", "critical", "train.py", "does not train"),
         "only critical findings count",
@@ -258,7 +251,7 @@ EXIT_CODES: list[tuple[tuple[str, ...], str]] = [
     (("demo", "--run_dir", "{here}/critical"), "the folder holds a run"),
     (("serve", "{here}/missing"), "no such folder"),
 ]
-"""Commands and cases. A finished `gradsight train` is in the list of files; `make demo` runs the demo."""
+"""Commands and cases; JSON has more of them. A finished `gradsight train` is in the list of files; `make demo` runs the demo."""
 
 
 @contextlib.contextmanager
@@ -339,5 +332,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary, plain_terminal():
         contract = Contract(Path(temporary))
-        text = "\n".join(section(contract, title) for title in SECTIONS)
+        text = "\n".join(section(contract, title) for title in sys.argv[1:] or SECTIONS)
     print(text, end="")
