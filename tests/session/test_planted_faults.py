@@ -30,12 +30,6 @@ def test_no_fault_reaches_any_of_the_loops(loop: str, part: int) -> None:
     assert [wrong for fault in faults.all_loops(loop)[part::PARTS] if (wrong := plant(fault))] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", LOOPS)
-def test_no_fault_deep_inside_reaches_the_loop(loop: str) -> None:
-    assert [wrong for fault in faults.anywhere(loop, faults.SHARE) if (wrong := plant(fault))] == []
-
-
 def test_every_kind_of_caller_is_traced(planned: list[Fault]) -> None:
     """Without this, a trace that sees nothing would let everything pass."""
     origins = {fault.target.origin for fault in planned}
