@@ -13,15 +13,16 @@ from session.planted_faults import (
     STEPS,
     Planter,
     Subject,
+    Target,
     differences,
-    functions,
-    leave_out_threads_of_others,
-    name_of,
+    forget_earlier_threads,
+    new_threads,
     state,
+    targets,
 )
 
 TRIES = 12
-OF_THE_LOOP = ("weights", "random numbers")
+OF_THE_LOOP = ("weights", "gradients", "random numbers")
 """What an interrupted loop leaves as it happened to be."""
 
 
@@ -56,35 +57,42 @@ def interrupted(loop: str, planter: Planter, run_dir: Path) -> tuple[bool, Subje
 def test_an_interrupt_arrives_and_leaves_nothing_switched(
     loop: str, folders: Iterator[Path]
 ) -> None:
-    leave_out_threads_of_others()
     watched = LOOPS[loop]
-    found = functions(watched)
-    choose = random.Random(8)
     wrong = []
-    for code in choose.sample(sorted(found, key=name_of), TRIES):
-        planter = Planter(code, choose.randint(1, found[code]), KeyboardInterrupt())
+    for target, number in chosen(loop, TRIES):
+        planter = Planter(target, number, KeyboardInterrupt())
+        forget_earlier_threads()
         untouched = Subject.make(watched.optimizer)
         before = {
             name: value for name, value in state(untouched).items() if name not in OF_THE_LOOP
         }
         arrived, subject = interrupted(loop, planter, next(folders))
-        changed = differences(before, state(subject))
+        changed = differences(before, state(subject)) + [each.name for each in new_threads()]
         if arrived != planter.raised or changed:
-            wrong.append(f"{name_of(code)}: arrived: {arrived}, left changed: {changed}")
+            wrong.append(f"{target}: arrived: {arrived}, left changed: {changed}")
     assert wrong == []
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_new_watch_works_after_an_interrupt(folders: Iterator[Path]) -> None:
     watched = LOOPS["optimizer"]
-    found = {name_of(code): code for code in functions(watched)}
-    for name in ("measure/norms.py:NormReading.__init__", "measure/update.py:UpdateReading.finish"):
-        arrived, _ = interrupted(
-            "optimizer", Planter(found[name], 2, KeyboardInterrupt()), next(folders)
-        )
-        assert arrived
+    arrivals = 0
+    for target, number in chosen("optimizer", 4, seed=9):
+        planter = Planter(target, number, KeyboardInterrupt())
+        arrivals += interrupted("optimizer", planter, next(folders))[0]
         again = next(folders)
         subject = Subject.make(watched.optimizer)
         with watched.dumper(again) as dumper:
             watched.loop(subject, watched.open(subject, again, dumper))
         assert [step.step for step in gradsight.open_run(again).steps()] == list(range(STEPS))
+    assert arrivals
+
+
+def chosen(loop: str, tries: int, seed: int = 8) -> list[tuple[Target, int]]:
+    """Choose functions that run below entry points, however deep, and a call of each."""
+    found = targets(loop, deep=True)
+    choose = random.Random(seed)
+    return [
+        (target, choose.randint(1, found[target]))
+        for target in choose.sample(sorted(found, key=str), tries)
+    ]

@@ -1,153 +1,124 @@
-"""A fault in any function of ours: training goes on bit for bit, all is put back, the fault is told."""
+"""No internal fault reaches training: it goes on bit for bit, and the fault is reported."""
 
-import random
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import gradsight
-from gradsight.core.guard import Guard
 from session import planted_faults as faults
-from session.planted_faults import LOOPS, WAYS, functions, name_of, plain, ways
+from session.planted_faults import LOOPS, Called, Fault, plant, targets
 
-ALWAYS = ("session/", "core/moments", "core/passes", "core/problems", "core/notices")
-"""Parts whose functions are all planted in; of the others, one in so many."""
-ONE_IN = 6
-FEWEST = 600
-"""Functions of ours that the loops run through at least, else the tracing sees nothing."""
+PARTS = 6
 
 
 @pytest.fixture(scope="module")
-def chosen() -> dict[str, list[tuple[CodeType, int]]]:
-    """By loop: functions and a call of each. Each function is planted in one of its loops."""
-    faults.leave_out_threads_of_others()
-    found = {name: functions(watched) for name, watched in LOOPS.items()}
-    codes = {name_of(code): code for by_code in found.values() for code in by_code}
-    assert len(codes) > FEWEST
-    choose = random.Random(1)
-    taken: dict[str, list[tuple[CodeType, int]]] = {name: [] for name in LOOPS}
-    for name, code in sorted(codes.items()):
-        if not name.startswith(ALWAYS) and choose.randrange(ONE_IN):
-            continue
-        loop = choose.choice([loop for loop in LOOPS if code in found[loop]])
-        taken[loop].append((code, choose.randint(1, found[loop][code])))
-    return taken
+def planned() -> list[Fault]:
+    return faults.one_loop_each()
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_fault_below_an_entry_point_reaches_the_loop(part: int, planned: list[Fault]) -> None:
+    assert [wrong for fault in planned[part::PARTS] if (wrong := plant(fault))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("loop", LOOPS)
-def test_no_fault_reaches_the_loop(loop: str, half: int, chosen: Any) -> None:
-    expected = plain(LOOPS[loop])
-    wrong = []
-    for place, (code, number) in enumerate(chosen[loop][half::2]):
-        possible = ways(code)
-        way = possible[place % len(possible)]
-        failure = WAYS[way](LOOPS[loop], expected, code, number)
-        if failure is not None:
-            wrong.append(f"{way}: {name_of(code)} call {number}: {failure}")
-    assert wrong == []
+def test_no_fault_reaches_any_of_the_loops(loop: str, part: int) -> None:
+    assert [wrong for fault in faults.all_loops(loop)[part::PARTS] if (wrong := plant(fault))] == []
 
 
-def test_the_planting_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the guard's `except`, the first fault comes out of the loop."""
-    monkeypatch.setattr(
-        Guard, "attempt", lambda self, action, *args, **kwargs: action(*args, **kwargs)
-    )
-    watched = LOOPS["optimizer"]
-    found = {name_of(code): code for code in functions(watched)}
-    expected = plain(watched)
-    code = found["session/step_builder.py:StepBuilder.gradients_ready"]
-    failure = WAYS["once"](watched, expected, code, 3)
-    assert failure == f"raised Planted: {faults.WORDS}"
+def test_every_kind_of_caller_is_traced(planned: list[Fault]) -> None:
+    """Without this, a trace that sees nothing would let everything pass."""
+    origins = {fault.target.origin for fault in planned}
+    for part in (
+        "torch/optim/optimizer.py",  # hooks of optimizers
+        "torch/optim/lbfgs.py",  # the closure that is evaluated again
+        "torch/_tensor.py (backward)",
+        "torch/autograd/graph.py",  # hooks of tensors
+        "torch/nn/modules/module.py",  # hooks of modules
+        "background thread",
+        "sink",
+    ):
+        assert any(origin.startswith(part) for origin in origins), part
+    # `with` needs nothing of Gradsight to begin.
+    entered = {method for method in Called.methods if method.endswith("__enter__")}
+    assert "Watch.log" in Called.methods
+    assert Called.methods - entered - origins == set()
 
 
-# What must be told survives the telling.
+# The harness itself: a hook that looks like one of Gradsight's, without its guard.
+
+HOOK = """
+def observed():
+    pass
+
+def hook(*_):
+    try:
+        observed()
+    except Exception as error:
+        handle(error)
+"""
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_fault_is_told_though_nothing_can_be_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def planted_in_hook(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """Plant in a loop with a hook that handles errors as given; return what the harness says."""
+
+    def planted(handle: Callable[[Exception], None], way: str = "once") -> str | None:
+        names: dict[str, Any] = {"handle": handle}
+        exec(compile(HOOK, f"{faults.PACKAGE}of_a_test.py", "exec"), names)
+
+        def loop(subject: faults.Subject, watched: Any) -> None:
+            put = subject.optimizer.register_step_post_hook(names["hook"])
+            try:
+                faults.by_optimizer(subject, watched)
+            finally:
+                put.remove()
+
+        name = f"with a hook, {id(names)}"  # what is known of a loop is kept by its name
+        monkeypatch.setitem(LOOPS, name, faults.Watched(loop, faults.sgd))
+        hook: CodeType = names["hook"].__code__
+        (target,) = (each for each in targets(name) if each.entry is hook)
+        assert target.code is names["observed"].__code__
+        return plant(Fault(name, target, 3, way))
+
+    return planted
+
+
+def reraise(error: Exception) -> None:
+    raise error
+
+
+def swallow(error: Exception) -> None:
+    """Report nothing."""
+
+
+def draw_a_random_number(error: Exception) -> None:
+    print(error, file=faults.sys.stderr)
+    torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    ("handle", "wrong"),
+    [
+        (reraise, f"raised Planted: {faults.MESSAGE}"),
+        (swallow, "was not reported"),
+        (draw_a_random_number, "left changed: weights, gradients, random numbers"),
+    ],
+)
+def test_a_fault_that_gets_through_is_noticed(
+    handle: Any, wrong: str, planted_in_hook: Callable[..., str | None]
 ) -> None:
-    from gradsight.core.problems import Problems
-
-    def broken(*_: object) -> None:
-        raise OSError("nothing can be told")
-
-    problems = Problems()
-    monkeypatch.setattr(problems, "report", broken)
-    guard = Guard(problems, "test", "the test failed")
-    assert guard.run(broken) is None
-    assert guard.faults == 1
-    said = capsys.readouterr().err
-    assert said.startswith("gradsight: the test failed: OSError: nothing can be told (broken, ")
-    assert guard.run(lambda: 1) is None  # it is out
-    assert guard.attempt(lambda: 1) == 1
+    assert str(planted_in_hook(handle)).endswith(f": {wrong}")
 
 
-def test_what_passes_the_guard() -> None:
-    """Interrupts, exits, wrong usage where the user asked, and what says so itself."""
-
-    class Asked(Exception):
-        passes_guard = True
-
-    def failing(error: BaseException) -> Any:
-        def fail() -> None:
-            raise error
-
-        return fail
-
-    guard = Guard(None, "test", "the test failed", passing=gradsight.GradsightError)
-    for error in (KeyboardInterrupt(), SystemExit(3), gradsight.GradsightError("mine"), Asked()):
-        with pytest.raises(type(error)):
-            guard.run(failing(error))
-    assert guard.faults == 0
-
-
-def test_all_is_done_at_the_end_whatever_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    done: list[str] = []
-    tries: list[int] = []
-
-    def fails() -> None:
-        tries.append(1)
-        raise RuntimeError("always")
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    guard = Guard(None, "test", "the test failed")
-    guard.at_end(done.append, "first")
-    guard.at_end(fails)
-    guard.at_end(interrupted)
-    guard.at_end(done.append, "last")
-    with pytest.raises(KeyboardInterrupt):
-        guard.close()
-    assert done == ["last", "first"]
-    assert len(tries) == 2
-    guard.close()
-    assert len(done) == 2
-    assert capsys.readouterr().err.count("always") == 2
-
-
-def test_gradients_are_switched_on_again() -> None:
-    guard = Guard(None, "test", "the test failed")
-
-    def switches() -> None:
-        torch.set_grad_enabled(False)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        guard.run(switches)
-    assert torch.is_grad_enabled()
-
-
-def test_warnings_as_errors_do_not_end_a_dump_by_hand(tmp_path: Any) -> None:
-    """pytest turns warnings into errors already."""
-    model = nn.Linear(2, 1)
-    model(torch.ones(3, 2)).sum().backward()
-    with gradsight.GradientDumper(tmp_path / "run", max_bytes=1) as dumper:
-        dumper.dump(model, 0)
-        dumper.wait()
-        assert [problem.key for problem in dumper.problems] == ["size"]
+@pytest.mark.parametrize(("way", "times"), [("once", 1), ("for good", faults.STEPS - 2)])
+def test_a_fault_is_raised_once_or_from_then_on(
+    way: str, times: int, planted_in_hook: Callable[..., str | None]
+) -> None:
+    raised: list[Exception] = []
+    planted_in_hook(raised.append, way)
+    assert len(raised) == times

@@ -110,9 +110,13 @@ class GradientDumper:
         )
         self._started = False
         self._closed = False
+        self._guard.at_end(self._say)
+        self._guard.at_end(self._leave_group)
+        self._guard.at_end(self._writer.close)  # before the group, which its thread uses
         # The writer's thread is a daemon: at the end of the process it would be cut off in a dump.
         self._exit = partial(self._guard.attempt, self.close)
         atexit.register(self._exit)
+        self._guard.at_end(atexit.unregister, self._exit)
 
     @property
     def is_closed(self) -> bool:
@@ -140,19 +144,7 @@ class GradientDumper:
         None: not due, or given up. `divisor` is the loss scale where gradients are still scaled. If
         asynchronous, the folder is there after wait().
         """
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"dump needs a torch.nn.Module, got {type(model).__name__}")
-        step = whole_number(step, "step")
-        divisor = single_number(divisor, "divisor")
-        if not 0 < divisor < math.inf:
-            raise UsageError(f"divisor must be a number above 0, got {divisor}")
-        if not self.wants(step):
-            return None
-        facts = Facts(divisor=divisor)
-        if divisor != 1.0:
-            gradient = f"{facts.gradient}, divided by {divisor:g}"
-            facts = replace(facts, scale=divisor, gradient=gradient)
-        path: Path | None = self._guard.attempt(self._take, model, step, facts)
+        path: Path | None = self._guard.attempt(self._dump, model, step, divisor)
         return path
 
     def capture(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
@@ -198,18 +190,12 @@ class GradientDumper:
 
     def wait(self) -> None:
         """Return when every dump so far is complete, or given up."""
-        self._writer.wait()
-        self._say()
+        self._guard.attempt(self._wait)
 
     def close(self) -> None:
         """Finish every dump; afterwards nothing can be dumped."""
         self._closed = True
-        # First the thread that uses the group, then the group.
-        self._writer.close()
-        if self._ranks is not None:
-            self._ranks.close()
-        atexit.unregister(self._exit)
-        self._say()
+        self._guard.close()
 
     def __enter__(self) -> "GradientDumper":
         return self
@@ -220,7 +206,31 @@ class GradientDumper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._guard.attempt(self.close)
+
+    def _wait(self) -> None:
+        self._writer.wait()
+        self._say()
+
+    def _leave_group(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _dump(self, model: torch.nn.Module, step: int, divisor: float) -> Path | None:
+        """Check the arguments, and dump the step if it is due."""
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"dump needs a torch.nn.Module, got {type(model).__name__}")
+        step = whole_number(step, "step")
+        divisor = single_number(divisor, "divisor")
+        if not 0 < divisor < math.inf:
+            raise UsageError(f"divisor must be a number above 0, got {divisor}")
+        if not self.wants(step):
+            return None
+        facts = Facts(divisor=divisor)
+        if divisor != 1.0:
+            gradient = f"{facts.gradient}, divided by {divisor:g}"
+            facts = replace(facts, scale=divisor, gradient=gradient)
+        return self._take(model, step, facts)
 
     def _take(self, model: torch.nn.Module, step: int, facts: Facts) -> Path | None:
         """Copy the gradients and hand them to the writer."""

@@ -20,6 +20,7 @@ from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
 from gradsight.core.beside import is_compiled, process_compiles
 from gradsight.core.calls import RecordedCall, is_suspended
+from gradsight.core.carried import current_task
 from gradsight.core.devices import accelerators
 from gradsight.core.function_modes import end_mode, take_off_ended
 from gradsight.core.guard import Guard
@@ -118,6 +119,10 @@ class PassRecorder:
         """Somebody has seen enough; the last one takes every hook away."""
         self._holders.pop(id(holder), None)
         if self._holders or self._guard is None:
+            return
+        # An optimizer may step inside backward. There torch has our mode off its stack and puts it
+        # back afterwards, so nobody would take it off: the next call of the model does.
+        if current_task() != -1:
             return
         guard = self._guard
         self._guard = None

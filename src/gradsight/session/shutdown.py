@@ -36,7 +36,7 @@ class ShutdownHooks:
 
     def __init__(self, run: Closable, guard: Guard) -> None:
         self._run = run
-        self._guard = guard
+        self.guard = guard
         self._process = os.getpid()
         tell_forked_children()
         # Kept: a new one would be made at every access, and could not be unregistered.
@@ -58,13 +58,10 @@ class ShutdownHooks:
 
     def detach_in_child(self) -> None:
         """This process was forked."""
-        self._guard.attempt(self._run.detach_in_child)
+        self.guard.attempt(self._run.detach_in_child)
 
     def ended_by(self, error: BaseException) -> None:
         """Nobody has caught it."""
-        self._guard.attempt(self._ended_by, error)
-
-    def _ended_by(self, error: BaseException) -> None:
         if os.getpid() == self._process:
             self._run.ended_by(error)
 
@@ -86,7 +83,7 @@ def _replace_excepthook() -> None:
         """Tell every open run, then do what would have been done without us."""
         try:
             for hooks in _open:
-                hooks.ended_by(error)
+                hooks.guard.attempt(hooks.ended_by, error)
         finally:
             original(kind, error, trace)
 
