@@ -189,7 +189,7 @@ def test_the_readme_leads_to_every_page() -> None:
 @pytest.mark.parametrize(
     "limit",
     [
-        "Windows is untested; without `run_dir` it",
+        "Windows is untested; with `run_dir`, `watch` [raises an error]",
         "tested on the CPU and on a simulated accelerator, never on a GPU",
     ],
 )

@@ -208,6 +208,6 @@ def test_a_run_that_clips_is_not_told_to_clip() -> None:
     loose, clipped = spike(clipped=False), spike(clipped=True)
     assert "and clip" in loose.recommendation
     assert "max_norm=1.0" in loose.fix
-    assert clipped.recommendation.startswith("Clipping has kept the step short")
+    assert clipped.recommendation.startswith("Clipping limited this update")
     assert "max_norm" not in clipped.fix
     assert "suspicious-" in clipped.fix

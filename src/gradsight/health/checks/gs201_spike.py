@@ -62,8 +62,8 @@ norms.append(norm)
 """,
         if_clipped=Advice(
             recommendation=(
-                "Clipping has kept the step short. Look at the batch of this step (corrupt "
-                "sample, wrong label, outlier): what comes again costs a step every time."
+                "Clipping limited this update. Look at the batch of this step: a corrupt sample, "
+                "a wrong label or an outlier wastes a step each time it comes up."
             ),
             fix="""
 # before the loop: the norms so far
