@@ -16,7 +16,7 @@ import torch
 # The tables of loops and models are imported by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest_plugins = ["browser"]
+pytest_plugins = ["browser", "internals"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 from gradsight.errors import GradsightError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.internal]
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
 sys.path.append(str(FUZZ.parent))

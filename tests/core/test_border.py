@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import gradsight
+
+pytestmark = pytest.mark.internal  # they read the source of the package
 
 PACKAGE = Path(gradsight.__file__).parent
 GUARDED = {"run", "attempt"}

@@ -12,6 +12,8 @@ from gradsight.core import torch_names
 from gradsight.core.torch_names import NAMES, refuse_unknown_torch
 from gradsight.errors import GradsightError
 
+pytestmark = pytest.mark.internal  # they read the source of the package
+
 PACKAGE = Path(gradsight.__file__).parent
 OTHER_NAMES = {"nn": "torch.nn", "dist": "torch.distributed", "F": "torch.nn.functional"}
 PRIVATE = re.compile(r"^torch(\.\w+)*\._[a-zA-Z]\w*")

@@ -13,6 +13,8 @@ from gradsight.core import devices
 from gradsight.core.autocast import current_autocast
 from gradsight.core.random_state import randomness_kept, torch_states
 
+pytestmark = pytest.mark.internal  # they read the source of the package
+
 SOURCE = Path(gradsight.__file__).parent
 KINDS = ("cuda", "mps", "xpu", "hpu", "npu")
 KNOW_DEVICES = ("core/devices.py", "memory/cuda.py")

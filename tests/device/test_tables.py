@@ -15,7 +15,7 @@ import gradsight
 from device.tensors import moved, peek
 from ghost.models import build
 from ghost.test_table import observe
-from gradsight.ghost.engine import GhostNotice
+from gradsight.errors import GradsightWarning
 from gradsight.measure.histogram import HistogramReading
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading, exact_norms, recount
@@ -66,7 +66,7 @@ def test_scores_equal_the_cpus(name: str, device: torch.device) -> None:
         validation=there(case.validation, device),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GhostNotice)
+        warnings.simplefilter("ignore", GradsightWarning)
         engine, _ = observe(case)
     found = peek(engine.scores.total)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import gradsight
+from dump.dumps import find_dumps, is_intact
 from gradsight import get_checkpoint_metadata, load_keys
-from gradsight.dump.folders import find_dumps
-from gradsight.dump.verify import verify
 from launch import TESTS, run_ranks
 
 WORKER = TESTS / "dump" / "workers" / "bad_steps.py"
@@ -22,7 +21,7 @@ def check_true(run: Path, folder: Path) -> None:
     assert metadata.gradient == "true"
     for name, tensor in zip(expected, load_keys(folder, list(expected)), strict=True):
         assert torch.equal(tensor, expected[name]), name
-    assert verify(folder).intact
+    assert is_intact(folder)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

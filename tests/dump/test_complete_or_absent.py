@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import warm
+from dump.dumps import find_dumps, is_intact
 from gradsight import GradientDumper, load_keys
 from gradsight.core import files
-from gradsight.dump.folders import Layout, find_dumps
-from gradsight.dump.verify import verify
+from gradsight.dump.folders import Layout
 from gradsight.errors import GradsightWarning, RunError
 
 WORKERS = Path(__file__).parent / "workers"
@@ -144,7 +144,7 @@ def test_a_dump_about_to_be_replaced_comes_back(dumped: Path) -> None:
     aside.parent.mkdir()
     dumped.rename(aside)
     Layout(dumped.parents[2], "full").recover()
-    assert verify(dumped).intact
+    assert is_intact(dumped)
     assert not aside.parent.exists()
 
 

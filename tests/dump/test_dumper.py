@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from dump.dumps import find_dumps
 from gradsight import GradientDumper, get_checkpoint_metadata, load_keys
 from gradsight.dump import full
-from gradsight.dump.folders import Layout, find_dumps, size
+from gradsight.dump.folders import Layout, size
 from gradsight.dump.job import Facts
 from gradsight.dump.manifest import read
 from gradsight.dump.staging import Pool

@@ -11,10 +11,9 @@ import pytest
 import safetensors
 
 import warm
+from dump.dumps import find_dumps, is_intact
 from examples.seed_lines import proves
 from gradsight import get_checkpoint_metadata, load_keys
-from gradsight.dump.folders import find_dumps
-from gradsight.dump.verify import verify
 from launch import run_ranks
 
 TREE = Path(__file__).parents[2]
@@ -81,7 +80,7 @@ def test_the_script_dumps_every_two_steps(tmp_path: Path) -> None:
         ("step2", "sampled_gradients"),
         ("step4", "full_gradients"),
     ]
-    assert all(verify(folder).intact for folder in folders)
+    assert all(is_intact(folder) for folder in folders)
     assert (TREE / "src/examples/gradient_dumping/train.py").samefile(EXAMPLE / "train.py")
 
 

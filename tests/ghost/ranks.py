@@ -16,9 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ghost.small import SmallGPT, direction_of, loss_fn, pair, relative_error, truth
-from gradsight import GhostEngine
+from gradsight import GhostEngine, read_scores
 from gradsight.core.group import ProcessGroup
-from gradsight.store.scores import each_step_once
 
 ROWS = 3
 
@@ -62,7 +61,6 @@ def check(kind: str, run_dir: str, exact_grad: bool) -> None:
         local_rows(val, rank),
         optimizer=optimizer,
         exact_grad=exact_grad,
-        _route=None if exact_grad else "materialise",
         run_dir=run_dir,
         precondition="adam",
     )
@@ -148,7 +146,7 @@ def check_resumed(run_dir: str) -> None:
             optimizer.zero_grad()
         engine.close()
     dist.barrier()
-    steps = [step for table in each_step_once(Path(run_dir)) for step in table["step"].to_pylist()]
+    steps = read_scores(run_dir)["step"].to_pylist()
     assert steps == [step for step in range(4) for _ in range(2 * ROWS)], steps
     print(f"resumed rank {rank} ok", flush=True)
 

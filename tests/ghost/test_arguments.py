@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ghost.small import loss_fn, pair, small
-from gradsight import GhostEngine, GradsightError
-from gradsight.store.scores import read_score_file, score_path
+from gradsight import GhostEngine, GradsightError, read_scores
 
 WANTED = r"loss_fn must be a function loss_fn\(model, batch\) that returns the scalar mean loss"
 FAILED = r"loss_fn\(model, batch\) failed on target 'validation': "
@@ -229,7 +228,7 @@ def test_ids_of_any_kind_are_saved_as_numbers(ids: object, tmp_path: Path) -> No
     with engine.observe(sample_ids=ids, domains=np.array(["a", "b", "a", "b"]), step=np.int64(3)):
         loss_fn(model, pair(4, 1)).backward()
     engine.close()
-    rows = read_score_file(score_path(tmp_path, 4)).to_pylist()
+    rows = read_scores(tmp_path).to_pylist()
     assert [(row["sample_id"], row["domain"]) for row in rows] == [
         (0, "a"),
         (1, "b"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from ghost.small import direction_of, loss_fn, pair, relative_error, small, truth
 from gradsight import GhostEngine
-from gradsight.ghost.engine import GhostNotice
+from gradsight.errors import GradsightWarning
 
 
 def step(engine: GhostEngine, batch: object, **options: object) -> torch.Tensor:
@@ -63,7 +63,6 @@ def test_by_parameter(exact_grad: bool) -> None:
         val,
         per_parameter=True,
         exact_grad=exact_grad,
-        _route=None if exact_grad else "materialise",
     )
     step(engine, batch)
     direction = direction_of(model, val)
@@ -241,7 +240,6 @@ def test_fifty_steps_of_adamw(exact_grad: bool) -> None:
                 pair(3, 2),
                 optimizer=optimizer,
                 exact_grad=exact_grad,
-                _route=None if exact_grad else "materialise",
             )
         torch.manual_seed(7)
         for number in range(50):
@@ -383,7 +381,7 @@ def test_the_self_check_falls_back_where_a_rule_is_wrong() -> None:
     model, batch, val = small(), pair(4, 1), pair(3, 2)
     engine = GhostEngine(model, loss_fn, val)
     with pytest.warns(
-        GhostNotice,
+        GradsightWarning,
         match=r"no fast rule for linear: the scores of blocks\.0\.down\.bias, .* are exact, "
         r"but take",
     ):

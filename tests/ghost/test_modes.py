@@ -39,7 +39,6 @@ def test_protocol(mode: str, exact_grad: bool) -> None:
         val,
         mode=mode,
         exact_grad=exact_grad,
-        _route=None if exact_grad else "materialise",
     )
     loss = protocol_step(engine, batch)
     assert (

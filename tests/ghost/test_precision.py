@@ -26,9 +26,7 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
     plain_loss.backward()
     plain = gradient(model)
     model.zero_grad()
-    engine = GhostEngine(
-        model, loss_fn, val, exact_grad=exact_grad, _route=None if exact_grad else "materialise"
-    )
+    engine = GhostEngine(model, loss_fn, val, exact_grad=exact_grad)
     if inside:
         with engine.observe():
             with torch.autocast("cpu", torch.bfloat16):
@@ -55,7 +53,7 @@ def test_autocast(inside: bool, exact_grad: bool) -> None:
 def test_bf16_weights(name: str) -> None:
     case = build(name, torch.bfloat16)
     case.model.eval()
-    engine, _ = observe(case, _route="materialise")
+    engine, _ = observe(case)
     assert engine.scores.total.dtype == torch.float32
     reference = build(name)
     for p, q in zip(reference.model.parameters(), case.model.parameters(), strict=True):
@@ -94,7 +92,7 @@ def test_checkpointed_blocks_give_the_same_gradient_and_scores() -> None:
                 inner = block.forward
                 block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
         torch.manual_seed(3)
-        engine = GhostEngine(model, loss_fn, val, _route="materialise")
+        engine = GhostEngine(model, loss_fn, val)
         with engine.observe():
             loss_fn(model, batch).backward()
         found.append((engine.scores.total, gradient(model)))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ghost.small import loss_fn, pair, small
 from gradsight import GhostEngine, GradsightError
-from gradsight.ghost.engine import GhostNotice
+from gradsight.errors import GradsightWarning
 
 
 def refused(text: str, *args: object, **options: object) -> None:
@@ -254,7 +254,8 @@ def test_a_custom_function_is_scored_by_a_pass_for_each_sample() -> None:
     engine = GhostEngine(model, cross_entropy, validation)
     with (
         pytest.warns(
-            GhostNotice, match=r"one backward pass each.*fast scores of 1 of 3 parameters are wrong"
+            GradsightWarning,
+            match=r"one backward pass each.*fast scores of 1 of 3 parameters are wrong",
         ),
         engine.observe(),
     ):
@@ -347,7 +348,9 @@ def test_a_use_that_only_training_has() -> None:
     batch = torch.randn(4, 4, 5, dtype=torch.float64), torch.arange(4) % 2
     engine = GhostEngine(model, cross_entropy, batch)
     with (
-        pytest.warns(GhostNotice, match=r"training uses first\.bias and first\.weight differently"),
+        pytest.warns(
+            GradsightWarning, match=r"training uses first\.bias and first\.weight differently"
+        ),
         engine.observe(),
     ):
         cross_entropy(model, batch).backward()

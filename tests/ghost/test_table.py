@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ghost.models import MODELS, UNEQUAL, Case, build, rows_of
-from gradsight.ghost.engine import GhostEngine, GhostNotice
+from gradsight import GhostEngine
+from gradsight.errors import GradsightWarning
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
@@ -18,7 +19,7 @@ def observe(case: Case, **options: object) -> tuple[GhostEngine, Tensor]:
     """One observed training pass: the engine, and the loss."""
     engine = GhostEngine(case.model, case.loss_fn, case.validation, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GhostNotice)
+        warnings.simplefilter("ignore", GradsightWarning)
         with engine.observe():
             loss = case.loss_fn(case.model, case.batch)
             loss.backward()
@@ -56,9 +57,7 @@ def by_tier(names: Iterable[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [{"_route": "materialise"}, {"exact_grad": True}], ids=["fast", "exact"]
-)
+@pytest.mark.parametrize("options", [{}, {"exact_grad": True}], ids=["fast", "exact"])
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
@@ -98,7 +97,7 @@ def test_gradient_is_plain_trainings(name: str, exact_grad: bool) -> None:
     plain = gradient(case.model)
     case.model.zero_grad()
     torch.manual_seed(5)
-    engine, _ = observe(case, exact_grad=exact_grad, _route=None if exact_grad else "materialise")
+    engine, _ = observe(case, exact_grad=exact_grad)
     observed = gradient(case.model)
     assert observed.keys() == plain.keys()
     noise = 1e-8 * max(

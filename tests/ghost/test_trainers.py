@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsight import GhostEngine, GradsightError
-from gradsight.store.scores import readable_scores
+from gradsight import GhostEngine, GradsightError, read_scores
 
 INPUTS = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
 LABELS = (INPUTS.sum(1) > 0).long()
@@ -49,11 +48,11 @@ def plain_scores(run_dir: Path, steps: int, micro: int = 1) -> list[dict[str, An
         optimizer.step()
         optimizer.zero_grad()
     engine.close()
-    return readable_scores(run_dir)[0].to_pylist()
+    return read_scores(run_dir).to_pylist()
 
 
 def assert_same(found: Path, expected: list[dict[str, Any]]) -> None:
-    rows = readable_scores(found)[0].to_pylist()
+    rows = read_scores(found).to_pylist()
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected, strict=True):
         assert row == {**other, "score": pytest.approx(other["score"], rel=1e-4, abs=1e-9)}

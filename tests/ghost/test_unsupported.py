@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradsight import GhostEngine, GradsightError
 from gradsight.errors import GradsightWarning
-from gradsight.ghost.blocks import BlockScorer, GhostNotice
+from gradsight.ghost.blocks import BlockScorer
 
 Pair = tuple[Tensor, Tensor]
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -303,7 +303,7 @@ def test_slow_scores_are_announced_once() -> None:
         warnings.simplefilter("always")
         for _ in range(3):
             run(engine, model, (x[:5], y[:5]), mse, "observe")
-    texts = [str(each.message) for each in caught if issubclass(each.category, GhostNotice)]
+    texts = [str(each.message) for each in caught if issubclass(each.category, GradsightWarning)]
     assert len(texts) == 1
     assert "weight is complex" in texts[0]
     assert "one backward pass each" in texts[0]

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import gradsight
-from gradsight.values.health_report import HealthReport
 
 STEPS, FROM = 36, 20
 FAULTS = {
@@ -57,7 +56,7 @@ def loss_of(model: nn.Module, fault: str, step: int) -> torch.Tensor:
     return loss
 
 
-def train(kind: str, fault: str) -> HealthReport:
+def train(kind: str, fault: str) -> Any:
     model = parallel(kind, fault)
     torch.manual_seed(1 + dist.get_rank())
     optimizer = torch.optim.AdamW(groups(model, fault), lr=2e-3)
@@ -72,7 +71,7 @@ def train(kind: str, fault: str) -> HealthReport:
     return watched.report()
 
 
-def told(report: HealthReport) -> dict[str, Any]:
+def told(report: Any) -> dict[str, Any]:
     return {finding["code"]: finding for finding in report.to_dict()["findings"]}
 
 

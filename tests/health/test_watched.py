@@ -18,7 +18,6 @@ import gradsight
 from gradsight.cli import main
 from gradsight.errors import UsageError
 from gradsight.measure.units import UnitLife, exact_dead_share
-from gradsight.values.health_report import HealthReport
 
 
 def net() -> nn.Module:
@@ -31,7 +30,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :3].argmax(1)
 
 
-def train(steps: int = 30, clear: str = "none", micro: int = 1, **options: Any) -> HealthReport:
+def train(steps: int = 30, clear: str = "none", micro: int = 1, **options: Any) -> Any:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradsight.watch(model, optimizer, **options) as watched:
@@ -50,7 +49,7 @@ def train(steps: int = 30, clear: str = "none", micro: int = 1, **options: Any) 
         return watched.report()
 
 
-def codes(report: HealthReport) -> list[str]:
+def codes(report: Any) -> list[str]:
     return [finding.code for finding in report.findings]
 
 

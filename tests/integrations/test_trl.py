@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import gradsight
 from gradsight.errors import GradsightWarning
-from gradsight.ghost.engine import GhostNotice
 from gradsight.integrations.hf import GradsightCallback
 from integrations.tiny import PlainLoop, Texts, are_equal, llama, token_loss, tokenizer, weights
 
@@ -124,7 +123,7 @@ def test_a_loss_in_a_function_of_its_own_is_scored_by_a_pass_for_each_sample(
 ) -> None:
     """tests/matrix compares these scores with a loop over samples."""
     trainer = sft(tmp_path, [GradsightCallback(tmp_path / "gradsight", ghost=True)])
-    with pytest.warns(GhostNotice, match=r"one backward pass each.*lm_head\.weight"):
+    with pytest.warns(GradsightWarning, match=r"one backward pass each.*lm_head\.weight"):
         trainer.train()
     scores = gradsight.read_scores(tmp_path / "gradsight")
     assert set(scores["step"].to_pylist()) == {0, 1, 2}

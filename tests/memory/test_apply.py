@@ -1,6 +1,7 @@
 """Checkpointing put on models: same names, same gradients, less memory, and off again."""
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from gradsight import apply_checkpointing, measure_peak_memory
+from gradsight import apply_checkpointing, measure_peak_memory, plan_checkpointing
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.blocks import find_blocks
 from gradsight.memory.checkpointed import CheckpointedForward
-from gradsight.memory.workload import as_workload, backward
-from gradsight.values.memory import CheckpointingPlan
+from memory.measured_step import model_and_backward
 
 Build = Callable[[], tuple[Any, ...]]
+CheckpointingPlan = inspect.signature(plan_checkpointing).return_annotation
 
 BLOCKS = {
     "gpt": "blocks.{}",
@@ -31,13 +31,11 @@ BLOCKS = {
 
 def gradients(build: Build, policy: str | None) -> tuple[dict[str, torch.Tensor], int]:
     torch.manual_seed(0)
-    workload = as_workload(build())
+    model, backward = model_and_backward(build())
     if policy is not None:
-        apply_checkpointing(workload.model, policy)
-    peak = measure_peak_memory(lambda: backward(workload)).peak_bytes
-    return {
-        name: p.grad for name, p in workload.model.named_parameters() if p.grad is not None
-    }, peak
+        apply_checkpointing(model, policy)
+    peak = measure_peak_memory(backward).peak_bytes
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, peak
 
 
 @pytest.mark.parametrize("policy", ["first:2", "selective@20", "full:0,selective:2-3"])
@@ -73,7 +71,7 @@ def test_names_types_and_state_stay(build: Build) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_found(table: dict[str, Build], name: str) -> None:
-    found = [name for name, _ in find_blocks(table[name]()[0])]
+    found = list(apply_checkpointing(table[name]()[0]).modes)
     assert len(found) in (3, 4)
     if name == "hf vit":
         assert all("layer" in block for block in found)
@@ -83,7 +81,7 @@ def test_blocks_are_found(table: dict[str, Build], name: str) -> None:
 
 
 def test_blocks_of_encoder_and_decoder(table: dict[str, Build]) -> None:
-    assert [n for n, _ in find_blocks(table["hf t5"]()[0])] == [
+    assert list(apply_checkpointing(table["hf t5"]()[0]).modes) == [
         f"{part}.block.{k}" for part in ("encoder", "decoder") for k in (0, 1)
     ]
 
@@ -110,13 +108,13 @@ def stages() -> nn.Module:
 
 
 def test_outermost_blocks_and_stages() -> None:
-    assert [n for n, _ in find_blocks(Pair())] == ["first", "second"]
-    assert [n for n, _ in find_blocks(nn.ModuleList(Experts() for _ in range(3)))] == [
+    assert list(apply_checkpointing(Pair()).modes) == ["first", "second"]
+    assert list(apply_checkpointing(nn.ModuleList(Experts() for _ in range(3))).modes) == [
         "0",
         "1",
         "2",
     ]
-    assert [n for n, _ in find_blocks(stages())] == ["0.0", "0.1", "1.0", "1.1"]
+    assert list(apply_checkpointing(stages()).modes) == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_no_blocks() -> None:

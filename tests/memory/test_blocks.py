@@ -14,7 +14,6 @@ from gradsight import (
     verify_checkpointing,
 )
 from gradsight.errors import UsageError
-from gradsight.memory.blocks import NoBlocks, find_blocks
 
 WIDTH = 16
 
@@ -104,7 +103,7 @@ def test_without_a_batch_it_is_asked_for() -> None:
 def test_stages_give_way_to_their_layers() -> None:
     expected = ["stages.0.layers.0", "stages.0.layers.1"]
     expected += [f"stages.1.layers.{number}" for number in range(3)]
-    assert [name for name, _ in find_blocks(Staged())] == expected
+    assert list(apply_checkpointing(Staged()).modes) == expected
     batch = torch.randn(64, WIDTH)
     peaks = []
     for blocks in (None, ["stages.0", "stages.1"]):
@@ -117,7 +116,7 @@ def test_stages_give_way_to_their_layers() -> None:
 def test_many_small_parts_in_each_block_stay_inside() -> None:
     """Thirty blocks of two parts: an input for each part would cost more than it saves."""
     model = nn.ModuleList(Stage(2) for _ in range(30))
-    assert [name for name, _ in find_blocks(model)] == [str(number) for number in range(30)]
+    assert list(apply_checkpointing(model).modes) == [str(number) for number in range(30)]
 
 
 def albert() -> tuple[Any, ...]:
@@ -291,10 +290,10 @@ class Nested(nn.Module):
     ],
 )
 def test_suggested_blocks_can_be_used(model: nn.Module, names: list[str] | None) -> None:
-    with pytest.raises(NoBlocks) as refusal:
-        find_blocks(model)
+    with pytest.raises(UsageError) as refusal:
+        apply_checkpointing(model)
     if names is None:
         assert "Name them" not in str(refusal.value)
         return
     assert f"Name them, for example blocks={names}" in str(refusal.value)
-    assert [name for name, _ in find_blocks(model, names)] == names
+    assert list(apply_checkpointing(model, blocks=names).modes) == names

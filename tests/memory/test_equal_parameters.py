@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradsight import measure_peak_memory, predict_peak_memory
-from gradsight.memory.workload import OPTIMIZERS, as_workload, backward, make_optimizer, warm_up
+from memory.measured_step import OPTIMIZERS, step_of
 
 
 def build() -> tuple[Any, ...]:
@@ -20,15 +20,6 @@ def build() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_peak_is_that_of_the_whole_step(name: str) -> None:
-    workload = as_workload(build())
-    optimizer = make_optimizer(name, workload.model)
-    assert optimizer is not None
-    warm_up(optimizer)
-
-    def step() -> None:
-        backward(workload)
-        optimizer.step()
-
-    use = measure_peak_memory(step)
+    use = measure_peak_memory(step_of(build(), optimizer=name))
     predicted = predict_peak_memory(build, optimizer=name)
     assert (predicted.peak_bytes, predicted.by_kind) == (use.peak_bytes, use.by_kind)

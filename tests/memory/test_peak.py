@@ -11,27 +11,10 @@ from torch import nn
 
 from gradsight import measure_peak_memory, verify_checkpointing
 from gradsight.errors import UsageError
-from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.counter import StorageCounter
 from gradsight.memory.peak import KINDS, cuda_memory_use, memory_use
-from gradsight.memory.workload import as_workload, backward, make_optimizer, warm_up
 from memory.allocator import OperatorMarks, allocator_peak
-
-
-def step_of(built: tuple[Any, ...], policy: str | None = None) -> Callable[[], None]:
-    """A training step as every step but the first is."""
-    workload = as_workload(built)
-    if policy is not None:
-        apply_checkpointing(workload.model, policy)
-    optimizer = make_optimizer("adamw", workload.model)
-    assert optimizer is not None
-    warm_up(optimizer)
-
-    def step() -> None:
-        backward(workload)
-        optimizer.step()
-
-    return step
+from memory.measured_step import step_of
 
 
 @pytest.mark.parametrize("policy", [None, "full"])

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from gradsight import plan_checkpointing, predict_peak_memory, verify_checkpointing
+from gradsight import (
+    apply_checkpointing,
+    plan_checkpointing,
+    predict_peak_memory,
+    verify_checkpointing,
+)
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.apply import apply_checkpointing
 from gradsight.memory.choose import BlockOption, BlockProblem, cheapest, cost_of, lowest, peak_of
 from gradsight.memory.plan import OverBudget
 

@@ -13,7 +13,6 @@ from gradsight.cli import main
 from gradsight.cli.config_model import config_step, load_config
 from gradsight.memory.lora_options import parse_lora
 from gradsight.memory.variants import with_lora
-from gradsight.memory.workload import as_workload
 from memory.measured_step import measured
 
 Run = Callable[..., tuple[int, str, str]]
@@ -112,7 +111,7 @@ def test_options_against_a_measured_step(
 
 def test_adapters_are_in_fp32_on_a_frozen_base(llama: str) -> None:
     build = with_lora(config_step(load_config(llama), 1, 8, "bfloat16"), parse_lora("r=2"))
-    model = as_workload(build()).model
+    model = build()[0]
     types = {(each.requires_grad, each.dtype) for each in model.parameters()}
     assert types == {(True, torch.float32), (False, torch.bfloat16)}
 

@@ -1,5 +1,6 @@
 """apply_checkpointing(check=batch): both steps compared beside training, and no trace of them."""
 
+import pickle
 import random
 from typing import Any
 
@@ -9,9 +10,7 @@ import torch
 from torch import nn
 
 from gradsight import apply_checkpointing
-from gradsight.core.random_state import as_bytes
 from gradsight.errors import GradsightError, UsageError
-from gradsight.memory.checkpointed import CheckpointedForward
 
 GENERATOR = torch.Generator()
 WIDTH = 8
@@ -160,7 +159,7 @@ def test_the_guilty_block_is_named_and_nothing_is_applied(kind: type[Plain], cau
     ) as error:
         apply_checkpointing(model, blocks=BLOCKS, check=batch, loss_fn=loss)
     assert cause in str(error.value)
-    assert not any(isinstance(m.forward, CheckpointedForward) for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules())
     assert state_of(model) == before
 
 
@@ -168,7 +167,7 @@ def test_a_write_to_the_input_is_named() -> None:
     model = stack(WritesToItsInput)
     with pytest.raises(GradsightError, match=r"the block '3' \(WritesToItsInput\) writes in place"):
         apply_checkpointing(model, blocks=BLOCKS, check=torch.randn(6, WIDTH), loss_fn=loss)
-    assert not any(isinstance(m.forward, CheckpointedForward) for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -183,11 +182,11 @@ def state_of(model: nn.Module) -> list[Any]:
         [getattr(module, "calls", None) for module in model.modules()],
         [str(getattr(module, "seen", None)) for module in model.modules()],
         [str(getattr(module, "total", None)) for module in model.modules()],
-        as_bytes(torch.get_rng_state()),
-        as_bytes(np.random.get_state()),
-        as_bytes(random.getstate()),
-        as_bytes(GENERATOR.get_state()),
-        [as_bytes(m.generator.get_state()) for m in model.modules() if hasattr(m, "generator")],
+        torch.get_rng_state().tolist(),
+        pickle.dumps(np.random.get_state()),
+        random.getstate(),
+        GENERATOR.get_state().tolist(),
+        [m.generator.get_state().tolist() for m in model.modules() if hasattr(m, "generator")],
     ]
 
 
@@ -228,4 +227,4 @@ def test_wrong_usage() -> None:
         apply_checkpointing(model, check=torch.randn(2, WIDTH), loss_fn=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="next\\(iter"):
         apply_checkpointing(model, check=iter([]), loss_fn=loss)
-    assert not any(isinstance(m.forward, CheckpointedForward) for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules())

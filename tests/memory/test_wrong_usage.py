@@ -3,6 +3,7 @@
 A new case is one line of a table.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,9 @@ from gradsight import (
     predict_peak_memory,
     verify_checkpointing,
 )
-from gradsight.values.memory import CheckpointingPlan
 
 Step = tuple[Any, ...]
+CheckpointingPlan = inspect.signature(plan_checkpointing).return_annotation
 
 
 class Net(nn.Module):

@@ -17,8 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsight
-from gradsight.core.parameters import named_parameters
-from gradsight.measure.experts import exact_expert_norms
 
 STEPS, MICRO_BATCHES, ROWS = 20, 3, 4
 
@@ -110,12 +108,8 @@ def expected() -> list[dict[str, list[float]]]:
                 ).backward()
         steps.append(
             {
-                named.name: [
-                    float(named.tensor.grad.norm()),
-                    float(named.tensor.grad.abs().max()),
-                    named.tensor.numel(),
-                ]
-                for named in named_parameters(model)
+                name: [float(p.grad.norm()), float(p.grad.abs().max()), p.numel()]
+                for name, p in model.named_parameters()
             }
         )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -181,7 +175,7 @@ def experts(run_dir: str) -> list[float]:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return exact_expert_norms(twin.experts.grad)
+    return [float(gradient.norm()) for gradient in twin.experts.grad.double()]
 
 
 if __name__ == "__main__":

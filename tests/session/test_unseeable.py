@@ -36,25 +36,25 @@ class Optimizer:
 
 
 MODELS = {
-    unseeable.DEEPSPEED: [
+    "DeepSpeed steps inside backward": [
         ("DeepSpeedEngine", "deepspeed.runtime.engine"),
         ("PipelineEngine", "deepspeed.runtime.pipe.engine"),
     ],
-    unseeable.MEGATRON: [
+    "Megatron has an optimizer": [
         ("DistributedDataParallel", "megatron.core.distributed.distributed_data_parallel"),
         ("MegatronEngine", "accelerate.utils.megatron_lm"),
     ],
-    unseeable.FSDP1: [
+    "FSDP1 keeps all parameters": [
         ("FullyShardedDataParallel", "torch.distributed.fsdp.fully_sharded_data_parallel")
     ],
-    unseeable.CUDA_GRAPHS: [("CUDAGraphWrapper", "torchtitan.distributed.cuda_graph")],
+    "CUDA graphs replay a step": [("CUDAGraphWrapper", "torchtitan.distributed.cuda_graph")],
 }
 OPTIMIZERS = {
-    unseeable.DEEPSPEED: [
+    "DeepSpeed steps inside backward": [
         ("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2"),
         ("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed"),
     ],
-    unseeable.MEGATRON: [
+    "Megatron has an optimizer": [
         ("DistributedOptimizer", "megatron.core.optimizer.distrib_optimizer"),
         ("MegatronLMOptimizerWrapper", "accelerate.utils.megatron_lm"),
     ],
@@ -77,7 +77,7 @@ def test_a_model_that_cannot_be_seen(sentence: str, kind: Any, tmp_path: Path) -
     for model in (inner, nn.Sequential(inner)):
         with pytest.raises(gradsight.GradsightError) as raised:
             gradsight.watch(model, optimizer, run_dir=tmp_path / "run")
-        assert str(raised.value) == sentence
+        assert str(raised.value).startswith(sentence)
     assert not (tmp_path / "run").exists()
     assert not net._forward_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
@@ -91,7 +91,7 @@ def test_an_optimizer_that_cannot_be_seen(sentence: str, kind: Any, several: boo
     given = [optimizer] if several else optimizer
     with pytest.raises(gradsight.GradsightError) as raised:
         gradsight.watch(net, given)
-    assert str(raised.value) == sentence
+    assert str(raised.value).startswith(sentence)
 
 
 def test_the_sentences_are_those_that_were_agreed_on() -> None:
@@ -135,5 +135,5 @@ def test_nothing_is_listened_to_after_a_refusal() -> None:
     before = {moment: len(moments._told[moment]) for moment in MOMENTS}
     net = nn.Linear(2, 1)
     with pytest.raises(gradsight.GradsightError):
-        gradsight.watch(named(*MODELS[unseeable.DEEPSPEED][0], base=Wrapper)(net))
+        gradsight.watch(named(*MODELS["DeepSpeed steps inside backward"][0], base=Wrapper)(net))
     assert before == {moment: len(moments._told[moment]) for moment in MOMENTS}

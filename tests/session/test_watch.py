@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import warm
-from gradsight import Schedule, open_run
+from gradsight import Schedule, open_run, watch
 from gradsight.errors import GradsightWarning, RunError, UsageError
 from gradsight.measure import norms
-from gradsight.session.watching import watch
 
 
 def net() -> nn.Module:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,12 @@ from torch import nn
 import gradsight
 from gradsight import MetricsTracker, Schedule, open_run, watch
 from gradsight.errors import GradsightWarning, UsageError
-from gradsight.values.steps import Step
+
+
+class Step(NamedTuple):
+    """Stands for a step of a record, which has its number as `.step`."""
+
+    step: int
 
 
 def net(width: int = 3) -> nn.Linear:
@@ -134,7 +139,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
 
 
 STEPS = [
-    (Step(3, 0.0), "got a Step; pass its number, which is its `.step`"),
+    (Step(3), "got a Step; pass its number, which is its `.step`"),
     (2.5, "got 2.5"),
     ("3", "got '3'"),
     (10**30, r"below 2\*\*63"),
@@ -262,7 +267,7 @@ def test_no_run_to_open(path: Any) -> None:
         (lambda tracker: tracker.log_scalar("a", 1.0, "x"), "step must be a whole number .*'x'"),
         (lambda tracker: tracker.log_scalar("a", 1.0, None), "step must be a whole number .*None"),
         (lambda tracker: tracker.log_scalar("a", 1.0, 2.5), "step must be a whole number .*2.5"),
-        (lambda tracker: tracker.log_scalar("a", 1.0, Step(3, 0.0)), "which is its `.step`"),
+        (lambda tracker: tracker.log_scalar("a", 1.0, Step(3)), "which is its `.step`"),
         (lambda tracker: tracker.log_scalar("a", "b", 1), "a must be a single number, got 'b'"),
         (lambda tracker: tracker.log_scalar("a", torch.ones(2), 1), "a must be a single number"),
         (lambda tracker: tracker.log_scalar(3, 1.0, 1), "name of a number must be text, got 3"),

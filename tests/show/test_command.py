@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsight
-from gradsight.cli import WRONG_USAGE, main
+from gradsight.cli import main
+from gradsight.errors import WRONG_USAGE
 from show.scored import ordinary, row, write
 
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from gradsight.cli import main
-from gradsight.train.checkpoint import newest
 
 TINY = {
     "model.n_layer": 2,
@@ -67,9 +66,8 @@ def run(folder: Path, *flags: str, expect: int = 0, **changes: Any) -> Path:
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """Everything in the newest checkpoint, by name."""
-    folder = newest(run_dir)
-    assert folder is not None
-    return load_file(folder / "tensors.safetensors")
+    files = (run_dir / "checkpoints").glob("step_*/tensors.safetensors")
+    return load_file(max(files, key=lambda file: int(file.parent.name.removeprefix("step_"))))
 
 
 def log(run_dir: Path) -> list[dict[str, Any]]:

@@ -55,6 +55,7 @@ def test_the_report_goes_by_family() -> None:
     assert "| Trend | drift | ⚠️ |" in report.to_markdown()
 
 
+@pytest.mark.internal
 def test_nobody_else_reads_the_number_of_a_code() -> None:
     pattern = re.compile(r"\bcode\[\d|code\.startswith\(\"GS")
     package = Path(gradsight.__file__).parent

@@ -8,11 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+import gradsight
 import warm
-from show.serve.served import Server, record, serving
+from show.serve.served import Server, serving
 
 SECRET = "nobody must read this"
+
+
+def record(folder: Path, steps: range, diverges: bool = False) -> None:
+    """Record a run whose last loss is NaN if it diverges."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsight.watch(model, optimizer, run_dir=folder, quiet=True, recorder=False) as watched:
+        for step in steps:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3)).square().mean()
+            if diverges and step == steps[-1]:
+                loss = loss * float("nan")
+            loss.backward()
+            optimizer.step()
+            watched.log(loss=loss)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("door")
     runs = place / "runs"
     record(runs / "first", range(20))
-    record(runs / "more" / "second", range(5), finding="critical")
+    record(runs / "more" / "second", range(5), diverges=True)
     record(place / "outside", range(3))
     (place / "secret.txt").write_text(SECRET)
     (runs / "first" / "secret.txt").write_text(SECRET)
