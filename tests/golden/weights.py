@@ -65,6 +65,21 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch) - batch.roll(1, -1)).square().mean()
 
 
+def watched_weights(with_gradsight: bool) -> Weights:
+    """Train with dropout, so that a random number drawn by Gradsight would change the weights."""
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watched = gradsight.watch(model, optimizer, quiet=True) if with_gradsight else None
+    torch.manual_seed(1)
+    for batch in batches():
+        mean_square(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if watched:
+        watched.close()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 def ghost_weights(with_gradsight: bool) -> Weights:
     """Train with samples scored in every step, and with the exact gradient of plain training."""
     model = blocks()
@@ -106,6 +121,7 @@ def sha256(weight: Tensor) -> str:
 LOOPS = [*loops.TRUTHFUL, *loops.CHANGED]
 RUNS: dict[str, Callable[[bool], Weights]] = {
     **{loop.__name__: partial(loop_weights, loop) for loop in LOOPS},
+    "watch with dropout": watched_weights,
     "ghost with the exact gradient": ghost_weights,
     "checkpointing, full": partial(checkpointed_weights, "full"),
     "checkpointing, selective": partial(checkpointed_weights, "selective"),

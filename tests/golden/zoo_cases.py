@@ -26,8 +26,11 @@ FLOAT32 = {
 """Cases about the limits of smaller types."""
 ROUNDING_DECIDES = {
     "initialisation too large, rnn",
+    "learning rate x100, SGD, rnn",
+    "loss grows with the step, rnn",
     "names, rate x100, loop",
     "sum instead of mean, rnn",
+    "sum with a rate for a mean, rnn",
 }
 """Cases left out: they amplify rounding errors, so their findings depend on the processor."""
 
