@@ -189,8 +189,8 @@ def test_the_readme_leads_to_every_page() -> None:
 @pytest.mark.parametrize(
     "limit",
     [
-        "Windows is untested; with `run_dir`, `watch` [raises an error]",
-        "tested on the CPU and on a simulated accelerator, never on a GPU",
+        "On Windows, `run_dir` [raises an error]",
+        "tested on the CPU and on a [simulated device]",
     ],
 )
 def test_pages_state_the_same_limits(limit: str) -> None:

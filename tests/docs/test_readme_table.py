@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_of_the_table_works(command: str, folder: Path) -> None:
     needs_scores = command.startswith(("gradsight influence", "gradsight dump"))
     places = {"RUN": "scored" if needs_scores else "runs/first", "OTHER_RUN": "runs/first"}
-    places["CONFIG"] = "."
+    places["MODEL_DIR"] = "."
     args = [places.get(word, word) for word in command.split()[1:]]
     if command in FOREVER:
         with warm.Popen(
@@ -117,7 +117,7 @@ def test_the_tables_answer_the_questions_that_readers_ask() -> None:
     for line in [
         "gradsight check --stop-on critical train.py",
         "gradsight explain GS201",
-        "gradsight memory plan CONFIG --lora r=16 --dtype bf16 --device cuda --budget 24GB",
+        "gradsight memory plan MODEL_DIR --lora r=16 --dtype bf16 --device cuda --budget 24GB",
     ]:
         assert line in COMMANDS
     for line in [
