@@ -17,6 +17,8 @@ from typing import ClassVar
 
 DIFFERENT = 1
 """The exit code of a command that compared two things and found a difference."""
+LONGEST_TEXT = 240
+"""Characters of another error's text that a GradsightError repeats: some of torch's fill a page."""
 WRONG_USAGE = 64
 """As sysexits.h has it: nothing was judged, so it is none of the codes of a verdict."""
 
@@ -77,3 +79,15 @@ class WrongPlace(RunError):
 
 class GradsightWarning(UserWarning):
     """A fault of ours, or a doubtful situation; training goes on."""
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's kind and the first line of its text.
+
+    >>> in_one_line(ValueError("no.\\nMore of it."))
+    'ValueError: no'
+    """
+    first = " ".join(str(error).strip().splitlines()[:1])
+    if len(first) > LONGEST_TEXT:
+        first = f"{first[:LONGEST_TEXT]} ..."
+    return f"{type(error).__name__}: {first}".rstrip(" .:")

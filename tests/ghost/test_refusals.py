@@ -395,3 +395,40 @@ def test_lengths_that_equal_the_batch_size_later() -> None:
     with engine.observe():
         last(model, square).backward()
     assert engine.verify(square).max_relative_error < 1e-9
+
+
+def test_a_model_may_catch_the_error_of_an_operation() -> None:
+    """The error is the model's: it comes out unchanged, and the block goes on."""
+    caught: list[Exception] = []
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for other in (torch.ones(7), torch.ones(3)):
+                try:
+                    x = x + other
+                except RuntimeError as error:
+                    caught.append(error)
+            try:
+                self.layer.weight.add_(1)
+            except RuntimeError as error:
+                caught.append(error)
+            return self.layer(x)
+
+    torch.manual_seed(0)
+    model = Tries()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    engine = GhostEngine(model, loss_fn, torch.ones(2, 3))
+    with engine.observe():
+        before = len(caught)
+        loss_fn(model, torch.randn(4, 3)).backward()
+    assert len(caught) > before
+    assert not any(isinstance(error, GradsightError) for error in caught)
+    assert len(engine.scores.total) == 4
+    engine.close()

@@ -5,7 +5,13 @@
 A few watched loops are traced. An entry point is a function of Gradsight that anything but
 Gradsight calls: a hook, a replaced function of torch, the target of a thread, a public method. A
 fault is raised in the functions that an entry point calls, directly or through the guard. The loop
-must then train as it does without Gradsight, leave everything as it was, and report the fault.
+must then train as it does without Gradsight, leave everything as it was, and report the fault. From
+a GhostEngine the fault comes out, but only as a GradsightError; the loop goes on without the engine.
+
+Some faults of --all are known to fail. If a function that takes a mode off torch's stack fails for
+good, the mode stays there and does nothing: only that function could take it off. If a rule fails
+inside of `engine.verify`, each sample is scored by its own backward pass, which is not reported; nor
+is an error in the second derivative of the loss, which not every loss has. Activation checkpointing is not planted in: the hooks that follow it may raise the fault itself.
 
 Nothing here depends on how the package is built inside, except that the guard is in `guard.py`.
 """
@@ -272,6 +278,92 @@ def layers(subject: Subject) -> list[nn.Module]:
     return [layer for layer in subject.model.children() if isinstance(layer, nn.Linear)]
 
 
+# Loops with a GhostEngine: its errors come out, as GradsightErrors, and training goes on without.
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def called_off(engine: Any, call: Callable[[], Any]) -> Any:
+    """Call the engine; return the engine to go on with, which is none after an error."""
+    try:
+        call()
+    except gradsight.GradsightError as error:
+        return without_engine(engine, error)
+    return engine
+
+
+def without_engine(engine: Any, error: gradsight.GradsightError) -> NoWatch:
+    """Report an error as a user does, and close the engine."""
+    print(error, file=sys.stderr)
+    try:
+        engine.close()
+    except gradsight.GradsightError as another:
+        print(another, file=sys.stderr)
+    return NoWatch()
+
+
+def by_two_passes(subject: Subject, engine: Any) -> None:
+    """Score two micro-batches per step.
+
+    An error before backward leaves `.grad` as it was, one after backward as training wants it. Only
+    after an error inside of backward is the step repeated.
+    """
+    for step in range(NAN_STEP):
+        subject.optimizer.zero_grad()
+        batches = subject.batches[step].split(3)
+        at_start = torch.get_rng_state()
+        number = 0
+        while number < len(batches):
+            before = torch.get_rng_state()
+            in_backward = False
+            done = number
+            try:
+                with engine.observe(domains=["a"] * len(batches[number])):
+                    loss = mean_square(subject.model, batches[number])
+                    in_backward = True
+                    loss.backward()
+                    done += 1
+            except gradsight.GradsightError as error:
+                engine = without_engine(engine, error)
+                if done == number:
+                    torch.set_rng_state(at_start if in_backward else before)
+                if done == number and in_backward:
+                    subject.optimizer.zero_grad()
+                    done = 0
+            number = done
+        subject.clip()
+        subject.optimizer.step()
+    engine = called_off(engine, lambda: engine.verify(subject.batches[0][:3]))
+    engine = called_off(engine, engine.honesty)
+    engine = called_off(engine, lambda: engine.save(NAN_STEP))
+    called_off(engine, engine.close)
+
+
+def by_one_pass(subject: Subject, engine: Any) -> None:
+    """Score in one pass, whose error may leave part of a gradient: the step is repeated."""
+    for step in range(NAN_STEP):
+        before = torch.get_rng_state()
+        subject.optimizer.zero_grad()
+        try:
+            if isinstance(engine, NoWatch):
+                loss = mean_square(subject.model, subject.batches[step])
+            else:
+                loss = engine.loss(subject.batches[step])
+            loss.backward()
+        except gradsight.GradsightError as error:
+            engine = without_engine(engine, error)
+            torch.set_rng_state(before)
+            subject.optimizer.zero_grad()
+            mean_square(subject.model, subject.batches[step]).backward()
+        for parameter in subject.model.parameters():
+            # One pass promises the gradient up to rounding.
+            parameter.grad = (parameter.grad * 4096).round() / 4096
+        subject.optimizer.step()
+    called_off(engine, engine.close)
+
+
 @dataclass(frozen=True)
 class Watched:
     """A loop, and how it is watched."""
@@ -281,6 +373,7 @@ class Watched:
     by_hand: bool = False
     recorder: Any = True
     dumps: bool = False
+    kind: ClassVar[str] = "Watch"
 
     def dumper(self, run_dir: Path) -> Any:
         return gradsight.GradientDumper(
@@ -300,6 +393,26 @@ class Watched:
         )
 
 
+@dataclass(frozen=True)
+class Scored(Watched):
+    """A loop with a GhostEngine."""
+
+    mode: str = "two_pass"
+    kind: ClassVar[str] = "GhostEngine"
+
+    def open(self, subject: Subject, run_dir: Path, dumper: Any) -> Any:
+        return gradsight.GhostEngine(
+            subject.model,
+            mean_square,
+            torch.ones(2, 4),
+            optimizer=subject.optimizer,
+            mode=self.mode,
+            exact_grad=self.mode == "two_pass",
+            run_dir=run_dir,
+            save_interval=2,
+        )
+
+
 LOOPS = {
     "optimizer": Watched(by_optimizer, sgd, dumps=True, recorder="batch"),
     "scaler": Watched(by_scaler, sgd),
@@ -307,6 +420,8 @@ LOOPS = {
     "by hand": Watched(by_hand, sgd, by_hand=True, recorder="batch", dumps=True),
     "several optimizers": Watched(by_several_optimizers, one_per_layer),
     "optimizer in backward": Watched(by_backward, one_per_layer),
+    "two passes": Scored(by_two_passes, sgd),
+    "one pass": Scored(by_one_pass, sgd, mode="concat"),
 }
 
 
@@ -686,7 +801,7 @@ def attempt(
             opened = watched.open(subject, run_dir, dumper)
             profile.on = True
             try:
-                watched.loop(subject, Called(opened, "Watch"))
+                watched.loop(subject, Called(opened, watched.kind))
                 subject.dumper.close()
             finally:
                 profile.on = False
@@ -707,6 +822,8 @@ def attempt(
 
 def _recorded(run_dir: Path) -> str:
     """Return all that a reader of the run is told about faults."""
+    if not (run_dir / "run.sqlite").exists():
+        return ""  # an engine makes a record when it has something to report
     run = gradsight.open_run(run_dir)
     texts = [problem.message for problem in run.problems()]
     texts += [path.read_text() for path in run_dir.rglob("incident.json")]
@@ -773,6 +890,8 @@ def plant(fault: Fault) -> str | None:
         forget_earlier_threads()
         torch.set_grad_enabled(True)
         torch.set_anomaly_enabled(False)
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
     return None if wrong is None else f"{fault}: {wrong}"
 
 

@@ -4,11 +4,17 @@ Who makes a fault is told of, and out; hooks stay until `close`, as torch may be
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from threading import RLock, get_ident
 from time import perf_counter
 from traceback import extract_tb
-from typing import Any
+from typing import Any, NoReturn, TypeVar, cast
+
+from gradsight.errors import GradsightError, in_one_line
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 lock: Any = RLock()  # held while something of torch's or Python's is replaced by ours, or put back
 spent: dict[int, float] = {}  # by thread: the seconds that it was on our side of the border
@@ -86,3 +92,36 @@ def put_back(users: list[Any], user: object, get: Any, put: Any, pair: Any) -> N
         users[:] = [each for each in users if each is not user]
         if not users and get() is pair[0]:
             put(pair[1])
+
+
+def raise_as_gradsight_error(error: Exception, what: str) -> NoReturn:
+    """Raise an error of Gradsight's own work so that the user gets it, past every guard."""
+    raised = error
+    if not isinstance(error, GradsightError) and type(error).__name__ != "OutOfMemoryError":
+        raised = GradsightError(f"{what}: {in_one_line(error)}")
+    setattr(raised, "passes_guard", True)  # noqa: B010
+    if raised is error:
+        raise error
+    raise raised from error
+
+
+def entry(what: str) -> Callable[[_Method], _Method]:
+    """Make a method that torch or the user calls raise no other errors than GradsightErrors.
+
+    If it fails, `self._guard` is closed first, which puts back what was changed.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                self._guard.close()
+                if isinstance(error, Exception):
+                    raise_as_gradsight_error(error, what)
+                raise
+
+        return cast("_Method", guarded)
+
+    return decorate

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.samples import LOSSES
-from gradsight.errors import GradsightError, UsageError, UserCodeError
+from gradsight.errors import GradsightError, UsageError, UserCodeError, in_one_line
 from gradsight.values.whole_numbers import LARGEST
 
-LONGEST_TEXT = 240
-"""Characters of another error's text that ours repeat: some of torch's fill a page."""
+NOT_SCORED = "the samples of this pass cannot be scored"
+INCOMPLETE = f"{NOT_SCORED}, and .grad may be incomplete: clear it and repeat the step"
+"""What an error inside of a backward pass says."""
 ONLY_TARGET = "validation"
 """The name of the target that is given as val_data."""
 _WANTED = "a function loss_fn(model, batch) that returns the scalar mean loss of the batch"
@@ -67,32 +68,6 @@ def calling_loss_fn(where: str, batch: object) -> Iterator[None]:
             f"It was called with the model and {described(batch)}; "
             f"expected {_WANTED}, for batches of training and of targets alike"
         ) from error
-
-
-def in_one_line(error: Exception) -> str:
-    """An error's kind and the first line of its text.
-
-    >>> in_one_line(ValueError("no.\\nMore of it."))
-    'ValueError: no'
-    """
-    first = " ".join(str(error).strip().splitlines()[:1])
-    if len(first) > LONGEST_TEXT:
-        first = f"{first[:LONGEST_TEXT]} ..."
-    return f"{type(error).__name__}: {first}".rstrip(" .:")
-
-
-@contextmanager
-def errors_of_ours(what: str = "the samples of this pass cannot be scored") -> Iterator[None]:
-    """Turn any failure in here into a GradsightError that no guard swallows."""
-    try:
-        yield
-    except (GradsightError, torch.OutOfMemoryError) as error:
-        setattr(error, "passes_guard", True)  # noqa: B010
-        raise
-    except Exception as error:
-        ours = GradsightError(f"{what}: {in_one_line(error)}")
-        setattr(ours, "passes_guard", True)  # noqa: B010
-        raise ours from error
 
 
 def named_targets(val_data: Any, targets: Any) -> dict[str, Any]:

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from gradsight.core.beside import is_compiled
 from gradsight.core.function_modes import take_off_ended
+from gradsight.core.guard import raise_as_gradsight_error
 from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
-from gradsight.ghost.arguments import errors_of_ours
+from gradsight.ghost.arguments import NOT_SCORED
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.first_block_check import FirstBlockCheck, ObservedPass
 from gradsight.ghost.joined_calls import JoinedCalls
-from gradsight.ghost.observation import Expected, Observation
+from gradsight.ghost.observation import Expected, Observation, block_guard
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal
-from gradsight.ghost.open_pass import LossScales, OpenPass, weakly
+from gradsight.ghost.open_pass import LossScales
 from gradsight.ghost.parameters import ScoredParameters
 from gradsight.ghost.refresh import RefreshSchedule
 from gradsight.ghost.refusals import PassGuard
@@ -77,9 +78,11 @@ class BlockScorer:
         self._check = FirstBlockCheck(
             self._group, self._memory, options.rules, enabled=options.self_check
         )
-        self._opened = OpenPass()
-        # An engine that is dropped in mid-pass must not go on to look at the model.
-        weakref.finalize(self, self._opened.stop).atexit = False
+        self.guard = block_guard()
+        """Puts back what an open block has changed."""
+        self._observation: Observation | None = None
+        # An engine that is dropped in mid-pass must not go on to observe the model.
+        weakref.finalize(self, self.guard.close).atexit = False
         self._one_pass: OnePass | None = None
         self._step = 0
         self._losses_of = -1
@@ -91,16 +94,7 @@ class BlockScorer:
         self._closed = False
         # From the beginning: in scaler.scale(engine.loss(batch)) torch's function is looked up
         # before there is a block.
-        self._scales = LossScales(self)
-
-    @property
-    def _open(self) -> Observation | None:
-        """The pass that is being observed."""
-        return self._opened.observation
-
-    @_open.setter
-    def _open(self, observation: Observation | None) -> None:
-        self._opened.observation = observation
+        self.scales = LossScales(self)
 
     @property
     def scores(self) -> Scores | None:
@@ -109,11 +103,13 @@ class BlockScorer:
 
     def end_later(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
         """Finish a block at the end of the user's own backward, from which a refusal comes."""
-        what = "the samples of this pass cannot be scored"
+        what = NOT_SCORED
         if self._one_pass is not None:
             what += ", and .grad may not be that of training without the engine: clear it"
-        with errors_of_ours(what):
+        try:
             self.end(ids, domains)
+        except Exception as error:
+            raise_as_gradsight_error(error, what)
 
     @property
     def group(self) -> ModelGroup:
@@ -185,7 +181,7 @@ class BlockScorer:
         take_off_ended()
         if self._closed:
             raise UsageError("this GhostEngine is closed")
-        if self._open is not None:
+        if self.is_open:
             raise UsageError("an observed block is still open: blocks cannot be nested")
         if self._group.sharded:
             # An evaluation before the block may have left it whole.
@@ -209,35 +205,34 @@ class BlockScorer:
         )
 
     def _observe(self, options: TraceOptions, expected: Expected) -> Observation:
-        observation = Observation(self.parameters, options, expected, self._check)
+        observation = Observation(self.parameters, options, expected, self._check, self.guard)
         self._check.start_block(self.parameters, list(self.targets.directions.values()))
         observation.start()
-        observation.on_refusal = weakly(self.abandon)
-        self._open = observation
+        self._observation = observation
         return observation
 
     @property
     def is_open(self) -> bool:
         """Whether a block is being observed."""
-        return self._open is not None
+        return self._observation is not None and not self._observation.tracer.is_over
 
     def abandon(self) -> None:
         """Stop a block that failed; nothing is scored."""
-        if self._open is not None:
-            observation = self._open
-            self._open = None
-            observation.stop()
-            observation.release()
+        self.guard.close()
+        if self._observation is not None:
+            self._observation.release()
+            self._observation = None
         # What could not be taken away inside of the operation that was refused.
         take_off_ended()
 
     def end(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
         """Finish a block: its scores, as shares of the gradient of the global batch."""
-        observation = self._open
-        self._open = None
-        if observation is None:
+        if not self.is_open:
             raise UsageError("no observed block is open")
-        observation.stop()
+        observation = self._observation
+        assert observation is not None
+        self._observation = None
+        self.guard.close()
         try:
             self._finish(observation, ids, domains)
         finally:
@@ -258,13 +253,12 @@ class BlockScorer:
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A GradScaler has multiplied a loss."""
-        if self._open is not None and self._open.scale is None:
-            self._open.loss_scaled(scaler)
+        if self._observation is not None and self._observation.scale is None:
+            self._observation.loss_scaled(scaler)
 
     def close(self) -> None:
         """Give up an open block, and let go of directions and memory."""
         self._closed = True
-        self._scales.close()
         self.abandon()
         self.targets.directions.clear()
         self._scratch = Scratch()

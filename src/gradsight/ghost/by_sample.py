@@ -26,8 +26,7 @@ from gradsight.core.samples import (
     parts_by_sample,
     tensors_in,
 )
-from gradsight.errors import GradsightError
-from gradsight.ghost.arguments import in_one_line
+from gradsight.errors import GradsightError, in_one_line
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.gradients import dot, gradients
 from gradsight.ghost.parameters import ScoredParameters

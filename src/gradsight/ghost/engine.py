@@ -1,19 +1,21 @@
 """The ghost engine: which training samples push which target's loss where, while training runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsight.core.guard import entry
 from gradsight.core.parameters import unwrapped
 from gradsight.core.rundir import directory_path, make_run_dir
 from gradsight.core.sharing import ModelGroup
 from gradsight.core.torch_names import refuse_unknown_torch
 from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.arguments import (
+    NOT_SCORED,
     check_choice,
     check_loss_fn,
     check_model,
@@ -22,7 +24,6 @@ from gradsight.ghost.arguments import (
     checked_domains,
     checked_ids,
     checked_optimizer,
-    errors_of_ours,
     named_targets,
 )
 from gradsight.ghost.blocks import BlockScorer, GhostNotice, ScoringOptions
@@ -186,6 +187,7 @@ class GhostEngine:
             RuleOptions(exact_grad, _route), per_parameter, self_check, batch_dim
         )
         self._blocks = BlockScorer(model, parameters, self._targets, schedule, self._log, options)
+        self._guard = self._blocks.guard
         self._passes = TrainingPasses(self._blocks, loss_fn, choice)
         self._protocol = BatchProtocol(self._blocks, self._passes)
         self._closed = False
@@ -210,24 +212,31 @@ class GhostEngine:
                 "prepare_forward_input, prepare_gradients and aggregate_and_log, or "
                 "mode='two_pass' with observe()"
             )
-        ids = None
-        if sample_ids is not None:
-            ids = checked_ids(sample_ids)
-        names = None
-        if domains is not None:
-            names = checked_domains(domains, ids)
-        if step is not None:
-            step = whole_number(step, "step")
-        with errors_of_ours():
-            self._blocks.begin(None if ids is None else len(ids), step)
+        given = self._begin(sample_ids, domains, step)
         try:
             yield self
         except BaseException:
-            self._blocks.abandon()
+            self._guard.attempt(self._blocks.abandon)  # the user's error comes out
             raise
-        with errors_of_ours():
-            self._blocks.end(ids, names)
+        self._end(*given)
 
+    @entry(NOT_SCORED)
+    def _begin(
+        self,
+        sample_ids: Sequence[int | str] | None,
+        domains: Sequence[str | None] | None,
+        step: int | None,
+    ) -> tuple[list[int | str] | None, list[str | None] | None]:
+        """Begin a block; return its sample ids and domains."""
+        ids, names, step = _checked(sample_ids, domains, step)
+        self._blocks.begin(None if ids is None else len(ids), step)
+        return ids, names
+
+    @entry(NOT_SCORED)
+    def _end(self, ids: list[int | str] | None, domains: list[str | None] | None) -> None:
+        self._blocks.end(ids, domains)
+
+    @entry(NOT_SCORED)
     def loss(
         self,
         batch: object,
@@ -242,16 +251,8 @@ class GhostEngine:
         Its value is that of loss_fn(model, batch), and .grad becomes that of plain training. The
         batch is a tensor, or a tuple, list or dict of tensors, with the samples in dimension 0.
         """
-        ids = None
-        if sample_ids is not None:
-            ids = checked_ids(sample_ids)
-        names = None
-        if domains is not None:
-            names = checked_domains(domains, ids)
-        if step is not None:
-            step = whole_number(step, "step")
-        with errors_of_ours():
-            return self._passes.loss(Announced(batch, ids, names, step))
+        ids, names, step = _checked(sample_ids, domains, step)
+        return self._passes.loss(Announced(batch, ids, names, step))
 
     @property
     def scores(self) -> Scores:
@@ -266,10 +267,12 @@ class GhostEngine:
         """How far each direction had turned when it was refreshed, with refresh_every above 1."""
         return self._schedule.staleness
 
+    @entry("predicted and measured changes cannot be compared")
     def honesty(self) -> dict[str, PredictionCheck]:
         """By target, the predicted change of its loss against the measured one, over all steps."""
         return self._log.history.checks(self._group)
 
+    @entry("the scores cannot be verified")
     def verify(self, batch: object) -> VerifyReport:
         """Score a batch with the engine and with the slow exact twin, dropout off.
 
@@ -281,12 +284,14 @@ class GhostEngine:
             self.model, self.loss_fn, batch, self._targets, observation, self._blocks.parameters
         )
 
+    @entry("the open block cannot be given up")
     def abandon(self) -> None:
         """Give up the block that is open, if any; nothing of it is scored."""
         self._blocks.abandon()
 
     # --- the protocol of loops that build their own forward pass ---
 
+    @entry(NOT_SCORED)
     def attach_train_batch(
         self,
         X: object,
@@ -302,15 +307,18 @@ class GhostEngine:
         """
         self._protocol.attach(X, iteration, batch_idx, domains)
 
+    @entry(NOT_SCORED)
     def prepare_forward_input(self, X: Inputs, Y: Labels) -> tuple[Inputs, Labels]:
         """What to run the model on: the batch, in mode "concat" followed by the validation rows."""
         inputs, labels = self._protocol.forward_input(X, Y)
         return inputs, labels
 
+    @entry(NOT_SCORED)
     def prepare_gradients(self) -> None:
         """After backward: .grad is the training gradient alone, and the scores are taken."""
         self._protocol.gradients()
 
+    @entry(NOT_SCORED)
     def aggregate_and_log(self) -> None:
         """After the optimizer's step: hand the scores over, and save them if they are due."""
         self._protocol.aggregate()
@@ -320,17 +328,39 @@ class GhostEngine:
         number = whole_number(iteration, "iteration")
         return number > 0 and number % self._log.saving.interval == 0
 
+    @entry("the scores cannot be saved")
     def save(self, iteration: int) -> Path | None:
         """Write the unsaved scores of all steps before this one to iter_{iteration:06d}.parquet."""
         return self._log.save(whole_number(iteration, "iteration"))
 
+    @entry("the last scores may be lost; the model and the optimizer are as before")
     def close(self) -> None:
         """Save what is left, and leave model and optimizer as they were found."""
-        if not self._closed:
-            self._closed = True
-            self._blocks.close()
-            self._log.close()
-            self._group.close()
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:  # in reverse order, whatever fails
+            stack.callback(self._group.close)
+            stack.callback(self._log.close)
+            stack.callback(self._log.guard.close)
+            stack.callback(self._blocks.close)
+            stack.callback(self._blocks.scales.close)
+
+
+def _checked(
+    sample_ids: object, domains: object, step: object
+) -> tuple[list[int | str] | None, list[str | None] | None, int | None]:
+    """Return the sample ids, domains and step of a block, as plain values."""
+    ids = None
+    if sample_ids is not None:
+        ids = checked_ids(sample_ids)
+    names = None
+    if domains is not None:
+        names = checked_domains(domains, ids)
+    number = None
+    if step is not None:
+        number = whole_number(step, "step")
+    return ids, names, number
 
 
 def _make_on_first_rank(run_dir: Path, group: ModelGroup) -> None:

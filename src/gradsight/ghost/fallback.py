@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core.guard import raise_as_gradsight_error
 from gradsight.errors import GradsightError
+from gradsight.ghost.arguments import INCOMPLETE
 from gradsight.ghost.derivative import OperatorCall
 from gradsight.ghost.dots import row_dots, score_table
 from gradsight.ghost.sample_axis import SampleLayout
@@ -25,7 +27,7 @@ Score = Callable[[Tensor, Sequence[Tensor]], list[tuple[int, Tensor]]]
 def once_differentiable(
     backward: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """A backward pass that refuses to be differentiated again.
+    """A backward pass that refuses to be differentiated again, and raises GradsightErrors only.
 
     The functions here have no second derivative: a gradient penalty over them would lose its term
     in silence.
@@ -39,7 +41,10 @@ def once_differentiable(
                 "penalty), but its gradients cannot be differentiated again. Leave that term of "
                 "the loss out of observe()."
             )
-        return backward(ctx, *grads)
+        try:
+            return backward(ctx, *grads)
+        except Exception as error:
+            raise_as_gradsight_error(error, INCOMPLETE)
 
     return refusing
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gradsight.core.samples import OtherShapes, SplitCall
 from gradsight.core.sharing import ModelGroup
-from gradsight.errors import GradsightError
-from gradsight.ghost.arguments import in_one_line
+from gradsight.errors import GradsightError, in_one_line
 from gradsight.ghost.directions import Direction
 from gradsight.ghost.gradients import dot
 from gradsight.ghost.one_pass import OnePass, OnePassRefusal

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from gradsight.core.beside import eager, without_collectives
 from gradsight.core.calls import suspended
 from gradsight.core.function_modes import end_mode, take_off_ended
-from gradsight.core.guard import Guard
+from gradsight.core.guard import Guard, entry
 from gradsight.core.moments import listen
 from gradsight.core.passes import BackwardPass
 from gradsight.core.samples import NotSeparable, SplitCall, find_samples, tensors_in
 from gradsight.errors import GradsightError
-from gradsight.ghost.arguments import errors_of_ours
+from gradsight.ghost.arguments import NOT_SCORED
 from gradsight.ghost.by_sample import TrainingPass, scores_by_sample
 from gradsight.ghost.first_block_check import FirstBlockCheck
 from gradsight.ghost.one_pass import OnePass
@@ -40,6 +40,11 @@ class Expected:
     """The dimension of the model's inputs that holds them; None: to be found."""
 
 
+def block_guard() -> Guard:
+    """Return a guard that puts back what an observed block has changed."""
+    return Guard(None, "engine", "an observed block was not put back completely", GradsightError)
+
+
 class Observation:
     """Traces the operations between `start` and `stop`, also those that checkpointing repeats."""
 
@@ -49,9 +54,16 @@ class Observation:
         options: TraceOptions,
         expected: Expected,
         check: FirstBlockCheck | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """`check` is asked before the model is first called; None in passes beside training."""
+        """`check` is asked before the model is first called; None in passes beside training.
+
+        Closing the guard puts back what `start` has changed; None is a guard of its own.
+        """
+        self._guard = guard or block_guard()
+        self.stop = self._guard.close
         self.tracer = Tracer(options, parameters.name)
+        self.tracer.guard = self._guard
         self.calls: list[SplitCall] = []
         self.scale: Tensor | None = None
         """The factor that a GradScaler gave the loss; None without one."""
@@ -59,8 +71,6 @@ class Observation:
         """Those that came through the model."""
         self.on_finished: Callable[[], None] | None = None
         """Called when a backward pass through the model has returned."""
-        self.on_refusal: Callable[[], None] | None = None
-        """Called when something of the pass is refused, before the user hears of it."""
         self.began_backward = False
         """Whether there was one, of whatever model."""
         self.passes_by_sample: str | None = None
@@ -79,33 +89,30 @@ class Observation:
         self._busy = False
 
     def start(self) -> None:
-        """Begin to look; `stop` must follow."""
+        """Begin to observe; `stop` must follow, also if this fails."""
         refuse_batch_norm(self._root)
-        try:
-            # What the engine refuses, the user hears in their own block: everything passes.
-            guard = Guard(None, "engine", "the block was not observed", Exception)
-            listen(self, guard, own_thread=True)
-            self._stack.callback(guard.close)
-            before = self._root.register_forward_pre_hook(
-                self._before_root, with_kwargs=True, prepend=True
-            )
-            self._stack.callback(before.remove)
-            # always_call: a refusal inside of the model ends the block before the user hears it.
-            after = self._root.register_forward_hook(self._after_root, always_call=True)
-            self._stack.callback(after.remove)
-            if self._expected.size is not None:
-                self._set_probe(self._expected.size)
-            self.tracer.mark_model(self._root)
-            self._stack.enter_context(recompute_seen(self.tracer, self._root))
-            # A compiled model ignores hooks that are put on later, and says nothing.
-            self._eyes.enter_context(eager())
-            take_off_ended()
-            self.tracer.__enter__()
-            self._looking = True
-            self.tracer.on_refusal = self._refused
-        except BaseException:
-            self.stop()
-            raise
+        self._guard.faults = 0
+        self._guard.at_end(self._close_eyes)
+        self._guard.at_end(self._stack.close)
+        # Inside of an operation that is refused, torch puts the mode back once more.
+        self._stack.callback(setattr, self.tracer, "is_over", True)
+        listen(self, self._guard, own_thread=True)
+        before = self._root.register_forward_pre_hook(
+            self._before_root, with_kwargs=True, prepend=True
+        )
+        self._stack.callback(before.remove)
+        # always_call: a refusal inside of the model ends the block before the user hears it.
+        after = self._root.register_forward_hook(self._after_root, always_call=True)
+        self._stack.callback(after.remove)
+        if self._expected.size is not None:
+            self._set_probe(self._expected.size)
+        self.tracer.mark_model(self._root)
+        self._stack.enter_context(recompute_seen(self.tracer, self._root))
+        # A compiled model ignores hooks that are put on later, and says nothing.
+        self._eyes.enter_context(eager())
+        take_off_ended()
+        self.tracer.__enter__()
+        self._looking = True
 
     def look_away(self) -> None:
         """The forward pass is over: operations that come now are not this block's."""
@@ -113,18 +120,11 @@ class Observation:
         if self.tracer.expects_recompute:
             self._stack.enter_context(eager())
 
-    def stop(self) -> None:
-        """Leave everything as it was found."""
-        self._stack.close()
-        # Inside of an operation that is refused, torch puts the mode back once more.
-        self.tracer.is_over = True
-        self._close_eyes()
-
     def _close_eyes(self) -> None:
         self._eyes.close()
         if self._looking:
-            self._looking = False
             end_mode(self.tracer)
+            self._looking = False
 
     def judge(self, loss: Tensor) -> None:
         """The forward pass is over: refuse a loss that mixes samples."""
@@ -157,16 +157,12 @@ class Observation:
             self._hook.remove()
         self.tracer.release()
 
+    @entry(NOT_SCORED)
     def before_backward(self, begun: BackwardPass) -> None:
         """A backward pass begins: the last moment at which samples can be scored one by one."""
         self.began_backward = True
         if self.tracer.needs_passes_by_sample and self.calls:
-            try:
-                with errors_of_ours():
-                    self.score_by_sample(tensors_in(begun.tensors), begun.seeds)
-            except Exception:
-                self._refused()
-                raise
+            self.score_by_sample(tensors_in(begun.tensors), begun.seeds)
 
     def score_by_sample(self, losses: Sequence[Tensor], seeds: Any = None) -> Tensor | None:
         """The scores [slots, B], by a backward pass for each sample; the graph stays as it is."""
@@ -196,6 +192,7 @@ class Observation:
             guard.forget_outputs()
         return table
 
+    @entry(NOT_SCORED)
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """Remember the factor, as a tensor of its own: the scaler changes its own in place."""
         with suspended(), torch._C.DisableTorchFunction():
@@ -203,6 +200,7 @@ class Observation:
         if self._one_pass is not None:
             self._one_pass.loss_scale = self.scale
 
+    @entry(NOT_SCORED)
     def after_backward(self, begun: object, rows: object) -> None:
         """A backward pass has returned."""
         if self.on_finished is not None and self.backwards:
@@ -282,6 +280,7 @@ class Observation:
     def _count(self, probe: Tensor) -> None:
         self.passes_back += 1
 
+    @entry(NOT_SCORED)
     def _before_root(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -289,22 +288,15 @@ class Observation:
             return
         self._busy = True  # the check calls the model too
         try:
-            with errors_of_ours():
-                self._take_call(args, kwargs)
-        except Exception:
-            self._refused()
-            raise
+            self._take_call(args, kwargs)
         finally:
             self._busy = False
-
-    def _refused(self) -> None:
-        if self.on_refusal is not None:
-            self.on_refusal()
 
     def backward_failed(self, begun: object) -> None:
         """A backward pass broke off: nothing of it can be scored."""
         if self.on_finished is not None and self.began_backward:
-            self._refused()
+            self._guard.close()
+            self.release()
 
     def _take_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch._C.DisableTorchFunction():
@@ -355,6 +347,7 @@ class Observation:
     def _alone(self, call: SplitCall, parts: RowParts) -> list[Tensor]:
         return rehearse(self._root, call, parts, sharded=self._parameters.sharded)
 
+    @entry(NOT_SCORED)
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         guard = self.tracer.options.guard
         if guard is not None and not self._busy:
@@ -366,11 +359,7 @@ class Observation:
             alone = self._rehearsed
             self._rehearsed = None
             limit = rounding(self._parameters)
-            try:
-                compare_rehearsal(alone, tensors_in(output), self._one_pass.parts, limit)
-            except GradsightError:
-                self._refused()
-                raise
+            compare_rehearsal(alone, tensors_in(output), self._one_pass.parts, limit)
         if guard.joined is not None:
             guard.joined.refuse_picked_rows(self.tracer, tensors_in(output))
         guard.outputs += tensors_in(output)

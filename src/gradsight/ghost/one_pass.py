@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from gradsight.core.carried import current_task
+from gradsight.core.guard import raise_as_gradsight_error
 from gradsight.errors import GradsightError
+from gradsight.ghost.arguments import INCOMPLETE
 from gradsight.ghost.directions import Direction, Directions, Tangents
 from gradsight.ghost.dots import vector_dots
 from gradsight.ghost.refresh import AdamScales
@@ -201,7 +203,10 @@ class OnePass:
     def _take_gradient(self, name: str, number: int, leaf: Tensor) -> None:
         part = leaf.grad
         leaf.grad = None
-        self.take(name, number, part)
+        try:
+            self.take(name, number, part)
+        except Exception as error:
+            raise_as_gradsight_error(error, INCOMPLETE)
 
     def take(self, name: str, number: int, part: Tensor | None) -> None:
         """A stand-in has its whole gradient: a part of the direction is known."""

@@ -1,4 +1,4 @@
-"""The pass that is being observed: how it ends, and what a GradScaler gave its loss."""
+"""Calls to an engine that do not keep it alive."""
 
 import weakref
 from collections.abc import Callable
@@ -8,23 +8,10 @@ import torch
 
 from gradsight.core.guard import Guard
 from gradsight.core.moments import listen
-from gradsight.ghost.observation import Observation
+from gradsight.errors import GradsightError
 
 if TYPE_CHECKING:
     from gradsight.ghost.blocks import BlockScorer
-
-
-class OpenPass:
-    """The pass that is being observed, for whoever has to end it."""
-
-    def __init__(self) -> None:
-        self.observation: Observation | None = None
-
-    def stop(self) -> None:
-        """Leave the model as it was found, if a pass is open."""
-        if self.observation is not None:
-            self.observation.stop()
-            self.observation = None
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +30,9 @@ class LossScales:
 
     def __init__(self, blocks: "BlockScorer") -> None:
         self._blocks = weakref.ref(blocks)
-        guard = Guard(None, "loss scales", "scores cannot be divided by the loss scale", Exception)
+        guard = Guard(
+            None, "loss scales", "scores cannot be divided by the loss scale", GradsightError
+        )
         listen(self, guard, own_thread=True)
         self.close = weakref.finalize(blocks, guard.close)
 

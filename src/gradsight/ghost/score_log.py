@@ -148,16 +148,16 @@ class ScoreLog:
         self._listening = False
         self._called_by_scaler = False
         self._problems = RunProblems(saving.run_dir if group.rank == 0 else None)
-        self._at_exit: Any = None
-        self._guard = Guard(self._problems, "scores", "the scores have no more clipping and steps")
+        self.guard = Guard(self._problems, "scores", "the scores have no more clipping and steps")
         if optimizer is not None:
-            put_hook(self._guard, optimizer.register_step_pre_hook, self._before_optimizer)
-            put_hook(self._guard, optimizer.register_step_post_hook, self._after_optimizer)
+            put_hook(self.guard, optimizer.register_step_pre_hook, self._before_optimizer)
+            put_hook(self.guard, optimizer.register_step_post_hook, self._after_optimizer)
         # With several processes the others may be gone when one ends: nothing is gathered then.
         if saving.run_dir is not None and group.size == 1:
             saving_last = Guard(self._problems, "last scores", "the last scores were not saved")
-            self._at_exit = partial(saving_last.attempt, _SavesAtExit(self))
-            atexit.register(self._at_exit)
+            at_exit = partial(saving_last.attempt, _SavesAtExit(self))
+            atexit.register(at_exit)
+            self.guard.at_end(atexit.unregister, at_exit)
 
     def step(self, given: int | None) -> int:
         """A block's step: as given, or as it is counted."""
@@ -216,7 +216,7 @@ class ScoreLog:
         if scale is not None and not self._listening:
             # A step that a GradScaler leaves out calls no hook of the optimizer.
             self._listening = True
-            moments.listen(self, self._guard)
+            moments.listen(self, self.guard)
 
     def save_finished(self, step: int) -> None:
         """Write the file that is due when this step begins; training survives a failure."""
@@ -230,7 +230,7 @@ class ScoreLog:
         # In a thread of its own: neither the device nor the disk is waited for.
         self._finish_writing()
         blocks = self.pending.take(due)
-        write = partial(self._guard.attempt, self._attempt, step, self._write_blocks, due, blocks)
+        write = partial(self.guard.attempt, self._attempt, step, self._write_blocks, due, blocks)
         self._thread = threading.Thread(target=write, name="gradsight-scores", daemon=True)
         self._thread.start()
 
@@ -286,9 +286,7 @@ class ScoreLog:
 
     def close(self) -> None:
         """Save what is left and take the hooks off the optimizer."""
-        self._guard.close()
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
+        self.guard.close()
         if self._count.unobserved and self._count.first is None:
             steps = self._count.unobserved
             self._problems.report(

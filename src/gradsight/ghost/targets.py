@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 from gradsight.core.beside import beside_training
 from gradsight.core.shards import local_part
 from gradsight.core.sharing import ModelGroup, without_reduction
-from gradsight.errors import GradsightError, UsageError
-from gradsight.ghost.arguments import calling_loss_fn, in_one_line
+from gradsight.errors import GradsightError, UsageError, in_one_line
+from gradsight.ghost.arguments import calling_loss_fn
 from gradsight.ghost.directions import Direction, cosine
 from gradsight.ghost.gradients import gradients
 from gradsight.ghost.parameters import ScoredParameters

@@ -22,10 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradsight.core.autocast import autocast_dtype
 from gradsight.core.carried import current_task
+from gradsight.core.guard import Guard, raise_as_gradsight_error
+from gradsight.core.random_state import randomness_kept
 from gradsight.core.samples import SplitCall, tensors_in
 from gradsight.core.shards import is_sharded
-from gradsight.errors import GradsightError
-from gradsight.ghost.arguments import in_one_line
+from gradsight.errors import GradsightError, in_one_line
+from gradsight.ghost.arguments import NOT_SCORED
 from gradsight.ghost.derivative import OperatorCall, function_name, generator_state
 from gradsight.ghost.directions import Directions
 from gradsight.ghost.fallback import attach_derivative
@@ -120,8 +122,8 @@ class Tracer(TorchFunctionMode):
         self._parameters: dict[str, ParameterTangents] = {}
         self.on_recompute: Callable[[], None] | None = None
         """Called once, when an operation is met that a backward pass may run again."""
-        self.on_refusal: Callable[[], None] | None = None
-        """Called when an operation is refused."""
+        self.guard: Guard | None = None
+        """Closed when an operation is refused."""
         self.expects_recompute = False
         """Whether such an operation was met."""
         self.packed = False
@@ -224,14 +226,44 @@ class Tracer(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operation, scored or carried on if a parameter takes part in it."""
-        if self.looks_away:
+        if self.paused or self.is_over:
             return func(*args, **(kwargs or {}))
         try:
-            return self._follow(func, types, args, kwargs or {})
-        except GradsightError:
-            if self.on_refusal is not None:
-                self.on_refusal()
-            raise
+            if func not in BACKWARD:
+                return self._follow(func, types, args, kwargs or {})
+            self._before_backward(func, args)
+        except Exception as error:
+            if self._is_users(error, func, args, kwargs or {}):
+                raise
+            if self.guard is not None:
+                self.guard.close()
+            raise_as_gradsight_error(error, NOT_SCORED)
+        return func(*args, **(kwargs or {}))
+
+    def _is_users(
+        self,
+        error: Exception,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> bool:
+        """Return whether an operation fails without the engine too: then the error is the user's.
+
+        A model may catch it and go on.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, GradsightError) or func in BACKWARD:
+            return False
+        if current_task() != -1:
+            # An operation that activation checkpointing repeats has not failed the first time.
+            return type(error).__name__ == "_StopRecomputationError"
+        try:
+            with randomness_kept():  # torch has taken the mode off for this long
+                func(*args, **kwargs)
+        except Exception:
+            return True
+        return False
 
     def _follow(
         self,
@@ -264,10 +296,6 @@ class Tracer(TorchFunctionMode):
         tensors: list[Tensor],
     ) -> Any:
         guard = self.options.guard
-        if func in BACKWARD:
-            if guard is not None and func is not torch.autograd.grad:
-                self._before_backward(guard, args[0])
-            return func(*args, **kwargs)
         if guard is not None:
             replaced = guard.intercept(func, args, kwargs, self)
             if replaced is not DECLINED:
@@ -310,6 +338,8 @@ class Tracer(TorchFunctionMode):
         except Exception as error:
             if current_task() != -1:
                 raise  # activation checkpointing ends its second run by an exception
+            if changes_in_place(use.func) or function_name(use.func) in DRAWING:
+                raise  # to run it twice would change what the model computes
             out = use.plain()  # where the operation itself is wrong, its own error is raised
             self.refuse_unscored(
                 f"the gradient of {_listed(use.origins)} in {function_name(use.func)} cannot be "
@@ -371,7 +401,11 @@ class Tracer(TorchFunctionMode):
             stand_ins = {i: self.stand_ins(flat[i]) for i in carried}
         return JoinedCall(call, flat, carried, stand_ins), tensors
 
-    def _before_backward(self, guard: PassGuard, losses: Any) -> None:
+    def _before_backward(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
+        guard = self.options.guard
+        if guard is None or func is torch.autograd.grad:
+            return
+        losses = args[0]
         # Before the model's own call it is another model's loss.
         loss = losses if isinstance(losses, Tensor) else losses[0]
         if guard.judges_loss and self.bound:

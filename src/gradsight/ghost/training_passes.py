@@ -1,7 +1,6 @@
 """The loss of a batch, run so that its backward pass is scored, in one pass or in two."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,15 +66,15 @@ class TrainingPasses:
             observation, one_pass = blocks.begin_joined(
                 joined.parts, announced.step, splits_loss=joined.calls.inside
             )
-            with self._given_up_on_failure():
-                loss = joined.run(one_pass)
-                check_loss(loss, "on the training batch")
-                observation.judge(loss)
+            loss = joined.run(one_pass)
+            check_loss(loss, "on the training batch")
+            observation.judge(loss)
         except (UsageError, torch.OutOfMemoryError):
             raise
         except GradsightError as error:
             if blocks.group.size > 1:
                 raise  # several processes must go the same way
+            blocks.abandon()
             self._choice.refused(error, for_good=False)
             set_all_states(states)
             return None
@@ -85,11 +84,10 @@ class TrainingPasses:
     def _loss_of_two_passes(self, announced: Announced) -> Tensor:
         size = None if announced.ids is None else len(announced.ids)
         observation = self._blocks.begin(size, announced.step)
-        with self._given_up_on_failure():
-            with calling_loss_fn("on the training batch", announced.batch):
-                loss = self._loss_fn(self._blocks.model, announced.batch)
-            check_loss(loss, "on the training batch")
-            observation.judge(loss)
+        with calling_loss_fn("on the training batch", announced.batch):
+            loss = self._loss_fn(self._blocks.model, announced.batch)
+        check_loss(loss, "on the training batch")
+        observation.judge(loss)
         self._end_with_backward(observation, announced)
         return loss
 
@@ -187,11 +185,12 @@ class TrainingPasses:
         observation, one_pass = self._blocks.rehearsal(
             joined.parts, splits_loss=joined.calls.inside
         )
-        observation.start()
-        # From a state of our own: a model that seeds numpy in every call leaves one state behind.
-        seed_foreign(8_675_309)
-        before = foreign_states()
         try:
+            observation.start()
+            # From a state of our own: a model that seeds numpy in every call leaves one state
+            # behind.
+            seed_foreign(8_675_309)
+            before = foreign_states()
             loss = joined.run(one_pass)
             check_loss(loss, "on the training batch")
             observation.refuse_unsplit(loss)
@@ -209,14 +208,6 @@ class TrainingPasses:
         finally:
             observation.stop()
             observation.release()
-
-    @contextmanager
-    def _given_up_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._blocks.abandon()
-            raise
 
 
 def _as_pair(name: str, batch: Any) -> tuple[Any, ...]:

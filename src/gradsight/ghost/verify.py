@@ -195,8 +195,8 @@ def compare_with_twin(
 ) -> VerifyReport:
     """The engine's scores of a batch and the twin's, in passes beside training."""
     with beside_training(parameters.root, evaluating=True), eager(), without_reduction(model):
-        observation.start()
         try:
+            observation.start()
             with calling_loss_fn("in verify()", batch):
                 loss = loss_fn(model, batch)
             check_loss(loss, "in verify()")
