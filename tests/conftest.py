@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ pytest_plugins = ["browser", "internals"]
 def _one_thread() -> None:
     """Two workers on two cores: more threads only get in each other's way."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_garbage_collection() -> None:
+    """Leave out older objects: with all packages imported, a collection takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

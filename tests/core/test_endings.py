@@ -26,7 +26,7 @@ def ended(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     ("patience", "training"),
     [
         ("waited for", "destroy"),
-        ("given up", "keep"),
+        pytest.param("given up", "keep", marks=pytest.mark.slow),
         pytest.param("waited for", "keep", marks=pytest.mark.slow),
         pytest.param("given up", "destroy", marks=pytest.mark.slow),
     ],

@@ -361,6 +361,7 @@ def figureless(text: str) -> str:
     return re.sub(r"\d+\.\d+", "_", text)
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_comes_out(tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "train.py", tmp_path)
     page = EXAMPLE / "README.md"

@@ -180,6 +180,7 @@ def by_sample(run_dir: Path) -> dict[tuple[int, int], float]:
     "as written: one forward and one backward pass, also with dropout and in several processes",
 )
 @proves(2, "metrics saved at intervals, and let go afterwards")
+@pytest.mark.slow
 def test_the_loop_by_hand(example: Path, tmp_path: Path) -> None:
     small = ["--max_steps", "4", "--dot_prod_save_interval", "2", "--n_embd", "16"]
     said = python(example / "training_loop.py", *small, cwd=tmp_path)

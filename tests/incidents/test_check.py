@@ -56,6 +56,7 @@ def check(folder: Path, *options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=settings)
 
 
+@pytest.mark.slow
 def test_the_report_names_line_and_sample(tmp_path: Path) -> None:
     done = check(tmp_path, "--run_dir", tmp_path / "run")
     assert done.returncode == 2, done.stderr

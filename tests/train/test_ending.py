@@ -96,6 +96,7 @@ def test_ended_by_a_signal_and_resumed(
     assert scores[0] == scores[1]
 
 
+@pytest.mark.slow
 def test_two_processes_started_by_the_command_end_together_and_one_goes_on(folder: Path) -> None:
     # Far more steps than are made before the signal comes, however late it is.
     endless = LONG | {"batch_size": 2, "max_steps": 100_000, "eval_interval": 100_000}
