@@ -32,6 +32,7 @@ def check(
     return warm.run(command, capture_output=True, text=True, cwd=cwd, env=settings)
 
 
+@pytest.mark.slow
 def test_a_healthy_script_with_arguments_neighbours_and_workers(tmp_path: Path) -> None:
     script = write(tmp_path, scripts.PLAIN)
     done = check("--run_dir", tmp_path / "run", script, "--lr", "0.1", "--workers", "1")

@@ -140,6 +140,7 @@ def test_wrong_usage(given: list[str], tmp_path: Path) -> None:
     assert run(*given, cwd=tmp_path).returncode == 64
 
 
+@pytest.mark.slow
 def test_check_stops_at_the_first_critical_finding(tmp_path: Path) -> None:
     text = scripts.UNCLEARED.replace("range(20)", "range(10_000)")
     command = ["-m", "gradsight", "check", "--stop-on", "critical", "--run_dir", tmp_path / "run"]

@@ -22,13 +22,14 @@ def ended(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("patience", "training"),
     [
         ("waited for", "destroy"),
-        pytest.param("given up", "keep", marks=pytest.mark.slow),
-        pytest.param("waited for", "keep", marks=pytest.mark.slow),
-        pytest.param("given up", "destroy", marks=pytest.mark.slow),
+        ("given up", "keep"),
+        ("waited for", "keep"),
+        ("given up", "destroy"),
     ],
 )
 def test_an_exchange_under_way_at_the_end(tmp_path: Path, patience: str, training: str) -> None:

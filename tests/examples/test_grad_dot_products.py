@@ -75,6 +75,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.slow
 @proves(2, "`./train.sh --batch_size 2`")
 @proves(2, "ensure you are running from `GradDotProd_LM/`", "from any directory")
 @proves(2, "`--max_steps`, `--val_batch_size`, `--dot_prod_save_interval`")

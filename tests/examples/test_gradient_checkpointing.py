@@ -136,6 +136,7 @@ def test_a_small_reduction_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("VERIFICATION PASSED ✓")
 
 
+@pytest.mark.slow
 @proves(
     5,
     "`python3 train.py --config config/train_shakespeare_char.py --max_iters 10 "

@@ -92,6 +92,7 @@ def test_real_ranks_under_ddp() -> None:
     assert told["layer"]["GS503"]["parameters"] == ["2.weight"]
 
 
+@pytest.mark.slow
 def test_real_ranks_under_fsdp2_are_judged_by_whole_parameters() -> None:
     told = json.loads(run_ranks(SCRIPT, "fsdp").split("RESULT ")[1].splitlines()[0])
     assert told["healthy"] == {}

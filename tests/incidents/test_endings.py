@@ -48,6 +48,7 @@ def body(incident: Any) -> dict[str, Any]:
     return document["incident"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_an_exception_nobody_catches_leaves_one_with_the_batch(tmp_path: Path) -> None:
     done = loop(tmp_path, "raise KeyError('gone')", recorder="batch")
     assert done.returncode == 1

@@ -90,6 +90,7 @@ def test_the_largest_size_that_fits(memory: int) -> None:
     assert len(calls) < 25
 
 
+@pytest.mark.slow
 def test_the_largest_batch(make_gpt: Callable[..., Any]) -> None:
     def build_for(size: int) -> Callable[[], Any]:
         return lambda: make_gpt(batch=size, depth=2)

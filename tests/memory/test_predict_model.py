@@ -116,6 +116,7 @@ def test_adapters_are_in_fp32_on_a_frozen_base(llama: str) -> None:
     assert types == {(True, torch.float32), (False, torch.bfloat16)}
 
 
+@pytest.mark.slow
 def test_several_devices(run: Run, llama: str) -> None:
     """Buckets are one copy of the gradients; shards are shared, and gathered beside them."""
     alone = object_of(run, llama)
@@ -221,6 +222,7 @@ def build(batch_size=4):
 """
 
 
+@pytest.mark.slow
 def test_a_build_function_with_a_batch_size(run: Run, tmp_path: Path) -> None:
     """What it prints is not on stdout; what fits is found, and so is the plan."""
     (tmp_path / "own.py").write_text(BUILD)

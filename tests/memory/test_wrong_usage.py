@@ -192,6 +192,7 @@ def refused(call: Callable[[], object], message: str) -> None:
         call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "message"), BUILDS)
 def test_builds(wrong: Any, message: str) -> None:
     refused(lambda: predict_peak_memory(wrong), message)
@@ -199,6 +200,7 @@ def test_builds(wrong: Any, message: str) -> None:
     refused(lambda: verify_checkpointing(wrong, blocks=["embed"]), message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "message"), OPTIMIZERS)
 def test_optimizers(wrong: Any, message: str) -> None:
     refused(lambda: predict_peak_memory(build, optimizer=wrong), message)
@@ -206,6 +208,7 @@ def test_optimizers(wrong: Any, message: str) -> None:
     refused(lambda: verify_checkpointing(build, optimizer=wrong, blocks=["embed"]), message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "message"), POLICIES)
 def test_policies(wrong: Any, message: str) -> None:
     refused(lambda: apply_checkpointing(Net(), wrong), message)

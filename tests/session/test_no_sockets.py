@@ -26,7 +26,10 @@ for name, watched in LOOPS.items():
     run_dir = folder / name
     with watched.dumper(run_dir) as dumper:
         watched.loop(subject, watched.open(subject, run_dir, dumper))
-    print(name, len(list(gradsight.open_run(run_dir).steps())))
+    if watched.kind == "Watch":
+        print(name, len(list(gradsight.open_run(run_dir).steps())))
+    else:
+        assert list(run_dir.iterdir()), "scores are saved"
 from gradsight.cli import main
 print(main(["report", str(folder / "optimizer")]))
 """

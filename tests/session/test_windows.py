@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os
 import signal
@@ -57,6 +59,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_without_posix_everything_but_a_run_dir_works(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT]  # a new interpreter: no module is imported before
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -312,6 +312,7 @@ def test_threads_hand_over_without_waiting_for_the_record(tmp_path: Path) -> Non
     assert len(list(open_run(tmp_path).scalars())) == 800
 
 
+@pytest.mark.slow
 def test_steps_are_read_beside_a_writer_that_publishes(tmp_path: Path) -> None:
     """Never a gap, never a step twice, never fewer than before."""
     small_run(tmp_path, steps=1)

@@ -176,6 +176,7 @@ def train_within_2_gib(tmp_path: Path, batch_size: int) -> "subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_a_batch_that_can_never_fit_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     done = train_within_2_gib(tmp_path, 8000)
     assert done.returncode == 64, done.stderr
@@ -186,6 +187,7 @@ def test_a_batch_that_can_never_fit_is_refused_before_anything_is_made(tmp_path:
     assert not (tmp_path / "Results").exists()
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     """The tensors alone would fit, and torch itself does not beside them."""
     done = train_within_2_gib(tmp_path, 220)

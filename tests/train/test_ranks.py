@@ -76,6 +76,7 @@ def train_on_two_ranks(runs: list[list[str]]) -> None:
     run_ranks(script, json.dumps(runs), timeout=150, preload=warm.TRANSFORMERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIERS)
 def test_two_ranks_are_as_one(name: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue("first_tier" if name in FIRST_TIER else "slow_tier")

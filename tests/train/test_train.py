@@ -354,6 +354,7 @@ def test_the_report_shows_the_samples_with_their_text(tmp_path: Path) -> None:
     assert any(word in report for word in ("heron", "copper", "Elbe"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_startup_report(
     checkpointing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
