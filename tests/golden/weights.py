@@ -65,52 +65,47 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch) - batch.roll(1, -1)).square().mean()
 
 
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, around: Any = None) -> Weights:
+    """Train on all batches and return the weights; `around` makes a context for each backward."""
+    torch.manual_seed(1)
+    for batch in batches():
+        with around() if around else contextlib.nullcontext():
+            mean_square(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 def watched_weights(with_gradsight: bool) -> Weights:
     """Train with dropout, so that a random number drawn by Gradsight would change the weights."""
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    watched = gradsight.watch(model, optimizer, quiet=True) if with_gradsight else None
-    torch.manual_seed(1)
-    for batch in batches():
-        mean_square(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if watched:
-        watched.close()
-    return [parameter.detach() for parameter in model.parameters()]
+    if not with_gradsight:
+        return fit(model, optimizer)
+    with gradsight.watch(model, optimizer, quiet=True):
+        return fit(model, optimizer)
 
 
 def ghost_weights(with_gradsight: bool) -> Weights:
     """Train with samples scored in every step, and with the exact gradient of plain training."""
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = None
-    if with_gradsight:
-        validation = torch.ones(2, 5, 16)
-        engine = gradsight.GhostEngine(model, mean_square, validation, exact_grad=True)
-    torch.manual_seed(1)
-    for batch in batches():
-        with engine.observe() if engine else contextlib.nullcontext():
-            mean_square(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if engine:
+    if not with_gradsight:
+        return fit(model, optimizer)
+    validation = torch.ones(2, 5, 16)
+    engine = gradsight.GhostEngine(model, mean_square, validation, exact_grad=True)
+    try:
+        return fit(model, optimizer, engine.observe)
+    finally:
         engine.close()
-    return [parameter.detach() for parameter in model.parameters()]
 
 
 def checkpointed_weights(policy: str, with_gradsight: bool) -> Weights:
     """Train with activation checkpointing."""
     model = blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if with_gradsight:
         gradsight.apply_checkpointing(model, policy)
-    torch.manual_seed(1)
-    for batch in batches():
-        mean_square(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach() for parameter in model.parameters()]
+    return fit(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
 def sha256(weight: Tensor) -> str:
