@@ -189,8 +189,8 @@ def test_the_readme_leads_to_every_page() -> None:
 @pytest.mark.parametrize(
     "limit",
     [
-        "On Windows, `run_dir` [raises an error]",
-        "tested on the CPU and on a [simulated device]",
+        "Windows is untested, and `run_dir` [raises an error]",
+        "tested on the CPU and on a [device that is simulated in Python]",
     ],
 )
 def test_pages_state_the_same_limits(limit: str) -> None:

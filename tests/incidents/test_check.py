@@ -62,7 +62,7 @@ def test_the_report_names_line_and_sample(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     shown = " ".join(done.stdout.split())
     assert "cause: log in train.py:12 (`return torch.log(self.head(x).softmax(1))`)" in shown
-    assert "sample 7: gradient not finite, even when run alone" in shown
+    assert "sample 7: gradient not finite, even as a batch of one" in shown
     assert "kept: incidents/step12-GS103" in shown
     assert (
         max(len(line) for line in done.stdout.splitlines() if not line.startswith("report: ")) <= 80
@@ -84,5 +84,5 @@ def test_the_report_names_line_and_sample(tmp_path: Path) -> None:
 def test_what_is_not_kept_is_not_pointed_at(tmp_path: Path) -> None:
     done = check(tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "sample 7: gradient not finite, even when run alone" in " ".join(done.stdout.split())
+    assert "sample 7: gradient not finite, even as a batch of one" in " ".join(done.stdout.split())
     assert "kept:" not in done.stdout

@@ -92,7 +92,7 @@ def test_an_exception_through_the_watch_keeps_the_diagnosis(tmp_path: Path) -> N
     )  # no step was judged bad: the user's own guard came first
     report = (tmp_path / "report.md").read_text()
     assert "- step 3, exception: FloatingPointError: a gradient is not finite (" in report
-    assert "  - sample 1: gradient not finite, even when run alone" in report
+    assert "  - sample 1: gradient not finite, even as a batch of one" in report
     assert set(os.listdir(incident.path)) == {"incident.json"}
 
 

@@ -87,7 +87,7 @@ def test_it_prints_what_was_found_and_finds_it_again(
     assert replayed(incident, "--build", f"{run_dir / 'model.py'}:build") == 2
     out = capsys.readouterr().out
     assert "step 5, GS103: NaN gradient: NaN in 4 of 4 parameters at step 5" in out
-    assert out.count("sample '5-0-11' (row 11): gradient not finite, even when run alone") == 2
+    assert out.count("sample '5-0-11' (row 11): gradient not finite, even as a batch of one") == 2
     assert out.endswith("❌ Reproduced: the same as was found in process.\n")
     assert max(map(len, out.splitlines())) <= 80
     assert "test_replay" not in out
@@ -109,7 +109,7 @@ def test_as_json(run_dir: Path, incident: Path, capsys: Any) -> None:
 def test_without_a_model_it_says_what_is_known(incident: Path, run_dir: Path, capsys: Any) -> None:
     assert replayed(incident) == 0
     out = capsys.readouterr().out
-    assert "gradient not finite, even when run alone" in out
+    assert "gradient not finite, even as a batch of one" in out
     assert "Not run again: give the model with --build file.py:build." in out
     assert replayed(run_dir / "plain" / "incidents" / "step5-GS103") == 0
     assert (

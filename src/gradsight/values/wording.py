@@ -102,7 +102,7 @@ def _samples(samples: tuple[GuiltySample, ...], several: bool) -> str:
     broken = [sample for sample in samples if not math.isfinite(sample.norm)]
     if broken:
         names = listed([named(sample, several) for sample in broken], _SAMPLES)
-        return f"{names}: gradient not finite, even when run alone"
+        return f"{names}: gradient not finite, even as a batch of one"
     worst, *rest = samples
     if worst.share is None:
         return f"{named(worst, several)} has the largest gradient norm, {worst.norm:.3g}"

@@ -45,7 +45,7 @@ def test_what_came_before_the_pass() -> None:
         "NaN in the model's input: argument x, row 7; called in train.py:18 (`out =",
         "  model(x)`)",
         "it holds 16x4 float32, -2.3 .. 2.6, 4 NaN",
-        "sample 7: gradient not finite, even when run alone",
+        "sample 7: gradient not finite, even as a batch of one",
         "diagnosed in 0.0 s",
     ]
     weight = GuiltyOperation(
@@ -86,6 +86,6 @@ def test_real_diagnoses_fit() -> None:
         diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
     )
     assert lines[0].startswith("sqrt in faults.py:")
-    assert lines[-2] == "sample 11: gradient not finite, even when run alone"
+    assert lines[-2] == "sample 11: gradient not finite, even as a batch of one"
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 7
