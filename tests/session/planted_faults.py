@@ -821,7 +821,7 @@ def attempt(
 
 
 def _recorded(run_dir: Path) -> str:
-    """Return all that a reader of the run is told about faults."""
+    """Return the problems, incident notes and diagnoses that a run recorded."""
     if not (run_dir / "run.sqlite").exists():
         return ""  # an engine makes a record when it has something to report
     run = gradsight.open_run(run_dir)

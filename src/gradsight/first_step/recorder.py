@@ -120,8 +120,8 @@ class PassRecorder:
         self._holders.pop(id(holder), None)
         if self._holders or self._guard is None:
             return
-        # An optimizer may step inside backward. There torch has our mode off its stack and puts it
-        # back afterwards, so nobody would take it off: the next call of the model does.
+        # An optimizer may step inside backward. torch has removed the mode from its stack there and
+        # restores it afterwards, so it cannot be removed now: the model's next call removes it.
         if current_task() != -1:
             return
         guard = self._guard

@@ -56,9 +56,9 @@ class Observation:
         check: FirstBlockCheck | None = None,
         guard: Guard | None = None,
     ) -> None:
-        """`check` is asked before the model is first called; None in passes beside training.
+        """`check` is called before the model's first call. It is None in passes outside training.
 
-        Closing the guard puts back what `start` has changed; None is a guard of its own.
+        Closing the guard puts back what `start` changed. Without one, a new guard is made.
         """
         self._guard = guard or block_guard()
         self.stop = self._guard.close

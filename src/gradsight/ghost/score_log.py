@@ -148,7 +148,7 @@ class ScoreLog:
         self._listening = False
         self._called_by_scaler = False
         self._problems = RunProblems(saving.run_dir if group.rank == 0 else None)
-        self.guard = Guard(self._problems, "scores", "the scores have no more clipping and steps")
+        self.guard = Guard(self._problems, "scores", "scores no longer record clipping and steps")
         if optimizer is not None:
             put_hook(self.guard, optimizer.register_step_pre_hook, self._before_optimizer)
             put_hook(self.guard, optimizer.register_step_post_hook, self._after_optimizer)
