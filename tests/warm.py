@@ -21,6 +21,8 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -222,6 +224,7 @@ def become(order: dict[str, Any]) -> None:
     known = [path for path in sys.path[1:] if path not in paths]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
+    _run_sitecustomize(paths)
     if args[0] == "-m":
         import runpy
 
@@ -241,6 +244,21 @@ def become(order: dict[str, Any]) -> None:
         sys.path[:] = [str(Path(name).resolve().parent), *paths, *known]
     sys.modules["__main__"] = main
     exec(compile(code, name, "exec"), main.__dict__)
+
+
+def _run_sitecustomize(paths: Sequence[str]) -> None:
+    """Run the sitecustomize.py on PYTHONPATH, as a new interpreter does.
+
+    That of `gradsight check` waits for imports; those that have happened already are made up for.
+    """
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", list(paths))
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    waiting = getattr(module, "_actions", {})
+    for name in [name for name in waiting if name in sys.modules]:
+        waiting.pop(name)(sys.modules[name])
 
 
 def end(function: Callable[[dict[str, Any]], None], order: dict[str, Any]) -> None:

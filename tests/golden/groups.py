@@ -6,11 +6,20 @@ from golden import (
     incident_cases,
     loop_cases,
     memory_cases,
+    script_cases,
     zoo_cases,
 )
 from golden.results import Group
 
 GROUPS: dict[str, Group] = {
     module.GROUP.name: module.GROUP
-    for module in (loop_cases, zoo_cases, ghost_cases, memory_cases, dump_cases, incident_cases)
+    for module in (
+        loop_cases,
+        zoo_cases,
+        ghost_cases,
+        memory_cases,
+        dump_cases,
+        incident_cases,
+        script_cases,
+    )
 }

@@ -2,7 +2,7 @@
 
     python tests/golden/record.py [GROUP...]
 
-The groups are loops, zoo, ghost, memory, dumps and incidents; without a name, all are recorded.
+The groups are loops, zoo, ghost, memory, dumps, incidents and scripts; without a name, all are recorded.
 Each is written to tests/golden/GROUP.json, and every field that changed is printed.
 
 `test_golden.py` runs the same cases and compares every field with these files. If you change
