@@ -321,7 +321,7 @@ class Batches:
         self.count = 0
         self.newest: list[Tensor] = []
         """Samples of the tensors of the last batch."""
-        self._objects: list[Callable[[], Tensor | None]] = []
+        self._holders: list[Callable[[], Tensor | int | None]] = []
         self._unread: deque[tuple[int, bool, list[HostCopy] | None]] = deque()
         """Comparisons on their way: the batch's number, whether it is the same object, flags."""
         self.alike: int | None = None
@@ -338,11 +338,12 @@ class Batches:
         # Objects as well as entries: a loop that overfits one batch on purpose hands in the same
         # tensors, a loader that does not advance makes them anew.
         samples = [_sample(tensor) for tensor in tensors]
-        same_objects = self._are_the_same_objects(tensors)
+        holders = [_holder(tensor) for tensor in tensors]
+        same_objects = self._are_the_same_objects(holders)
         flags = None if same_objects else self._compared(samples)
         self._unread.append((self.count, same_objects, flags))
         self.newest = samples
-        self._objects = [weakref.ref(tensor) for tensor in tensors]
+        self._holders = holders
         self.read_arrived()
 
     def read_arrived(self) -> None:
@@ -356,10 +357,14 @@ class Batches:
             seen_before = alike or same_objects
             self.fixed = number > 1 and seen_before and (self.fixed or number == 2)
 
-    def _are_the_same_objects(self, tensors: Sequence[Tensor]) -> bool:
-        if len(tensors) != len(self._objects):
+    def _are_the_same_objects(self, holders: Sequence[Callable[[], Tensor | int | None]]) -> bool:
+        if len(holders) != len(self._holders):
             return False
-        return all(one is other() for one, other in zip(tensors, self._objects, strict=True))
+        for one, other in zip(holders, self._holders, strict=True):
+            new, old = one(), other()
+            if not (new is old or (isinstance(new, int) and isinstance(old, int) and new == old)):
+                return False
+        return True
 
     def _compared(self, samples: Sequence[Tensor]) -> list[HostCopy] | None:
         """Of each sample: whether it is that of the batch before, and has several values.
@@ -375,6 +380,24 @@ class Batches:
             # Compared on the device: torch.equal() would wait for it.
             flags.append(HostCopy.of(torch.stack([(one == other).all(), (one != one[0]).any()])))
         return flags
+
+
+def _holder(tensor: Tensor) -> Callable[[], Tensor | int | None]:
+    """Return what holds the memory of a batch: a script that trains on all its data keeps it.
+
+    That is the tensor itself, the tensor that it is another view of, or an array of numpy.
+    """
+    base = tensor._base
+    if base is not None and base.numel() == tensor.numel():
+        return weakref.ref(base)
+    if type(tensor) is Tensor and tensor.device.type == "cpu":
+        storage = tensor.untyped_storage()
+        # torch cannot resize the memory of an array. Nor can it resize what a loader's worker
+        # shares, but the next batch of a worker may lie at the same address.
+        if not storage.resizable() and not storage.is_shared():
+            address = tensor.data_ptr()
+            return lambda: address
+    return weakref.ref(tensor)
 
 
 def _both(flags: Sequence[HostCopy] | None) -> tuple[bool, bool]:
