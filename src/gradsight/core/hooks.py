@@ -1,6 +1,7 @@
 """Hooks of ours: torch calls them through a guard, which takes them away at its end."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,13 @@ from gradsight.core.guard import Guard
 _Register = Callable[..., Any]
 """A method of torch's that takes a hook and returns a handle."""
 _Hook = Callable[..., Any]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOW_HOOKS_ARE_CALLED = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Where torch keeps the hooks of a module by number, and how some of them are to be called."""
 _KNOWN = ("torch.", "gradsight.")
 """Modules whose hooks on parameters do not change what a gradient is."""
 
@@ -36,9 +44,56 @@ def has_other_hooks(tensor: torch.Tensor) -> bool:
 
 def put_module_hook(guard: Guard, register: _Register, hook: _Hook, **options: Any) -> Any:
     """Register a hook of ours on a module; it is told what torch hands on after the module."""
+    module: nn.Module = register.__self__  # type: ignore[attr-defined]
     handle = register(ModuleHook(guard, hook), **options)
-    guard.at_end(handle.remove)
+    _leave_out_of_copies(module)
+    guard.at_end(partial(_remove, handle, weakref.ref(module)))
     return handle
+
+
+def _remove(handle: Any, module: "weakref.ref[nn.Module]") -> None:
+    handle.remove()
+    there = module()
+    if there is not None and not any(_ours(getattr(there, name)) for name in _HOOKS):
+        there.__dict__.pop("__getstate__", None)
+
+
+def _leave_out_of_copies(module: nn.Module) -> None:
+    """Let copies of this module, and files that it is saved to, contain no hooks of ours.
+
+    With them, a file of the whole model (`torch.save(model)`) could only be loaded where Gradsight
+    is installed, and not at all with `weights_only=True`.
+    """
+    # Modules of torch.fx copy their attributes themselves.
+    parents = [vars(each) for each in type(module).__mro__[:-1]]
+    if not any("__reduce__" in each or "__deepcopy__" in each for each in parents):
+        # pickle and copy ask the object for its state, not its class.
+        module.__dict__.setdefault("__getstate__", _StateWithoutHooks(module))
+
+
+class _StateWithoutHooks:
+    """The state of a module without hooks of ours."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> Any:
+        module: Any = self._module()
+        kind: Any = type(module)
+        state = kind.__getstate__(module)
+        if not isinstance(state, dict):
+            return state
+        state = {key: value for key, value in state.items() if value is not self}
+        ours = {key for name in _HOOKS for key in _ours(state.get(name) or {})}
+        for name in (*_HOOKS, *_HOW_HOOKS_ARE_CALLED):
+            if ours & state.get(name, {}).keys():
+                kept = [(key, value) for key, value in state[name].items() if key not in ours]
+                state[name] = type(state[name])(kept)
+        return state
+
+
+def _ours(hooks: Mapping[int, Any]) -> list[int]:
+    return [key for key, hook in hooks.items() if type(hook) is ModuleHook]
 
 
 class ModuleHook:
