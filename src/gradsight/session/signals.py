@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
+from gradsight.first_step.recorder import called_modules
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.first_look import FirstLook
 from gradsight.session.guess import TargetCounts, TargetFrequencies, loss_of_a_guess, target_counts
@@ -72,7 +74,7 @@ class TrainingSignals:
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
         self._batches = Batches()
-        self._forward_handle: Any = None
+        self._forward_handles: dict[nn.Module, Any] = {}
         self._loss: Tensor | None = None
         self._guesses = 0
         self._guess: float | HostCopy | None = None
@@ -91,10 +93,13 @@ class TrainingSignals:
             put_hook(self.guard, optimizer.register_step_post_hook, self._step_ends)
         # Hooks inside a compiled call would break its graph.
         if getattr(self._model, "_compiled_call_impl", None) is None:
-            register = self._model.register_forward_pre_hook
-            self._forward_handle = put_module_hook(
-                self.guard, register, self._on_forward, with_kwargs=True
-            )
+            for module in {self._model: None, _largest_part(self._model): None}:
+                self._forward_handles[module] = put_module_hook(
+                    self.guard,
+                    module.register_forward_pre_hook,
+                    partial(self._on_forward, module),
+                    with_kwargs=True,
+                )
 
     @property
     def loss(self) -> Tensor | None:
@@ -175,16 +180,19 @@ class TrainingSignals:
         for clearing in self._clearing:
             clearing.after_backward(begun)
 
-    def _on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _on_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """The model is called with these arguments. After a few batches enough has been seen."""
-        if not self._model.training or is_suspended():
+        if not module.training or is_suspended():
             return
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        self._leave_modules(but=module)
         self._half = is_autocast_to(torch.float16)
         self._batches.see((*args, *kwargs.values()))
         if self._batches.count >= _BATCHES:
-            self._leave_model()
+            self._leave_modules()
 
     def _step_begins(self, *_: Any) -> None:
         self._evaluations = 0
@@ -205,10 +213,21 @@ class TrainingSignals:
                 self._unigram = _on_its_way(self._targets.entropy())
                 self._targets = TargetFrequencies()
 
-    def _leave_model(self) -> None:
-        if self._forward_handle is not None:
-            self._forward_handle.remove()
-            self._forward_handle = None
+    def _leave_modules(self, but: nn.Module | None = None) -> None:
+        for module in [each for each in self._forward_handles if each is not but]:
+            self._forward_handles.pop(module).remove()
+
+
+def _largest_part(model: nn.Module) -> nn.Module:
+    """Return what a script calls in place of the model, as Lightning's modules are never called.
+
+    That is the part with at least half of the parameters; without one, the model.
+    """
+    size = sum(each.numel() for each in model.parameters())
+    for part in called_modules(model)[1:]:
+        if 2 * sum(each.numel() for each in part.parameters()) >= size:
+            return part
+    return model
 
 
 class Clearing:
