@@ -59,7 +59,18 @@ def form_of(loss: Tensor) -> LossForm:
     >>> form_of(values.mean() / 4)
     LossForm(factor=0.25, reduction='mean', entries=8)
     """
-    return _form(loss.grad_fn, _Factor(), _FAR)
+    return _form(source_of(loss.grad_fn, loss.output_nr), _Factor(), _FAR)
+
+
+def source_of(node: Any, output: int) -> Any:
+    """Return the operation that made an output of this node; None if there is none.
+
+    DistributedDataParallel passes the outputs of its model through an operation of its own if it
+    looks for unused parameters. The one before it is returned.
+    """
+    if node is not None and node.name() == "_DDPSinkBackward":
+        node, output = node.next_functions[output]
+    return node
 
 
 def _form(node: Any, factor: _Factor, far: int) -> LossForm:
@@ -71,9 +82,10 @@ def _form(node: Any, factor: _Factor, far: int) -> LossForm:
         scaled = None if other is None else factor.times(other, name == "MulBackward0")
         return _unknown(factor) if scaled is None else _form(inner, scaled, far - 1)
     if name == "AddBackward0":
-        return _largest([_form(each, factor, far - 1) for each, _ in node.next_functions], factor)
+        terms = [_form(source_of(*each), factor, far - 1) for each in node.next_functions]
+        return _largest(terms, factor)
     if name.startswith(_PASSING) and node.next_functions:
-        return _form(node.next_functions[0][0], factor, far - 1)
+        return _form(source_of(*node.next_functions[0]), factor, far - 1)
     return _reduced(node, name, factor)
 
 
@@ -91,7 +103,7 @@ def _largest(terms: list[LossForm], factor: _Factor) -> LossForm:
 
 def _scaled(node: Any) -> tuple[Any, Tensor | None]:
     """What is multiplied or divided, and by which number."""
-    sources = [source for source, _ in node.next_functions]
+    sources = [source_of(*each) for each in node.next_functions]
     for saved, inner in (("_saved_other", sources[0]), ("_saved_self", sources[-1])):
         value = getattr(node, saved, None)
         is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.devices import is_accelerator
+from gradsight.core.loss_graph import source_of
 
 _MEAN, _SUM = 1, 2
 _DEPTH = 4
@@ -41,7 +42,7 @@ def loss_of_a_guess(loss: Tensor) -> float | Tensor | None:
 
 def _behind_factors(loss: Tensor) -> tuple[Any, float | Tensor]:
     """The operation that made a loss, and what that was multiplied by since."""
-    node: Any = loss.grad_fn
+    node: Any = source_of(loss.grad_fn, loss.output_nr)
     factor: float | Tensor = 1.0
     for _ in range(_DEPTH):
         if node is None:
@@ -56,7 +57,7 @@ def _behind_factors(loss: Tensor) -> tuple[Any, float | Tensor]:
         if isinstance(other, float) and other == 0:  # nothing counts: there is nothing to guess
             return None, 1.0
         factor = factor * other if name == "MulBackward0" else factor / other
-        node = node.next_functions[0][0]
+        node = source_of(*node.next_functions[0])
     return None, 1.0
 
 

@@ -4,7 +4,7 @@ Each module of this package holds one list, `SITUATIONS`. A situation is a scrip
 of Gradsight, with the exit code, the findings, the models and the number of steps that the command
 must report. `tests/golden/script_cases.py` runs them and records everything else that is said.
 
-    PYTHONPATH=../src python -m attach.situations [NAME...]    # in tests/: run and print them
+    PYTHONPATH=$PWD/../src python -m attach.situations [NAME...]    # in tests/: run and print them
 
 The scripts may use `torch`, `nn`, `F`, `dist` and `math` without importing them.
 """

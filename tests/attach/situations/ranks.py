@@ -1,0 +1,49 @@
+"""Several ranks."""
+
+from attach.situations import Situation
+
+UNUSED_PARAMETERS = """
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x, y):
+        scores = self.network(x)
+        return scores, F.cross_entropy(scores, y)
+
+
+model = nn.parallel.DistributedDataParallel(Model(), find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(1 + rank)
+for step in range(12):
+    for part in range(4):
+        x = torch.randn(8, 4)
+        scores, loss = model(x, x[:, :3].argmax(1))
+        (loss / DIVISOR).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+SITUATIONS = [
+    Situation(
+        "ranks accumulate with a divisor, and look for unused parameters",
+        UNUSED_PARAMETERS.replace("DIVISOR", "4"),
+        arguments=["--nproc_per_node", "2"],
+        models={"model": 12},
+        slow=True,
+    ),
+    Situation(
+        "ranks accumulate without a divisor, and look for unused parameters",
+        UNUSED_PARAMETERS.replace("DIVISOR", "1"),
+        arguments=["--nproc_per_node", "2"],
+        exit_code=1,
+        findings=["GS609"],
+        slow=True,
+    ),
+]
