@@ -340,9 +340,9 @@ class Batches:
         self.count = 0
         self.newest: list[Tensor] = []
         """Samples of the tensors of the last batch."""
-        self._holders: list[Callable[[], Tensor | int | None]] = []
-        self._unread: deque[tuple[int, bool, list[HostCopy] | None]] = deque()
-        """Comparisons on their way: the batch's number, whether it is the same object, flags."""
+        self._holders: list[_Holder] = []
+        self._unread: deque[tuple[int, _Comparison]] = deque()
+        """Comparisons on their way, by the number of their batch."""
         self.alike: int | None = None
         """How many batches in a row were the same, made anew; None where none was seen."""
         self.fixed = False
@@ -354,54 +354,76 @@ class Batches:
         tensors = _tensors(values)
         if not tensors:
             return
-        # Objects as well as entries: a loop that overfits one batch on purpose hands in the same
-        # tensors, a loader that does not advance makes them anew.
         samples = [_sample(tensor) for tensor in tensors]
         holders = [_holder(tensor) for tensor in tensors]
-        same_objects = self._are_the_same_objects(holders)
-        flags = None if same_objects else self._compared(samples)
-        self._unread.append((self.count, same_objects, flags))
+        self._unread.append((self.count, self._compared(samples, holders)))
         self.newest = samples
         self._holders = holders
         self.read_arrived()
 
     def read_arrived(self) -> None:
         """Take in the comparisons that have come from the device, in their order."""
-        while self._unread and all(flag.ready() for flag in self._unread[0][2] or ()):
-            number, same_objects, flags = self._unread.popleft()
-            # Batches of one value only tell nothing.
-            equal, varied = _both(flags)
-            alike = not same_objects and equal and varied
-            self.alike = (self.alike or 0) + 1 if alike else 0
-            seen_before = alike or same_objects
-            self.fixed = number > 1 and seen_before and (self.fixed or number == 2)
+        while self._unread and self._unread[0][1].ready():
+            number, comparison = self._unread.popleft()
+            equal, held = comparison.read()
+            self.alike = (self.alike or 0) + 1 if equal and not held else 0
+            self.fixed = number > 1 and (equal or held) and (self.fixed or number == 2)
 
-    def _are_the_same_objects(self, holders: Sequence[Callable[[], Tensor | int | None]]) -> bool:
-        if len(holders) != len(self._holders):
-            return False
-        for one, other in zip(holders, self._holders, strict=True):
-            new, old = one(), other()
-            if not (new is old or (isinstance(new, int) and isinstance(old, int) and new == old)):
-                return False
-        return True
-
-    def _compared(self, samples: Sequence[Tensor]) -> list[HostCopy] | None:
-        """Of each sample: whether it is that of the batch before, and has several values.
-
-        None where the batches cannot be the same.
-        """
+    def _compared(self, samples: Sequence[Tensor], holders: Sequence["_Holder"]) -> "_Comparison":
         if len(samples) != len(self.newest):
-            return None
+            return _Comparison()
+        same_objects = [
+            _is_same(one(), other()) for one, other in zip(holders, self._holders, strict=True)
+        ]
+        if all(same_objects):
+            return _Comparison(same_objects)
         flags = []
         for one, other in zip(samples, self.newest, strict=True):
             if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-                return None
+                return _Comparison()
             # Compared on the device: torch.equal() would wait for it.
             flags.append(HostCopy.of(torch.stack([(one == other).all(), (one != one[0]).any()])))
-        return flags
+        return _Comparison(same_objects, flags)
 
 
-def _holder(tensor: Tensor) -> Callable[[], Tensor | int | None]:
+_Holder = Callable[[], Tensor | int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """How the tensors of a batch compare with those of the batch before, in their order."""
+
+    same_objects: Sequence[bool] = ()
+    flags: Sequence[HostCopy] = ()
+    """Of each tensor, whether its values are those of the batch before, and whether they differ."""
+
+    def ready(self) -> bool:
+        """Whether the flags have arrived."""
+        return all(flag.ready() for flag in self.flags)
+
+    def read(self) -> tuple[bool, bool]:
+        """Return whether the batches are equal, and whether the script keeps the batch on purpose.
+
+        A loop that overfits one batch on purpose hands in the same tensors; a loader that does not
+        advance creates them again. Tensors of one value, such as an initial state, decide neither.
+        """
+        if not self.flags:
+            return False, bool(self.same_objects)
+        read = [flag.read().tolist() for flag in self.flags]
+        equal = all(bool(same) for same, _ in read) and any(bool(varied) for _, varied in read)
+        kept = [
+            is_same and bool(varied)
+            for is_same, (_, varied) in zip(self.same_objects, read, strict=True)
+        ]
+        return equal, any(kept) and equal
+
+
+def _is_same(one: Tensor | int | None, other: Tensor | int | None) -> bool:
+    """Whether two holders hold the same memory."""
+    return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
+
+
+def _holder(tensor: Tensor) -> _Holder:
     """Return what holds the memory of a batch: a script that trains on all its data keeps it.
 
     That is the tensor itself, the tensor that it is another view of, or an array of numpy.
@@ -417,14 +439,6 @@ def _holder(tensor: Tensor) -> Callable[[], Tensor | int | None]:
             address = tensor.data_ptr()
             return lambda: address
     return weakref.ref(tensor)
-
-
-def _both(flags: Sequence[HostCopy] | None) -> tuple[bool, bool]:
-    """Whether all samples are as before, and whether one has several values."""
-    if not flags:
-        return False, False
-    read = [flag.read() for flag in flags]
-    return all(equal for equal, _ in read), any(varied for _, varied in read)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -71,6 +71,20 @@ for epoch in range(40):
         models={"model": 40},
     ),
     Situation(
+        "full batch with an initial state that is made in every step",
+        """
+x = torch.randn(32, 5, 4)
+model = nn.RNN(4, 1, batch_first=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(40):
+    state = torch.zeros(1, 32, 1)
+    optimizer.zero_grad()
+    F.mse_loss(model(x, state)[0][:, -1], x[:, -1, :1]).backward()
+    optimizer.step()
+""",
+        models={"model": 40},
+    ),
+    Situation(
         "a slice that does not advance",
         """
 inputs = torch.randn(320, 4)
