@@ -25,7 +25,7 @@ def is_only_a_unit(window: Window) -> bool:
     usual = np.median(window.first_totals) if window.first_totals else 0.0
     if window.total > _GROWN * usual:
         return False
-    if not _steps_are_short(window):
+    if not steps_are_short(window):
         return False
     if window.steps_seen <= _STEPS_UNTIL_THE_LOSS_TELLS:
         return True
@@ -35,8 +35,8 @@ def is_only_a_unit(window: Window) -> bool:
     return _has_fallen(window)
 
 
-def _steps_are_short(window: Window) -> bool:
-    """Whether the last closer look found short updates; False where none was seen."""
+def steps_are_short(window: Window) -> bool:
+    """Return whether the last detailed measurement found short updates; False without one."""
     if not window.details:
         return False
     ratios = window.details[-1]["update_ratio"]

@@ -1,0 +1,29 @@
+"""Losses and the size of their gradients."""
+
+from attach.situations import Situation
+
+SMALL = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.OPTIMIZER(model.parameters(), lr=1e-3)
+for step in range(40):
+    x = torch.randn(32, 4)
+    optimizer.zero_grad()
+    (1e-4 * F.mse_loss(model(x), x.sum(1, keepdim=True))).backward()
+    optimizer.step()
+"""
+
+SITUATIONS = [
+    Situation(
+        "a small gradient that Adam divides by its own size",
+        SMALL.replace("OPTIMIZER", "Adam"),
+        models={"model": 40},
+    ),
+    Situation(
+        "a small gradient with plain steps",
+        SMALL.replace("OPTIMIZER", "SGD"),
+        exit_code=1,
+        findings=["GS105"],
+        first="GS105",
+        models={"model": 40},
+    ),
+]
