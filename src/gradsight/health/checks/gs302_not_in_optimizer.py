@@ -28,7 +28,8 @@ from gradsight.health.window import Window
 # before the loop, and before a scheduler is made: add what is missing
 groups = optimizer.param_groups
 held = {id(each) for group in groups for each in group["params"]}
-missing = [each for each in model.parameters() if id(each) not in held]
+learning = [each for each in model.parameters() if each.requires_grad]
+missing = [each for each in learning if id(each) not in held]
 optimizer.add_param_group({"params": missing})
 """,
     ),
