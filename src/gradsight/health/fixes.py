@@ -110,6 +110,22 @@ for name, parameter in model.named_parameters():
         print(name, f"{int(dead.sum())} of {len(dead)} rows")
 """
 
+ADD_MISSING = """
+# before the loop, and before a scheduler is made: add what is missing
+groups = optimizer.param_groups
+held = {id(each) for group in groups for each in group["params"]}
+learning = [each for each in model.parameters() if each.requires_grad]
+missing = [each for each in learning if id(each) not in held]
+optimizer.add_param_group({"params": missing})
+"""
+
+START_ADAPTERS = """
+# before the loop: initialise one factor of each LoRA adapter
+for name, parameter in model.named_parameters():
+    if "lora_A" in name and not parameter.any():
+        nn.init.kaiming_uniform_(parameter, a=5**0.5)
+"""
+
 LIST_ADAPTERS = """
 # before the loop: list adapters that are frozen or zero
 for name, parameter in model.named_parameters():

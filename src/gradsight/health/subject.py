@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from gradsight.core.experts import expert_groups
 from gradsight.core.parameters import Named
+from gradsight.health.adapters import frozen_adapters
 from gradsight.health.trainers import trainer_of
 from gradsight.health.window import GroupSettings, OnlyOptimizer, Subject
 
@@ -38,6 +39,7 @@ def subject_of(
         experts=expert_groups(model, parameters),
         optimizer=only_optimizer(parameters, optimizers),
         trainer=trainer_of(optimizers),
+        frozen_adapters=frozen_adapters(model, parameters),
         is_pretrained=_is_pretrained(model, parameters),
     )
 

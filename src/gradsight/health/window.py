@@ -93,6 +93,8 @@ class Subject:
     """None where there are several, or none is known."""
     trainer: Trainer | None = None
     """What runs the loop; None for a loop of the user's."""
+    frozen_adapters: tuple[int, ...] = ()
+    """Adapters that are frozen while other parts of their model are trained."""
     is_pretrained: bool = False
     """Whether the weights were loaded, as far as that can be seen."""
 
