@@ -20,7 +20,7 @@ from gradsight.health.window import Window
             "of the adapters alone when you freeze the rest."
         ),
         fix="""
-# before the optimizer is made: train the adapters
+# before the loop, and before the optimizer is made: train adapters
 for name, parameter in model.named_parameters():
     if "lora_" in name:
         parameter.requires_grad_(True)
