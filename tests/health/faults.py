@@ -163,7 +163,7 @@ model[0].bias.data.fill_(-100.0)
 TWO_DEAD_LAYERS = """
 model = nn.Sequential(model[0], nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), model[2])
 for each in (model[0], model[2]):
-    each.bias.data.fill_(-100.0)
+    each.bias.data.fill_(-10.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 DEAD_OUTPUTS = """

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from torch import nn
 from torch.nn import functional
 
 import gradsight
-from gradsight.health import checks
+from gradsight.health import checks, judge
 from gradsight.health.fixes import GIVEN
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CHECKS, Advice
+from gradsight.health.tailoring import fitted
+from gradsight.health.window import Window
 from gradsight.values.findings import Finding
 from health.faults import FAULTS, ON_RANKS, SETUP, Fault
 from launch import run_ranks
@@ -49,6 +52,8 @@ def every_fix() -> dict[str, str]:
 
 
 FIXES = every_fix()
+TEMPLATES: dict[str, str] = {}
+"""By the fix of a finding: the same as the check has it, without the optimizer and the rate."""
 
 
 def sections(fix: str) -> dict[str, str]:
@@ -96,7 +101,16 @@ def findings_of(fault: Fault, fix: str = "", keep_fault: bool = False) -> dict[s
         setup, loop = pasted(fault, fix, keep_fault)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "F": functional}
     exec(compile(setup, "setup", "exec"), names)
-    with gradsight.watch(names["model"], names["optimizer"], quiet=True) as watched:
+
+    def noted(advice: Advice, window: Window) -> Advice:
+        result = fitted(advice, window)
+        TEMPLATES[result.fix] = advice.tidy().fix
+        return result
+
+    with (
+        mock.patch.object(judge, "fitted", noted),
+        gradsight.watch(names["model"], names["optimizer"], quiet=True) as watched,
+    ):
         exec(compile(loop, "loop", "exec"), names)
         return {each.code: each for each in watched.report().findings}
 
@@ -143,7 +157,7 @@ def test_the_fix_of_a_rank_that_stands_apart() -> None:
 
 
 def test_every_fix_is_pasted_into_a_script_with_its_fault() -> None:
-    tried = {found_in(fault)[fault.code].fix for fault in FAULTS}
+    tried = {TEMPLATES[found_in(fault)[fault.code].fix] for fault in FAULTS}
     tried.add(CHECKS[ON_RANKS.code].advice.fix)
     # tests/session/test_record_ranks.py trains with and without what these two add.
     tried |= {CHECKS[code].advice.fix for code in ("GS504", "GS505")}
@@ -162,6 +176,9 @@ def test_a_fix_uses_only_names_that_are_given(fix: str) -> None:
     tree = ast.parse(fix)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    made |= {
+        each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names
+    }
     made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     made |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     known = made | set(GIVEN) | set(dir(builtins))

@@ -47,6 +47,7 @@ from gradsight.health.registry import CHECKS
 from gradsight.session.options import WatchOptions
 from gradsight.session.preflight import preflight_codes
 from gradsight.session.watch_session import Watch
+from gradsight.values.adapters import is_of_an_adapter
 from gradsight.values.steps import Schedule
 
 _COPIES = 2
@@ -316,15 +317,18 @@ class Session:
         options = WatchOptions(run_dir=folder, stop_raises=False, **self._told.options())
         return Watch(model, optimizers, options)
 
+    @property
+    def has_watched(self) -> bool:
+        """Whether a watch was opened in this process."""
+        return bool(self._watches) or self._forked
+
     def _describe(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """Write down what is known of this optimizer, for the report; rank 0 does."""
         for known in self._known:
             if known["id"] == id(optimizer):
                 if frame is not None:
                     known.setdefault("steps", (frame.f_code.co_filename, frame.f_lineno))
-                known["lr"] = (
-                    optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-                )
+                known["lr"] = _largest_rate(optimizer)
                 known["scheduler"] = has_scheduler(optimizer)
         if rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
             plain = [
@@ -339,6 +343,12 @@ class Session:
                     f"gradsight: {self._run_dir} cannot be written: {error.strerror}",
                     file=sys.stderr,
                 )
+
+
+def _largest_rate(optimizer: Optimizer) -> float | None:
+    """The largest learning rate of its groups, now or where a scheduler began."""
+    rates = [group.get(key) for group in optimizer.param_groups for key in ("lr", "initial_lr")]
+    return max((rate for rate in rates if isinstance(rate, (int, float))), default=None)
 
 
 def _forget(folder: Path) -> None:
@@ -427,6 +437,26 @@ def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
 
 
 _sessions: list[Session] = []
+
+
+def note_frozen_models() -> None:
+    """The process ends: if nothing was watched because nothing can learn, note that."""
+    if any(session.has_watched for session in _sessions):
+        return
+    models = [model for model in roots() if next(model.parameters(), None) is not None]
+    if not models or any(each.requires_grad for model in models for each in model.parameters()):
+        return
+    largest = max(models, key=lambda model: sum(each.numel() for each in model.parameters()))
+    names = [name for name, _ in largest.named_parameters()]
+    note = {
+        "optimizer": "none",
+        "frozen": type(largest).__name__,
+        "adapters": any(map(is_of_an_adapter, names)),
+    }
+    file = told().run_dir / rundir.SCRIPT
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps([note, *known], indent=1))
 
 
 def told() -> Told:

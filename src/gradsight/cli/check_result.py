@@ -84,7 +84,7 @@ class CheckResult:
 
     def notes(self) -> list[str]:
         """Where the optimizers are, and how the script ended."""
-        lines = [_described(optimizer) for optimizer in self.optimizers]
+        lines = [_described(each, self._largest_rate(each)) for each in self.optimizers]
         lines += self._clipping_and_scaling()
         if self.code:
             how = f"failed with exit code {self.code}"
@@ -97,6 +97,18 @@ class CheckResult:
                     f"options of gradsight check come before SCRIPT."
                 )
         return lines
+
+    def _largest_rate(self, optimizer: Mapping[str, Any]) -> float | None:
+        """The largest rate that it had at its steps; None where other optimizers share its model.
+
+        A scheduler may begin at zero and end there, so that one rate says nothing.
+        """
+        name = optimizer.get("model")
+        sharing = [each for each in self.optimizers if each.get("model") == name]
+        if len(sharing) > 1 or name not in self.runs:
+            return None
+        steps = self.runs[name].steps
+        return max((step.lr for step in steps if step.lr is not None), default=None)
 
     def _clipping_and_scaling(self) -> list[str]:
         """Whether gradients are clipped and scaled, as seen from the steps."""
@@ -217,10 +229,20 @@ _OWN_UPDATES = (
 )
 
 
-def _described(optimizer: dict[str, Any]) -> str:
+_FROZEN = "No parameter of {model} requires a gradient, so there is nothing to train."
+_FROZEN_ADAPTERS = (
+    " Its adapters are frozen: PeftModel.from_pretrained() loads them so unless you pass "
+    "is_trainable=True."
+)
+
+
+def _described(optimizer: Mapping[str, Any], largest_rate: float | None) -> str:
     """An optimizer as a sentence: of which model, where it is made and steps, its learning rate."""
     if isinstance(optimizer.get("passes"), int):
         return _OWN_UPDATES.format(passes=optimizer["passes"])
+    if isinstance(optimizer.get("frozen"), str):
+        text = _FROZEN.format(model=optimizer["frozen"])
+        return text + _FROZEN_ADAPTERS * (optimizer.get("adapters") is True)
     text = f"{optimizer['optimizer']} of {optimizer.get('model') or 'a model that was not found'}"
     made = optimizer.get("made")
     if made:
@@ -228,8 +250,13 @@ def _described(optimizer: dict[str, Any]) -> str:
     steps = optimizer.get("steps")
     if steps:
         text += f", steps at {Path(steps[0]).name}:{steps[1]}"
-    if isinstance(optimizer.get("lr"), (int, float)):
-        text += f", lr {optimizer['lr']:g}"
+    rates = [rate for rate in (optimizer.get("lr"), largest_rate) if isinstance(rate, (int, float))]
     if optimizer.get("scheduler"):
-        return f"{text}, with a scheduler."
+        return (
+            f"{text}, lr up to {max(rates):g} with a scheduler."
+            if rates
+            else f"{text}, with a scheduler."
+        )
+    if rates:
+        text += f", lr {rates[0]:g}"
     return f"{text}, no scheduler."

@@ -306,8 +306,9 @@ class _Look:
     ) -> dict[str, Any]:
         zeros = [probe.zeros for probe in probes]
         targets = [each.values for each in (*self._seen.targets, *operations.targets)]
-        depends, why = depends_on_input(self._module, call, outputs, zeros, targets)
-        return {"depends": depends, "independence": why}
+        found = depends_on_input(self._module, call, outputs, zeros, targets)
+        known = {"depends": found.depends, "independence": found.why_not}
+        return {**known, "dead_layer": found.dead_layer}
 
 
 def _probed(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any], list[Probe]]:

@@ -28,6 +28,7 @@ for name, parameter in model.named_parameters():
 
 KEEP_THE_SIZE = """
 # before the loop: initialise weights so that the signal keeps its size
+# (only if you train from scratch: this overwrites the weights)
 def init_weights(module):
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
@@ -35,14 +36,22 @@ def init_weights(module):
 model.apply(init_weights)
 """
 
+NEW_LAST_LAYER = """
+# before the loop: start with logits near zero
+# (only if the last layer is new: this overwrites its weights)
+layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+for last in layers[-1:]:
+    nn.init.normal_(last.weight, std=0.02)
+"""
+
 NO_SATURATION = """
 # before the loop: replace activations that saturate
-# (except one at the output)
-last = list(model.modules())[-1]
-for parent in list(model.modules()):
-    for name, child in parent.named_children():
-        if isinstance(child, (nn.Sigmoid, nn.Tanh)) and child is not last:
-            setattr(parent, name, nn.GELU())
+# (except the last of a Sequential: it may be a gate or the output)
+for parent in model.modules():
+    if isinstance(parent, nn.Sequential):
+        for place, child in list(enumerate(parent))[:-1]:
+            if isinstance(child, (nn.Sigmoid, nn.Tanh)):
+                parent[place] = nn.GELU()
 """
 
 CLIP = """
@@ -63,21 +72,75 @@ for group in optimizer.param_groups:
     group["lr"] *= 0.1
 """
 
+WARM_UP = """
+# before the loop: reach it within 100 steps
+schedulers = torch.optim.lr_scheduler
+warm_up = schedulers.LinearLR(optimizer, 0.01, total_iters=100)
+
+# in the loop, after optimizer.step(): the next learning rate
+warm_up.step()
+"""
+
+HIGHER_RATE = """
+# before the loop, and before a scheduler is made: an ordinary rate
+for group in optimizer.param_groups:
+    group["lr"] = 1e-3
+"""
+
+WEAKER_DECAY = """
+# before the loop: weaker decay
+for group in optimizer.param_groups:
+    group["weight_decay"] = min(group["weight_decay"], 0.01)
+"""
+
 LIVING_UNITS = """
 # before the loop: replace ReLU, whose units can die
 for parent in list(model.modules()):
     for name, child in parent.named_children():
         if isinstance(child, nn.ReLU):
             setattr(parent, name, nn.LeakyReLU(0.01))
+# where your model calls F.relu(x), call F.leaky_relu(x) instead
 """
 
-FOR_RELU = """
-# before the loop: initialise the weights for ReLU, and biases at zero
-for module in model.modules():
-    if isinstance(module, nn.Linear):
-        nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+PRINT_DEAD_UNITS = """
+# in the loop, after loss.backward(): count rows without a gradient
+for name, parameter in model.named_parameters():
+    if parameter.grad is not None and parameter.dim() > 1:
+        dead = (parameter.grad.flatten(1) == 0).all(dim=1)
+        print(name, f"{int(dead.sum())} of {len(dead)} rows")
+"""
+
+ADD_MISSING = """
+# before the loop, and before a scheduler is made: add what is missing
+groups = optimizer.param_groups
+held = {id(each) for group in groups for each in group["params"]}
+learning = [each for each in model.parameters() if each.requires_grad]
+missing = [each for each in learning if id(each) not in held]
+optimizer.add_param_group({"params": missing})
+"""
+
+START_ADAPTERS = """
+# before the loop: initialise one factor of each LoRA adapter
+for name, parameter in model.named_parameters():
+    if "lora_A" in name and not parameter.any():
+        nn.init.kaiming_uniform_(parameter, a=5**0.5)
+"""
+
+LIST_ADAPTERS = """
+# before the loop: list adapters that are frozen or zero
+for name, parameter in model.named_parameters():
+    if "lora_" in name:
+        state = "trained" if parameter.requires_grad else "frozen"
+        print(name, state, "" if parameter.any() else "all zeros")
+"""
+
+NO_ZERO_WEIGHTS = """
+# before the loop: initialise linear layers that contain only zeros
+# (except those that start at zero on purpose, as half of an adapter does)
+for name, module in model.named_modules():
+    if isinstance(module, nn.Linear) and "lora" not in name.lower():
+        if not module.weight.any():
+            module.reset_parameters()
 """
 
 BFLOAT16 = """
@@ -104,6 +167,8 @@ BALANCED_ROUTING = """
 # (so that every expert is tried)
 routed = {}
 def add_noise(module, args, logits):
+    if not isinstance(logits, torch.Tensor):
+        return None
     if module.training:
         logits = logits + logits.detach().std() * torch.randn_like(logits)
     routed[module] = logits
@@ -125,3 +190,6 @@ for logits in routed.values():
     load = F.one_hot(probabilities.argmax(-1), experts).float().mean(0)
     loss = loss + 0.01 * experts * (load * probabilities.mean(0)).sum()
 """
+
+FROM_SCRATCH = (KEEP_THE_SIZE, NEW_LAST_LAYER)
+"""Sections that overwrite weights, and so would destroy a pretrained model."""

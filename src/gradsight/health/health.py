@@ -20,7 +20,13 @@ from gradsight.health.rank_agreement import RankAgreement
 from gradsight.health.rank_digests import RankDigestExchange
 from gradsight.health.ranks import RankComparer
 from gradsight.health.registry import CheckSettings
-from gradsight.health.subject import group_of_rows, groups_of, memberships_of, subject_of
+from gradsight.health.subject import (
+    group_of_rows,
+    groups_of,
+    memberships_of,
+    only_optimizer,
+    subject_of,
+)
 from gradsight.measure.host_copy import HostCopy
 from gradsight.values.findings import Finding, IncidentRule
 from gradsight.values.health_report import Abstention, HealthReport
@@ -129,7 +135,9 @@ class Health:
             window.subject = replace(window.subject, memberships=memberships, group_of=group_of)
         if measured.details is not None:
             # Schedulers change them from step to step.
-            window.subject = replace(window.subject, groups=groups_of(self._optimizers))
+            optimizer = only_optimizer(self._parameters, self._optimizers)
+            groups = groups_of(self._optimizers)
+            window.subject = replace(window.subject, groups=groups, optimizer=optimizer)
         findings = self._judge.observe(measured)
         for comparison in measured.rank_comparisons:
             findings += self._judge.compare(comparison)

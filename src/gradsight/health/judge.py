@@ -12,6 +12,7 @@ from typing import get_args
 
 from gradsight.health import checks
 from gradsight.health.registry import MISSING, Advice, Check, CheckSettings, Fact, When, chosen
+from gradsight.health.tailoring import fitted
 from gradsight.health.window import Subject, Window
 from gradsight.values.causes import with_causes
 from gradsight.values.findings import Finding
@@ -212,11 +213,11 @@ class Judge:
         if not worse and each.parameters.keys() >= set(names):
             return
         each.parameters |= dict.fromkeys(names)
-        if worse:
+        if worse or each.parameters.keys() <= set(names):
+            # The new evidence is about all that the finding names.
             each.evidence = facts[0].evidence
             each.advice = facts[0].advice
-        else:
-            severity = known.severity
+        severity = severity if worse else known.severity
         self._tell(each, self._finding(each, severity, known.first_step))
 
     def _finding(self, each: _Running, severity: str, first_step: int) -> Finding:
@@ -224,6 +225,7 @@ class Judge:
         advice = (each.advice or check.advice).tidy()
         if advice.if_clipped is not None and self.window.clips_already:
             advice = advice.if_clipped
+        advice = fitted(advice, self.window)
         return Finding(
             code=check.code,
             name=check.name,

@@ -1,5 +1,6 @@
 """What a judge may know of a model before any gradient is seen."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch.optim import SGD, Optimizer
 
 from gradsight.core.experts import expert_groups
 from gradsight.core.parameters import Named
-from gradsight.health.window import GroupSettings, Subject
+from gradsight.health.adapters import frozen_adapters
+from gradsight.health.trainers import trainer_of
+from gradsight.health.window import GroupSettings, OnlyOptimizer, Subject
 
 
 def subject_of(
@@ -34,7 +37,64 @@ def subject_of(
         lost_eps=lost_eps_of(optimizers),
         memberships=memberships_of(parameters, optimizers) if optimizers else None,
         experts=expert_groups(model, parameters),
+        optimizer=only_optimizer(parameters, optimizers),
+        trainer=trainer_of(optimizers),
+        frozen_adapters=frozen_adapters(model, parameters),
+        is_pretrained=_is_pretrained(model, parameters),
     )
+
+
+def _is_pretrained(model: nn.Module, parameters: Sequence[Named]) -> bool:
+    """Whether weights were loaded: a part is frozen, or transformers notes where they are from."""
+    if not all(named.tensor.requires_grad for named in parameters):
+        return True
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return any(bool(getattr(config, "_name_or_path", "")) for config in configs)
+
+
+def only_optimizer(
+    parameters: Sequence[Named], optimizers: Sequence[Optimizer]
+) -> OnlyOptimizer | None:
+    """Return the optimizer as advice names it, if there is exactly one."""
+    if len(optimizers) != 1:
+        return None
+    (optimizer,) = optimizers
+    kind = type(optimizer)
+    is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    if kind is not getattr(torch.optim, kind.__name__, None):
+        return OnlyOptimizer(kind.__name__, is_scheduled)
+    defaults = {name: each.default for name, each in inspect.signature(kind).parameters.items()}
+    usual = _number(defaults.get("lr")) or 1e-3
+    call = _call_of(optimizer, defaults, parameters)
+    return OnlyOptimizer(kind.__name__, is_scheduled, usual, call)
+
+
+def _call_of(
+    optimizer: Optimizer, defaults: Mapping[str, Any], parameters: Sequence[Named]
+) -> str | None:
+    """Code that makes this optimizer, if it holds the whole model with the same settings."""
+    groups = optimizer.param_groups
+    held = {id(tensor) for group in groups for tensor in group["params"]}
+    learning = {id(named.tensor) for named in parameters if named.tensor.requires_grad}
+    if not learning <= held <= {id(named.tensor) for named in parameters}:
+        return None
+    if len({_number(group.get("initial_lr", group.get("lr"))) for group in groups}) > 1:
+        return None
+    arguments = ""
+    for name, default in defaults.items():
+        values = [group[name] for group in groups if name in group]
+        if name in ("params", "lr") or not values:
+            continue
+        if not all(value is None or isinstance(value, _PLAIN) for value in values):
+            return None
+        if any(value != values[0] for value in values):
+            return None
+        if values[0] != default:
+            arguments += f", {name}={values[0]!r}"
+    return f"optimizer = torch.optim.{type(optimizer).__name__}({{given}}, lr={{lr}}{arguments})"
+
+
+_PLAIN = (bool, int, float, str, tuple)
 
 
 _PENALTY = {"Adam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "ASGD", "Rprop"}

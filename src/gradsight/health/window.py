@@ -12,6 +12,7 @@ import numpy as np
 from gradsight.health.bad_steps import scaler_settles
 from gradsight.health.baseline import Baseline, logarithms
 from gradsight.health.expert_life import ExpertLife
+from gradsight.health.trainers import Trainer
 from gradsight.values.experts import ExpertGroup
 from gradsight.values.measured import (
     Details,
@@ -51,6 +52,18 @@ class GroupSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class OnlyOptimizer:
+    """The optimizer of a run that has one, for advice that names it."""
+
+    name: str
+    is_scheduled: bool = False
+    usual_rate: float = 1e-3
+    """The learning rate that its class has by default."""
+    call: str | None = None
+    """Code that makes it again, with {given} for the parameters and {lr}; None: it is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What is known of the model and its optimizers before any gradient is seen.
 
@@ -76,6 +89,14 @@ class Subject:
     """How often an optimizer was given the parameter; None where no optimizer is known."""
     experts: tuple[ExpertGroup, ...] = ()
     """Experts that stand side by side."""
+    optimizer: OnlyOptimizer | None = None
+    """None where there are several, or none is known."""
+    trainer: Trainer | None = None
+    """What runs the loop; None for a loop of the user's."""
+    frozen_adapters: tuple[int, ...] = ()
+    """Adapters that are frozen while other parts of their model are trained."""
+    is_pretrained: bool = False
+    """Whether the weights were loaded, as far as that can be seen."""
 
     @property
     def matrices(self) -> list[int]:
@@ -182,6 +203,12 @@ class Window:
     """Steps that a GradScaler left out."""
     cut_by_checkpoint: bool = False
     """Whether reentrant checkpointing was given inputs that need no gradient."""
+    input_ignored: bool = False
+    """Whether the model's output did not depend on its input at the first step."""
+    dead_layer: str = ""
+    """The layer whose units were all dead then, by its name in the module that was called."""
+    dead_shares: dict[int, float] = field(default_factory=dict)
+    """By weight in which most units have been dead: their share, as last measured."""
     unlabelled: bool = False
     """Whether the first step had no label that counts."""
     masked: bool = False
@@ -317,6 +344,8 @@ class Window:
         if signals.first is not None:
             self.signals.add("first step")
             self.not_judged = signals.first.left_out
+            self.input_ignored = signals.first.depends is False
+            self.dead_layer = signals.first.dead_layer
             labels = signals.first.labels
             counted = sum(each.counted for each in labels)
             self.unlabelled = bool(labels) and not counted
@@ -369,6 +398,23 @@ class Window:
         """The norm over the matrices of every block, now."""
         squares = np.nan_to_num(self.l2[self._block_rows]) ** 2
         return np.sqrt(np.bincount(self._block_of_row, squares, len(self.blocks)))
+
+    @property
+    def rate(self) -> float | None:
+        """The largest learning rate of this step; None where none is known."""
+        rates = [rate for name, rate in self.step.scalars.items() if name.startswith("lr/")]
+        if self.step.lr is not None:
+            rates.append(self.step.lr)
+        return max(rates, default=None)
+
+    @property
+    def at_rate(self) -> str:
+        """The learning rate of this step, to be added to evidence."""
+        if self.rate is None:
+            return ""
+        optimizer = self.subject.optimizer
+        of = "" if optimizer is None else f" ({optimizer.name})"
+        return f", at a learning rate of {self.rate:.3g}{of}"
 
     @property
     def broken(self) -> bool:

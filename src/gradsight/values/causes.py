@@ -8,6 +8,7 @@ always one that itself follows from none.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gradsight.values.adapters import layer_of
 from gradsight.values.findings import Finding
 
 _BROKEN = ("GS103", "GS104")
@@ -33,8 +34,8 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
         *("GS604", "GS605", "GS606", *_TOO_LONG_STEPS, "GS407", *_BROKEN, *_CUT_OFF),
         *("GS204", "GS205", "GS107", "GS106", "GS402", "GS502"),
     ),
-    "GS204": ("GS606", *_TOO_LONG_STEPS, *_CUT_OFF),
-    "GS205": (*_TOO_LONG_STEPS, *_BROKEN, *_CUT_OFF, "GS204"),
+    "GS204": ("GS606", *_TOO_LONG_STEPS, "GS403"),
+    "GS205": ("GS302", *_TOO_LONG_STEPS, *_BROKEN, "GS403", "GS204"),
     "GS206": (
         *("GS601", "GS604", "GS605", "GS606", "GS607", "GS611", *_TOO_LONG_STEPS, "GS407"),
         *(*_BROKEN, "GS403", "GS404", "GS405", "GS402", "GS304", "GS106", "GS107", "GS301"),
@@ -42,7 +43,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     ),
     "GS207": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403"),
     "GS208": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403", "GS207"),
-    "GS301": ("GS607", "GS606", "GS403", "GS207"),
+    "GS301": ("GS302", "GS607", "GS205", "GS606", "GS403", "GS207"),
     "GS304": ("GS611", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),
     "GS402": ("GS407", "GS405", "GS403", "GS204", "GS105", "GS107"),
@@ -50,6 +51,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     "GS405": ("GS610", "GS609", "GS305", "GS401", "GS202"),
     "GS501": ("GS502", "GS407", "GS402", "GS304"),
     "GS503": (*_BROKEN, "GS201"),
+    "GS607": ("GS205",),
     "GS610": ("GS609",),
 }
 """By the code of a finding: what it may follow from, the deepest cause first.
@@ -58,8 +60,12 @@ There is no way around in a circle, but for the two kinds of what is not finite:
 one is the cause.
 """
 
-_SAME_PARAMETERS = {("GS205", "GS301"), ("GS301", "GS207"), ("GS401", "GS408")}
+_SAME_PARAMETERS = {
+    *(("GS301", "GS205"), ("GS301", "GS207"), ("GS401", "GS408"), ("GS607", "GS205")),
+}
 """Effect and cause that belong together only where they name a parameter in common."""
+_SAME_LAYER = {("GS205", "GS302"), ("GS301", "GS302")}
+"""The same for a layer: a factor of an adapter gets no gradient while its partner stays at zero."""
 _AT_ONCE = {
     *((effect, "GS201") for effect in ("GS101", "GS102", *_BROKEN)),
     *(("GS503", cause) for cause in (*_BROKEN, "GS201")),
@@ -126,12 +132,18 @@ def _explains(cause: Finding, effect: Finding) -> bool:
     pair = (effect.code, cause.code)
     if pair in _SAME_PARAMETERS and not set(effect.parameters) & set(cause.parameters):
         return False
+    if pair in _SAME_LAYER and not _layers(effect) & _layers(cause):
+        return False
     later = effect.first_step - cause.first_step
     if pair in _AT_ONCE:
         return -1 <= later <= _SOON
     if later == 0 and set(pair) == set(_BROKEN):
         return cause.code == "GS103"
     return later >= -(_JUDGED_EVERY if cause.code in _SEEN_LATE else 0)
+
+
+def _layers(finding: Finding) -> set[str]:
+    return {layer_of(name) for name in finding.parameters}
 
 
 def _is_of_the_data(finding: Finding) -> bool:

@@ -67,6 +67,8 @@ class FirstStep:
     """Whether what the model gives changes when its input does."""
     independence: str = ""
     """How it is known that it does not."""
+    dead_layer: str = ""
+    """The layer whose units are all dead and so hide the input; empty: there is none."""
     left_out: tuple[tuple[str, str], ...] = ()
     """Codes that could not be judged, each with the reason."""
 

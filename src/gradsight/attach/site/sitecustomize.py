@@ -83,9 +83,14 @@ def _count_passes(module: Any) -> None:
 
 
 def _say_what_was_seen(process: int) -> None:
-    """Leave a note where backward ran and no optimizer of torch's was made; rank 0 does."""
+    """Leave a note where nothing could be judged, with the reason if it is known; rank 0 does."""
     if os.getpid() != process or os.environ.get("RANK", "0") != "0":
         return
+    # Gradsight is not loaded for this in processes that have nothing to do with training.
+    if _seen["optimizers"] or hasattr(sys, "last_value"):
+        from gradsight.attach.session import note_frozen_models
+
+        note_frozen_models()
     if _seen["passes"] == 0 or _seen["optimizers"]:
         return
     from gradsight.core.rundir import SCRIPT

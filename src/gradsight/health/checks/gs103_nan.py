@@ -31,8 +31,8 @@ finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
 finite &= torch.isfinite(targets).reshape(len(targets), -1).all(dim=1)
 inputs, targets = inputs[finite], targets[finite]
 
-# in the loop, instead of the forward pass: a stable loss
-# (its gradient is finite if the logits are)
+# in the loop, instead of the forward pass: a stable loss of classes
+# (if your loss takes a logarithm of softmax or sigmoid by hand)
 loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 
 # in a loss of your own: a logarithm that is finite at 0

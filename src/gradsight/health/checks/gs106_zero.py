@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from gradsight.health.fixes import LIVING_UNITS
+from gradsight.health.fixes import LIVING_UNITS, START_ADAPTERS
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.adapters import is_of_an_adapter
 from gradsight.values.steps import NO_GRADIENT
 
 
@@ -47,6 +48,25 @@ def zero(window: Window, *, patience: int = 3) -> Iterator[Fact]:
         return
     if window.total == 0 and window.finite and not window.step.skipped:
         if len(norms.l2):
-            yield Fact(f"the norm over {len(norms.l2)} parameters is exactly 0")
+            text = f"the norm over {len(norms.l2)} parameters is exactly 0"
+            yield Fact(text, advice=_ADAPTERS if _has_only_zero_adapters(window) else None)
         else:
             yield Fact("no parameter has a gradient")
+
+
+def _has_only_zero_adapters(window: Window) -> bool:
+    """Whether all matrices that are trained are factors of adapters, and zero."""
+    learning = [row for row in window.subject.matrices if window.subject.trainable[row]]
+    return bool(learning) and all(
+        window.started_at_zero[row] and is_of_an_adapter(window.subject.names[row])
+        for row in learning
+    )
+
+
+_ADAPTERS = Advice(
+    recommendation=(
+        "Both factors of each adapter (LoRA) are zero, so neither gets a gradient: initialise one "
+        "of them randomly (lora_A) and leave the other at zero (lora_B)."
+    ),
+    fix=START_ADAPTERS,
+)

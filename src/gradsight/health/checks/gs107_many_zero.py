@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.fixes import FOR_RELU, LIVING_UNITS
+from gradsight.health.fixes import LIVING_UNITS, NO_ZERO_WEIGHTS
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -20,7 +20,7 @@ from gradsight.health.window import Window
             "initialisation (all zero?), use LeakyReLU or GELU, look for branches that do not "
             "reach the loss."
         ),
-        fix=LIVING_UNITS + FOR_RELU,
+        fix=LIVING_UNITS + NO_ZERO_WEIGHTS,
     ),
 )
 def many_zero(window: Window, *, share: float = 0.5, patience: int = 5) -> Iterator[Fact]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.fixes import NEW_LAST_LAYER
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -19,11 +20,9 @@ from gradsight.health.window import Window
             "all layers) smaller, normalise the inputs, and check that labels and classes "
             "match."
         ),
-        fix="""
-# before the loop: logits near zero at first, and the size of the inputs
-layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
-last = layers[-1]
-nn.init.normal_(last.weight, std=0.02)
+        fix=NEW_LAST_LAYER
+        + """
+# before the loop: the mean and the size of the inputs
 example = next(iter(loader))[0].float()
 mean = example.mean(dim=0)
 deviation = example.std(dim=0, correction=0) + 1e-6

@@ -23,10 +23,11 @@ from gradsight.health.window import Window
         fix=LOWER_RATE
         + """
 # before the loop: does the output depend on the input?
+was_training = model.training
 model.eval()
 with torch.no_grad():
     print((model(inputs) - model(inputs.flip(0))).abs().max())
-model.train()
+model.train(was_training)
 """,
     ),
 )

@@ -26,8 +26,8 @@ _CUT = (
             "checkpoint with use_reentrant=False."
         ),
         fix="""
-# before the loop: freeze what the loss does not reach
-# (if it should learn, look for detach() instead)
+# before the loop: freeze parameters that the loss never reaches
+# (if they should learn, find the detach() or no_grad() instead)
 loss_fn(model(inputs), targets).backward()
 for name, parameter in model.named_parameters():
     if parameter.requires_grad and parameter.grad is None:

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.fixes import ADD_MISSING
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.adapters import is_of_an_adapter
 
 
 @check(
@@ -24,13 +26,7 @@ from gradsight.health.window import Window
             "These parameters get a gradient that nobody uses: give them to the optimizer, or "
             "freeze them, which also saves their part of backward."
         ),
-        fix="""
-# before the loop, and before a scheduler is made: add what is missing
-groups = optimizer.param_groups
-held = {id(each) for group in groups for each in group["params"]}
-missing = [each for each in model.parameters() if id(each) not in held]
-optimizer.add_param_group({"params": missing})
-""",
+        fix=ADD_MISSING,
     ),
 )
 def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
@@ -42,7 +38,25 @@ def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     if counts is None or all(counts):
         return
     rows = np.flatnonzero((np.array(counts) == 0) & (window.l2 > 0))
-    if len(rows):
-        yield Fact(
-            f"{len(rows)} of {len(counts)} parameters are in no optimizer", window.named(rows)
-        )
+    if not len(rows):
+        return
+    names = window.named(rows)
+    text = f"{len(rows)} of {len(counts)} parameters are in no optimizer"
+    if any(counts) and all(map(_is_added_by_peft, names)):
+        text = f"the adapters were added after the optimizer was made: {text}"
+        yield Fact(text, names, advice=_ADAPTERS)
+    else:
+        yield Fact(text, names)
+
+
+def _is_added_by_peft(name: str) -> bool:
+    return is_of_an_adapter(name) or ".modules_to_save." in name
+
+
+_ADAPTERS = Advice(
+    recommendation=(
+        "The optimizer was made before the adapters, so it does not have them: make it after "
+        "get_peft_model() or add_adapter(), or add their parameters to it."
+    ),
+    fix=ADD_MISSING,
+)

@@ -17,9 +17,15 @@ from gradsight.health.window import Window
             "is in effect higher: give each to one optimizer, once."
         ),
         fix="""
-# before the loop: an optimizer that holds every parameter once
-# (with your learning rate)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+# before the loop: keep only the first occurrence of each parameter
+# (list all your optimizers, the one that should keep it first)
+optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+kept = set()
+for each in optimizers:
+    for group in each.param_groups:
+        once = {id(p): p for p in group["params"] if id(p) not in kept}
+        group["params"] = list(once.values())
+        kept |= once.keys()
 """,
     ),
 )

@@ -90,10 +90,13 @@ _NOT_AGAIN = Advice(
         "initialisation, a reset or load_state_dict inside the loop."
     ),
     fix="""
-# before the loop, and not in it: initialise the weights
+# before the loop: show where the loop initialises weights again
+# (each layer then keeps its weights and prints the call instead)
+import traceback
+
 for module in model.modules():
     if hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+        module.reset_parameters = lambda *_: traceback.print_stack()
 """,
 )
 

@@ -14,11 +14,8 @@ from gradsight.health.window import Window
     advice=Advice(
         recommendation="Every step uses the sum of all gradients so far: clear them once per step.",
         fix="""
-# in the loop, instead of loss.backward() and optimizer.step():
-# clear the gradients first
+# in the loop, after optimizer.step(): clear the gradients
 optimizer.zero_grad()
-loss.backward()
-optimizer.step()
 """,
     ),
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.fixes import LOWER_RATE
+from gradsight.health.fixes import LOWER_RATE, WARM_UP
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -20,15 +20,7 @@ from gradsight.health.window import Window
             "A step changes weights by a large part of their own size: lower the learning "
             "rate tenfold, or warm it up."
         ),
-        fix=LOWER_RATE
-        + """
-# before the loop: reach it within 100 steps
-schedulers = torch.optim.lr_scheduler
-warm_up = schedulers.LinearLR(optimizer, 0.01, total_iters=100)
-
-# in the loop, after optimizer.step(): the next learning rate
-warm_up.step()
-""",
+        fix=LOWER_RATE + WARM_UP,
     ),
 )
 def fast(
@@ -65,7 +57,7 @@ def _long_steps(window: Window, ratio: float, critical: float, share: float) -> 
     middle = float(np.median(known))
     text = (
         f"step {window.step.step}: median update is {middle:.0%} of the weight, in {len(rows)} "
-        f"of {len(known)} matrices"
+        f"of {len(known)} matrices{window.at_rate}"
     )
     yield Fact(text, window.named(rows), "critical" if middle > critical else None)
 
@@ -96,7 +88,7 @@ def _blown_up(window: Window, growth: float) -> Iterator[Fact]:
     rows = [row for row, times in zip(matrices, grown.tolist(), strict=True) if times > growth]
     text = (
         f"step {window.step.step}: the weights of {len(rows)} of {len(matrices)} matrices have "
-        f"grown, by a median of {middle:.1f} times in {window.steps_seen} steps"
+        f"grown, by a median of {middle:.1f} times in {window.steps_seen} steps{window.at_rate}"
     )
     yield Fact(text, window.named(rows), first_step=window.first_step)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.fixes import HIGHER_RATE
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -18,10 +19,7 @@ from gradsight.health.window import Window
             "Steps change the weights by less than rounding does: raise the learning rate, or "
             "look for a gradient that is divided away."
         ),
-        fix="""
-# before the loop: an ordinary learning rate
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-""",
+        fix=HIGHER_RATE,
     ),
 )
 def slow(window: Window, *, ratio: float = 1e-7, patience: int = 4) -> Iterator[Fact]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from gradsight.health.fixes import WEAKER_DECAY
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -17,11 +18,7 @@ from gradsight.health.window import Window
             "Weight decay takes away more per step than training can put back: lower it (0.01 to "
             "0.1 is usual with AdamW, 1e-4 with SGD). What it takes is decay times learning rate."
         ),
-        fix="""
-# before the loop: weaker decay
-for group in optimizer.param_groups:
-    group["weight_decay"] = 0.01
-""",
+        fix=WEAKER_DECAY,
     ),
 )
 def eaten(window: Window, *, limit: float = 0.01, critical: float = 0.2) -> Iterator[Fact]:

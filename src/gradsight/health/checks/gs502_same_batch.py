@@ -14,8 +14,9 @@ from gradsight.health.window import Window
     asked=Asked(needs=("batches",), gate=lambda window: bool(window.now.signals.alike_batches)),
     advice=Advice(
         recommendation=(
-            "Every step is given the same batch, made anew: check that the loader advances "
-            "(next(iter(loader)) starts over) and that its random state is not reset. If this "
+            "Every step is given the same batch in new tensors. Check that the loader advances "
+            "(next(iter(loader)) starts over), that its random state is not reset, and that the "
+            "tokenizer or the template does not turn every text into the same tokens. If this "
             "is full-batch training on purpose, silence it with health={'GS502': False}."
         ),
         fix=NEW_BATCHES,

@@ -26,7 +26,8 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
         ),
         fix="""
 # before the loop: a random part of the same data for every rank
-# (keep your other arguments of DataLoader)
+# (keep your other arguments of DataLoader; with several epochs, call
+# sampler.set_epoch(epoch) at the start of each)
 sampler = torch.utils.data.DistributedSampler(loader.dataset)
 loader = torch.utils.data.DataLoader(
     loader.dataset, loader.batch_size, sampler=sampler

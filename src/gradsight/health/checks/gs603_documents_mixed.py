@@ -20,6 +20,7 @@ from gradsight.health.window import Window
         fix="""
 # in the model: let a token attend to earlier tokens of its own document
 # documents: [rows, time], the number of each token's document
+# (nn.MultiheadAttention takes the opposite mask: there True hides)
 def attend(query, key, value, documents):
     same = documents[:, :, None] == documents[:, None, :]
     mask = same & torch.ones_like(same).tril()

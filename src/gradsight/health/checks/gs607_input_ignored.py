@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.checks.gs205_dead_units import is_named
+from gradsight.health.fixes import LIVING_UNITS
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.adapters import layer_of
 
 
 @check(
@@ -24,10 +27,11 @@ def record(module, args, output):
     outputs.setdefault(module, []).append(output)
 
 handles = [each.register_forward_hook(record) for each in model.modules()]
+was_training = model.training
 model.eval()
 with torch.no_grad():
     model(inputs), model(torch.zeros_like(inputs))
-model.train()
+model.train(was_training)
 for handle in handles:
     handle.remove()
 for name, module in list(model.named_modules())[1:]:
@@ -46,5 +50,22 @@ def input_ignored(window: Window) -> Iterator[Fact]:
     weights that start at zero are random.
     """
     first = window.now.signals.first
-    if first is not None and first.depends is False:
-        yield Fact(first.independence or "no gradient comes back to the input")
+    if first is None or first.depends is not False:
+        return
+    text = first.independence or "no gradient comes back to the input"
+    if not first.dead_layer:
+        yield Fact(text)
+        return
+    names = window.subject.names
+    dead = [row for row, name in enumerate(names) if is_named(layer_of(name), first.dead_layer)]
+    yield Fact(text, window.named(dead), advice=_DEAD_UNITS)
+
+
+_DEAD_UNITS = Advice(
+    recommendation=(
+        "All units of this layer are dead: their activation gives zero for every sample, so "
+        "nothing of the input gets through. Use LeakyReLU or GELU instead of ReLU, and check the "
+        "layer's biases, its initialisation and the size of its inputs."
+    ),
+    fix=LIVING_UNITS,
+)

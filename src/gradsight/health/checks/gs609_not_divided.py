@@ -38,4 +38,7 @@ def not_divided(window: Window, *, tolerance: float = 0.02) -> Iterator[Fact]:
     if window.step.gradient == EDITED_GRADIENT:
         return  # maybe divided after the last pass
     where = f" at {repeated.place}" if repeated.place else ""
-    yield Fact(f"backward{where} ran {repeated.times} times for one step, each for a mean as it is")
+    yield Fact(
+        f"backward{where} ran {repeated.times} times for one step, each time on a mean that was "
+        f"not divided by {repeated.times}"
+    )
