@@ -37,7 +37,7 @@ from gradsight.core.group import rank
 from gradsight.core.guard import Guard, register_at_fork
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
-from gradsight.core.optimizers import calls_of_step
+from gradsight.core.optimizers import calls_of_step, wrapped_optimizers
 from gradsight.core.sharing import reshard
 from gradsight.core.source import users_frames
 from gradsight.core.switch import is_switched_off
@@ -219,8 +219,10 @@ class Session:
     def _open(self, optimizers: list[Optimizer]) -> None:
         """One watch for all optimizers that share a model.
 
-        Several models of one optimizer are watched together.
+        Several models of one optimizer are watched together. An optimizer that wraps another does
+        not count: what it wraps was made too.
         """
+        optimizers = [each for each in optimizers if not wrapped_optimizers(each)]
         groups = [group for group in _sharing_models(optimizers) if not self._is_adopted(group)]
         # `check` judges by a record of its own, whatever else the script keeps.
         if self._told.keep:

@@ -154,6 +154,8 @@ class Window:
 
     Their relative updates mean nothing for a while.
     """
+    updated_twice: set[int] = field(default_factory=set)
+    """Parameters that two optimizers have updated by the same gradient."""
     repeats: int = 0
     """How many steps in a row had exactly the gradient of the step before."""
     digests: RankDigests | None = None
@@ -309,6 +311,7 @@ class Window:
             self.unigram = signals.unigram
             self.signals.add("unigram")
         self._take_learning_rate()
+        self.updated_twice.update(signals.updated_twice)
         if signals.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if signals.uncleared else 0

@@ -12,7 +12,7 @@ from gradsight.core.beside import process_compiles
 from gradsight.core.group import rank
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
-from gradsight.core.optimizers import calls_of_step, innermost_optimizer
+from gradsight.core.optimizers import calls_of_step, innermost_optimizer, parameters_of
 from gradsight.core.passes import BackwardPass
 from gradsight.core.problems import Problems
 from gradsight.session.line import StepLine
@@ -68,7 +68,9 @@ class MissingSteps:
 
     def also_watched(self, optimizer: Optimizer) -> None:
         """The watch has got another optimizer."""
-        self._watched.append(innermost_optimizer(optimizer))
+        given = parameters_of(optimizer)
+        stay = [each for each in self._watched if parameters_of(each) - given]
+        self._watched = [*stay, optimizer]
 
     def report(self) -> None:
         """The run is over: say why there is no step, where there is none. Rank 0 does."""

@@ -14,7 +14,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.held_parts import parts_left_out
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import note_closed, note_open
-from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.optimizers import innermost_optimizer, parameters_of
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems, say
 from gradsight.core.shards import are_spread
@@ -515,11 +515,19 @@ class Watch:
 
     def add_optimizer(self, optimizer: Any) -> None:
         """An optimizer made later that trains the same parameters, maybe in place of another."""
-        self._optimizers.append(optimizer)
+        inner = innermost_optimizer(optimizer)
+        given = parameters_of(inner)
+        stay = [
+            each for each in self._optimizers if parameters_of(innermost_optimizer(each)) - given
+        ]
+        self._optimizers[:] = [*stay, optimizer]
         if isinstance(self._steps, OptimizerSteps):
             self._steps.add_optimizer(optimizer)
-        self._missing_steps.also_watched(optimizer)
-        self.also_optimized_by(optimizer)
+        self._missing_steps.also_watched(inner)
+        if self._instruments.signals is not None:
+            self._instruments.signals.add_optimizer(inner)
+        if self._instruments.health is not None:
+            self._instruments.health.add_optimizer(inner)
 
     @property
     def asked_to_stop(self) -> Finding | None:
@@ -530,6 +538,8 @@ class Watch:
         """An optimizer that holds some of these parameters, but is watched elsewhere."""
         if self._instruments.health is not None:
             self._instruments.health.also_optimized_by(optimizer)
+        if self._instruments.signals is not None:
+            self._instruments.signals.compare_optimizers()
 
     # When the run ends.
 
