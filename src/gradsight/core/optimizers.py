@@ -16,7 +16,8 @@ def innermost_optimizer(optimizer: Any) -> Optimizer:
     It may be inside a wrapper of a library (Accelerate, Lightning), or inside another optimizer
     (SAM, Lookahead).
     """
-    return wrapping(optimizer)[-1]
+    innermost: Optimizer = wrapping(optimizer)[-1]
+    return innermost
 
 
 def wrapping(optimizer: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from gradsight.measure.host_copy import HostCopy
 from gradsight.values.findings import Finding, IncidentRule
 from gradsight.values.health_report import Abstention, HealthReport
 from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
+from gradsight.values.networks import UnmovedNetwork
 from gradsight.values.steps import CloserLooks
 
 _MEMBERSHIPS = 50
@@ -57,6 +58,8 @@ class Health:
         self._options = options
         self._optimizers = [innermost_optimizer(each) for each in optimizer_list(optimizers)]
         self._optimizers_elsewhere: list[Any] = []
+        self.unmoved: Sequence[UnmovedNetwork] | None = None
+        """Networks of the script that no optimizer moves; None where nobody compared them."""
         subject = subject_of(model, parameters, self._optimizers)
         self._judge = Judge(subject, options.checks)
         # Of a shard this rank sees some units only.
@@ -166,6 +169,8 @@ class Health:
             findings += self._judge.compare_digests(self._digests.finish())
         for comparison in self._late:
             findings += self._judge.compare(comparison)
+        if self.unmoved is not None:
+            findings += self._judge.compare_networks(self.unmoved)
         return findings + self._judge.finish()
 
     def abstentions(self) -> list[Abstention]:

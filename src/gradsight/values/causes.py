@@ -42,7 +42,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     ),
     "GS207": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403"),
     "GS208": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403", "GS207"),
-    "GS301": ("GS607", "GS606", "GS403", "GS207"),
+    "GS301": ("GS607", "GS606", "GS306", "GS403", "GS207"),
     "GS304": ("GS611", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),
     "GS402": ("GS407", "GS405", "GS403", "GS204", "GS105", "GS107"),
@@ -58,14 +58,14 @@ There is no way around in a circle, but for the two kinds of what is not finite:
 one is the cause.
 """
 
-_SAME_PARAMETERS = {("GS205", "GS301"), ("GS301", "GS207"), ("GS401", "GS408")}
+_SAME_PARAMETERS = {("GS205", "GS301"), ("GS301", "GS306"), ("GS301", "GS207"), ("GS401", "GS408")}
 """Effect and cause that belong together only where they name a parameter in common."""
 _AT_ONCE = {
     *((effect, "GS201") for effect in ("GS101", "GS102", *_BROKEN)),
     *(("GS503", cause) for cause in (*_BROKEN, "GS201")),
 }
 """Effect and cause of which one comes with the other, or within a few steps of it."""
-_SEEN_LATE = {"GS203", "GS204", "GS206", "GS405"}
+_SEEN_LATE = {"GS306", "GS203", "GS204", "GS206", "GS405"}
 """Checks that look at trends every few steps."""
 
 
