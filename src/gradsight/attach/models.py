@@ -1,14 +1,16 @@
 """Which of the modules alive an optimizer trains, and what the script calls them."""
 
 import gc
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from gradsight.attach.names import part_names
 from gradsight.core.optimizers import innermost_optimizer
-from gradsight.core.source import users_frames
+from gradsight.core.source import owner_of
 
 
 def roots() -> list[nn.Module]:
@@ -17,13 +19,25 @@ def roots() -> list[nn.Module]:
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = set()
     for module in modules:
-        inner |= {id(child) for child in module.__dict__.get("_modules", {}).values()}
+        # A library puts the user's module into one of its own, maybe for a single call.
+        if not _is_internal(module):
+            inner |= {id(child) for child in module.__dict__.get("_modules", {}).values()}
     return [
         module
         for module in modules
         if id(module) not in inner
         and "_parameters" in module.__dict__  # else its constructor has not run yet
+        and not _is_internal(module)
     ]
+
+
+def _is_internal(module: nn.Module) -> bool:
+    """Return whether it is of a library's private class and holds no parameter itself."""
+    kind = type(module)
+    if not kind.__name__.startswith("_") or any(module.__dict__.get("_parameters", {}).values()):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return isinstance(file, str) and owner_of(file) == "library"
 
 
 def models_of(
@@ -58,37 +72,9 @@ def together(models: Sequence[nn.Module], tensors: Sequence[Tensor]) -> nn.Modul
     if len(models) == 1 and not tensors:
         return models[0]
     box = nn.Module()
-    model_names = distinct(variable_name(model) for model in models)
-    for model, name in zip(models, model_names, strict=True):
-        box.add_module(name, model)
-    tensor_names = distinct(variable_name(tensor, "parameter") for tensor in tensors)
-    for tensor, name in zip(tensors, tensor_names, strict=True):
-        box._parameters[name] = tensor  # type: ignore[assignment]
+    names = iter(part_names(models, tensors))
+    for model in models:
+        box.add_module(next(names).replace(".", "_"), model)
+    for tensor in tensors:
+        box._parameters[next(names)] = tensor  # type: ignore[assignment]
     return box
-
-
-def distinct(names: Iterable[str]) -> list[str]:
-    """The same names, numbered where they repeat.
-
-    >>> distinct(["net", "net", "head"])
-    ['net', 'net2', 'head']
-    """
-    result: list[str] = []
-    for name in names:
-        number = 2
-        unique = name.replace(".", "_")
-        while unique in result:
-            unique = f"{name}{number}"
-            number += 1
-        result.append(unique)
-    return result
-
-
-def variable_name(thing: object, fallback: str | None = None) -> str:
-    """The variable that holds this in one of the user's running frames, else its class's name."""
-    for frame in users_frames():
-        for variables in (frame.f_locals, frame.f_globals):
-            for name, value in list(variables.items()):
-                if value is thing and not name.startswith("_") and name != "self":
-                    return name
-    return fallback or type(thing).__name__

@@ -9,6 +9,8 @@ import contextlib
 import json
 import os
 import sys
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,28 +18,25 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from gradsight.attach.models import (
-    distinct,
-    has_scheduler,
-    models_of,
-    roots,
-    together,
-    variable_name,
-)
-from gradsight.attach.step_calls import frame_outside_wrappers
+from gradsight.attach.models import has_scheduler, models_of, roots, together
+from gradsight.attach.names import name_of
+from gradsight.attach.networks import IdleOptimizer, Networks
+from gradsight.attach.step_calls import frame_of_construction, frame_outside_wrappers
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
 from gradsight.core.group import rank
 from gradsight.core.guard import Guard, register_at_fork
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
-from gradsight.core.optimizers import calls_of_step
+from gradsight.core.optimizers import calls_of_step, innermost_optimizer, wrapped_optimizers
+from gradsight.core.passes import BackwardPass
 from gradsight.core.sharing import reshard
 from gradsight.core.source import users_frames
 from gradsight.core.switch import is_switched_off
@@ -48,6 +47,7 @@ from gradsight.session.options import WatchOptions
 from gradsight.session.preflight import preflight_codes
 from gradsight.session.watch_session import Watch
 from gradsight.values.adapters import is_of_an_adapter
+from gradsight.values.networks import UnmovedNetwork
 from gradsight.values.steps import Schedule
 
 _COPIES = 2
@@ -97,12 +97,35 @@ class Told:
         return options
 
 
+@dataclass(slots=True)
+class _Known:
+    """An optimizer of the script, as the report describes it."""
+
+    reference: weakref.ref[Optimizer]
+    kind: str
+    made: tuple[str, int] | None
+    model: str | None = None
+    stepped_at: tuple[str, int] | None = None
+    lr: Any = None
+    scheduler: bool | None = None
+    steps: int = 0
+    is_wrapper: bool = False
+    """Whether it leaves the update to an optimizer that it holds."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return what script.json says."""
+        described: dict[str, Any] = {"optimizer": self.kind, "made": self.made, "model": self.model}
+        if self.stepped_at is not None:
+            described |= {"steps": self.stepped_at, "lr": self.lr, "scheduler": self.scheduler}
+        return {key: value for key, value in described.items() if key != "model" or value}
+
+
 class Session:
     """Notices optimizers, watches what they train, and stops the script when it has made enough
     steps.
     """
 
-    def __init__(self, given: Told) -> None:
+    def __init__(self, given: Told, was_loaded: Callable[[nn.Module], bool]) -> None:
         self._run_dir = given.run_dir
         self._told = given
         self._forked = False
@@ -113,15 +136,19 @@ class Session:
         self._groups: list[_Shared] = []
         self._copies = 0
         self._names: list[str] = []
-        self._known: list[dict[str, Any]] = []
-        self._made: dict[int, int] = {}
+        self._known: list[_Known] = []
+        self._by_id: dict[int, _Known] = {}
         self._places: set[tuple[int, int, int]] = set()
         self._new_folders: list[Path] = []
         """Where there was no run before this process opened one."""
         guard = Guard(None, "check", "this script is no longer watched")
         self._guard = guard
+        self._looking = Guard(None, "networks", "networks without an optimizer are not noticed")
+        self._networks = Networks(self._looking, was_loaded)
+        self._stepped_by_scaler: set[int] = set()
+        self._is_cut = False
         # Before any watch registers its own: hooks of this kind run in reverse order.
-        atexit.register(guard.run, self._forget_what_never_stepped)
+        atexit.register(guard.run, self._finish)
         moments.listen(self, guard)
         # Counted by the global hook: the optimizer may be stepped before anything is watched.
         put_hook(guard, register_optimizer_step_pre_hook, self._steps)
@@ -132,11 +159,16 @@ class Session:
         """An optimizer has just been made."""
         self._new.append(optimizer)
         self._guard.run(self._record_passes, optimizer)
-        frame = frame_outside_wrappers()
-        made = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        self._known.append(
-            {"optimizer": type(optimizer).__name__, "made": made, "id": id(optimizer)}
-        )
+        made = _place(frame_of_construction())
+        known = _Known(weakref.ref(optimizer), type(optimizer).__name__, made)
+        self._known.append(known)
+        self._by_id[id(optimizer)] = known
+        self._places = {place for place in self._places if place[0] != id(optimizer)}
+
+    def _known_of(self, optimizer: Optimizer) -> _Known | None:
+        known = self._by_id.get(id(optimizer))
+        # The id may be that of one that is gone.
+        return known if known is not None and known.reference() is optimizer else None
 
     def _record_passes(self, optimizer: Optimizer) -> None:
         """Have the first pass seen from its first call: the watch is opened at its backward."""
@@ -151,19 +183,89 @@ class Session:
         """
         self._forked = True
         self._watches = []
-        self._made = {}
+        for known in self._known:
+            known.steps = 0
 
-    def _forget_what_never_stepped(self) -> None:
-        """The process ends: without a step there is nothing to keep."""
-        if not self._made and not self._forked and rank() == 0:
+    def _finish(self) -> None:
+        """The process ends, and all watches are closed: what has no step is not kept."""
+        if self._forked or rank() != 0:
+            return
+        if any(known.steps for known in self._known):
+            self._describe()
+            for watched in self._watches[1:]:
+                if watched.step_under_way == 0 and watched.run_dir is not None:
+                    _forget(watched.run_dir)
+        else:
             for folder in self._new_folders:
                 _forget(folder)
+
+    def _compare_networks(self) -> None:
+        """The script ends, and the watches are open: which networks were forgotten?"""
+        watched = [each for each in self._watches if each.is_open and each.step_under_way]
+        if not watched or not self._networks.are_known or self._told.first_step_only:
+            return
+        unmoved = self._networks.unmoved(self._is_cut or hasattr(sys, "last_exc"))
+        for each in watched:
+            name = self._names[self._watches.index(each)]
+            each.compare_networks([one for one in unmoved if self._home_of(one) == name])
+
+    def _home_of(self, network: UnmovedNetwork) -> str:
+        """Return the model in whose record a network is reported."""
+        stepped = [
+            name
+            for name, each in zip(self._names, self._watches, strict=True)
+            if each.is_open and each.step_under_way
+        ]
+        if network.home in stepped:
+            return str(network.home)
+        return stepped[0]
 
     # What torch tells.
 
     def before_backward(self, tensors: Any) -> None:
         """A backward pass begins: whatever has an optimizer by now is trained by it."""
         self._open_new()
+        if self._networks.is_looking:
+            self._looking.run(self._networks.before_backward)
+
+    def after_backward(self, begun: BackwardPass, rows: Sequence[int]) -> None:
+        """It has returned."""
+        if self._networks.is_looking:
+            self._looking.run(self._look_after_pass)
+
+    def scaler_steps(self, optimizer: Optimizer) -> None:
+        """A GradScaler steps an optimizer, or leaves the step out."""
+        self._stepped_by_scaler.add(id(innermost_optimizer(optimizer)))
+
+    def _idle(self) -> list[IdleOptimizer]:
+        """Return the optimizers that have never stepped."""
+        idle = []
+        for known in self._known:
+            optimizer = known.reference()
+            if optimizer is None or known.steps or known.is_wrapper:
+                continue
+            if id(optimizer) not in self._stepped_by_scaler:
+                model = next(
+                    (
+                        model
+                        for group in self._groups
+                        if any(optimizer is each for each in group.optimizers)
+                        for model in group.models
+                    ),
+                    None,
+                )
+                made = None if known.made is None else f"{Path(known.made[0]).name}:{known.made[1]}"
+                idle.append(IdleOptimizer(known.kind, made, optimizer, model, known.model))
+        return idle
+
+    def _look_after_pass(self) -> None:
+        self._networks.look(self._idle(), after_pass=True)
+
+    def _count_for_networks(self, optimizer: Optimizer, known: _Known) -> None:
+        if self._networks.stepped(optimizer, known.steps == 1):
+            watched = {each for _, tensors in self._watched for each in tensors}
+            step = known.steps - 1
+            self._networks.begin_look(optimizer, step, roots(), watched, self._idle())
 
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step, maybe without any backward pass before."""
@@ -186,19 +288,29 @@ class Session:
             )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if calls_of_step(optimizer) > 1:
+        known = self._known_of(optimizer)
+        if known is None or calls_of_step(optimizer) > 1:
             return
-        made = self._made.get(id(optimizer), 0) + 1
-        self._made[id(optimizer)] = made
-        self._notice_place(optimizer)
+        known.steps += 1
+        self._looking.run(self._count_for_networks, optimizer, known)
+        self._notice_place(optimizer, known)
         steps = self._told.steps
-        is_enough = steps is not None and made >= steps
+        is_enough = steps is not None and self._steps_made(known) >= steps
         if is_enough or any(each.asked_to_stop is not None for each in self._watches):
+            self._is_cut = True
+            self._looking.run(self._compare_networks)
             for each in self._watches:
                 each.close()
             raise Enough
 
-    def _notice_place(self, optimizer: Optimizer) -> None:
+    def _steps_made(self, known: _Known) -> int:
+        """Return the steps of an optimizer's model, also with those that it took the place of."""
+        if known.model not in self._names:
+            return known.steps
+        watched = self._watches[self._names.index(known.model)]
+        return max(known.steps, watched.step_under_way)
+
+    def _notice_place(self, optimizer: Optimizer, known: _Known) -> None:
         """Describe an optimizer when it steps at a place of the script for the first time."""
         frame = next(users_frames(), None)
         place = (id(optimizer), 0, 0)
@@ -208,7 +320,10 @@ class Session:
             return
         self._places.add(place)
         try:
-            self._describe(optimizer, frame_outside_wrappers())
+            known.stepped_at = known.stepped_at or _place(frame_outside_wrappers())
+            known.lr = _largest_rate(optimizer)
+            known.scheduler = has_scheduler(optimizer)
+            self._describe()
         except Exception as error:  # nothing of ours may reach the script
             print(
                 f"gradsight: cannot describe an optimizer: {type(error).__name__}: {error}",
@@ -220,8 +335,12 @@ class Session:
     def _open(self, optimizers: list[Optimizer]) -> None:
         """One watch for all optimizers that share a model.
 
-        Several models of one optimizer are watched together.
+        Several models of one optimizer are watched together. An optimizer that wraps another does
+        not count: what it wraps was made too.
         """
+        for each in optimizers:
+            self._note_wrapped(each)
+        optimizers = [each for each in optimizers if not wrapped_optimizers(each)]
         groups = [group for group in _sharing_models(optimizers) if not self._is_adopted(group)]
         # `check` judges by a record of its own, whatever else the script keeps.
         if self._told.keep:
@@ -233,10 +352,19 @@ class Session:
             joined = _all_in_one([each for each in groups if each not in copies])
             groups = [joined, *copies]
         for group in groups:
-            self._open_one(together(group.models, group.tensors), group.optimizers)
-        for each in self._watches[: -len(groups) or None]:
+            self._open_one(group)
+        for watched in self._watches[: -len(groups) or None]:
             for optimizer in optimizers:
-                each.also_optimized_by(optimizer)
+                watched.also_optimized_by(optimizer)
+
+    def _note_wrapped(self, optimizer: Optimizer) -> None:
+        """Describe an optimizer that others wrap together with these."""
+        known = self._known_of(optimizer)
+        for each in wrapped_optimizers(optimizer):
+            inner = self._known_of(each)
+            if known is not None and inner is not None:
+                known.is_wrapper = True
+                inner.kind = f"{inner.kind} inside {known.kind}"
 
     def _is_adopted(self, group: "_Shared") -> bool:
         """Whether these are new optimizers of what is watched already: its record goes on."""
@@ -245,7 +373,7 @@ class Session:
             if held and held <= tensors and watched.is_open:
                 for optimizer in group.optimizers:
                     watched.add_optimizer(optimizer)
-                    self._note_model(group.optimizers, self._names[self._watches.index(watched)])
+                self._note_model(group.optimizers, self._names[self._watches.index(watched)])
                 return True
         return False
 
@@ -278,43 +406,46 @@ class Session:
             _lead_to(self._run_dir, known.run_dir)
         return True
 
-    def _open_one(self, model: Any, optimizers: list[Optimizer]) -> None:
-        name = distinct(
-            [
-                *self._names,
-                variable_name(model, "model" if type(model) is torch.nn.Module else None),
-            ]
-        )[-1]
-        folder = self._run_dir if not self._names else self._run_dir / name
+    def _open_one(self, group: "_Shared") -> None:
+        model = together(group.models, group.tensors)
+        name = name_of(group.models, group.tensors, self._names)
+        folder = self._run_dir if not self._watches else self._run_dir / name
         if self._forked:
             folder = self._run_dir / f"{name}-{os.getpid()}"
-        self._names.append(name)
         if self._told.keep and not rundir.is_run(folder):
             self._new_folders.append(folder)
         try:
-            watched = self._watch(model, optimizers, folder)
+            watched = self._watch(model, group.optimizers, folder)
         except RunError:
-            watched = self._watch(model, optimizers, self._run_dir / f"{name}-{os.getpid()}")
+            name = f"{name}-{os.getpid()}"
+            watched = self._watch(model, group.optimizers, self._run_dir / name)
         except UsageError as error:
             print(f"gradsight: {name} is not watched: {error}", file=sys.stderr)
             return
         if self._watches and self._told.keep:
             print(f"gradsight: {name} is recorded apart, in {watched.run_dir}", file=sys.stderr)
+        # Hooks of this kind run in reverse order: before the watch is closed by its own.
+        atexit.register(self._looking.run, self._compare_networks)
+        self._networks.opened(group.models, name)
+        self._names.append(name)
         self._watches.append(watched)
         held = {id(tensor) for tensor in model.parameters()}
         self._watched.append((watched, held))
-        self._note_model(optimizers, name)
+        self._note_model(group.optimizers, name)
 
     def _note_model(self, optimizers: list[Optimizer], name: str) -> None:
-        for known in self._known:
-            if any(known["id"] == id(optimizer) for optimizer in optimizers):
-                known["model"] = name
+        for optimizer in optimizers:
+            known = self._known_of(optimizer)
+            if known is not None:
+                known.model = name
 
     def _watch(self, model: Any, optimizers: list[Optimizer], folder: Path) -> Watch:
         # FSDP2 leaves the outermost parameters whole between forward and backward.
         reshard(model)
         # An exception out of optimizer.step() would be the script's failure.
-        options = WatchOptions(run_dir=folder, stop_raises=False, **self._told.options())
+        options = WatchOptions(
+            run_dir=folder, stop_raises=False, attached=True, **self._told.options()
+        )
         return Watch(model, optimizers, options)
 
     @property
@@ -322,27 +453,31 @@ class Session:
         """Whether a watch was opened in this process."""
         return bool(self._watches) or self._forked
 
-    def _describe(self, optimizer: Optimizer, frame: FrameType | None) -> None:
-        """Write down what is known of this optimizer, for the report; rank 0 does."""
+    def _describe(self) -> None:
+        """Write down what is known of the optimizers, for the report; rank 0 does."""
+        if rank() != 0 or int(os.environ.get("RANK", "0")) != 0 or self._forked:
+            return
+        plain: list[dict[str, Any]] = []
         for known in self._known:
-            if known["id"] == id(optimizer):
-                if frame is not None:
-                    known.setdefault("steps", (frame.f_code.co_filename, frame.f_lineno))
-                known["lr"] = _largest_rate(optimizer)
-                known["scheduler"] = has_scheduler(optimizer)
-        if rank() == 0 and int(os.environ.get("RANK", "0")) == 0 and not self._forked:
-            plain = [
-                {key: value for key, value in known.items() if key != "id"} for known in self._known
-            ]
-            try:
-                self._run_dir.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(plain, indent=1, default=str)
-                write_text(self._run_dir / rundir.SCRIPT, text)
-            except OSError as error:
-                print(
-                    f"gradsight: {self._run_dir} cannot be written: {error.strerror}",
-                    file=sys.stderr,
-                )
+            if known.is_wrapper:
+                continue
+            described = known.plain()
+            # One that is made in every epoch is described once.
+            if described not in plain:
+                plain.append(described)
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(plain, indent=1, default=str)
+            write_text(self._run_dir / rundir.SCRIPT, text)
+        except OSError as error:
+            print(
+                f"gradsight: {self._run_dir} cannot be written: {error.strerror}",
+                file=sys.stderr,
+            )
+
+
+def _place(frame: FrameType | None) -> tuple[str, int] | None:
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _largest_rate(optimizer: Optimizer) -> float | None:
@@ -465,8 +600,13 @@ def told() -> Told:
     return Told(**{**given, "run_dir": Path(given["run_dir"])})
 
 
-def optimizer_made(optimizer: Optimizer) -> None:
-    """Called by sitecustomize for every optimizer that a script makes."""
+def optimizer_made(
+    optimizer: Optimizer, was_loaded: Callable[[nn.Module], bool] = lambda module: False
+) -> None:
+    """Called by sitecustomize for every optimizer that a script makes.
+
+    was_loaded: whether load_state_dict has given a module its weights.
+    """
     if not _sessions:
-        _sessions.append(Session(told()))
+        _sessions.append(Session(told(), was_loaded))
     _sessions[0].optimizer_made(optimizer)

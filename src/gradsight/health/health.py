@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from gradsight.core.group import ProcessGroup
-from gradsight.core.optimizers import innermost_optimizer, optimizer_list
+from gradsight.core.optimizers import innermost_optimizer, optimizer_list, parameters_of
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.core.shards import is_sharded
@@ -31,6 +31,7 @@ from gradsight.measure.host_copy import HostCopy
 from gradsight.values.findings import Finding, IncidentRule
 from gradsight.values.health_report import Abstention, HealthReport
 from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
+from gradsight.values.networks import UnmovedNetwork
 from gradsight.values.steps import CloserLooks
 
 _MEMBERSHIPS = 50
@@ -63,6 +64,8 @@ class Health:
         self._options = options
         self._optimizers = [innermost_optimizer(each) for each in optimizer_list(optimizers)]
         self._optimizers_elsewhere: list[Any] = []
+        self.unmoved: Sequence[UnmovedNetwork] | None = None
+        """Networks of the script that no optimizer moves; None where nobody compared them."""
         subject = subject_of(model, parameters, self._optimizers)
         self._judge = Judge(subject, options.checks)
         # Of a shard this rank sees some units only.
@@ -107,6 +110,14 @@ class Health:
             rules[each.check.code] = IncidentRule(incident.kept, incident.alarm is not None)
         return rules
 
+    def add_optimizer(self, optimizer: Any) -> None:
+        """An optimizer that trains the same parameters from now on, maybe in place of another."""
+        inner = innermost_optimizer(optimizer)
+        given = parameters_of(inner)
+        stay = [each for each in self._optimizers if parameters_of(each) - given]
+        self._optimizers = [*stay, inner]
+        self._take_optimizers()
+
     def also_optimized_by(self, optimizer: Any) -> None:
         """An optimizer that holds some of these parameters, but is watched elsewhere."""
         self._optimizers_elsewhere += optimizer_list(optimizer)
@@ -129,10 +140,7 @@ class Health:
         """The findings that are new or have changed with this step."""
         window = self._judge.window
         if self._optimizers and window.steps_seen % _MEMBERSHIPS == 0:
-            optimizers = [*self._optimizers, *self._optimizers_elsewhere]
-            memberships = memberships_of(self._parameters, optimizers)
-            group_of = group_of_rows(self._parameters, self._optimizers)
-            window.subject = replace(window.subject, memberships=memberships, group_of=group_of)
+            self._take_optimizers()
         if measured.details is not None:
             # Schedulers change them from step to step.
             optimizer = only_optimizer(self._parameters, self._optimizers)
@@ -142,6 +150,14 @@ class Health:
         for comparison in measured.rank_comparisons:
             findings += self._judge.compare(comparison)
         return findings + self._judge.compare_digests(measured.rank_digests)
+
+    def _take_optimizers(self) -> None:
+        """Note which parameters the optimizers hold by now."""
+        window = self._judge.window
+        optimizers = [*self._optimizers, *self._optimizers_elsewhere]
+        memberships = memberships_of(self._parameters, optimizers)
+        group_of = group_of_rows(self._parameters, self._optimizers)
+        window.subject = replace(window.subject, memberships=memberships, group_of=group_of)
 
     def report(self) -> HealthReport:
         """The verdict so far."""
@@ -161,6 +177,8 @@ class Health:
             findings += self._judge.compare_digests(self._digests.finish())
         for comparison in self._late:
             findings += self._judge.compare(comparison)
+        if self.unmoved is not None:
+            findings += self._judge.compare_networks(self.unmoved)
         return findings + self._judge.finish()
 
     def abstentions(self) -> list[Abstention]:

@@ -18,6 +18,7 @@ from gradsight.values.causes import with_causes
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SEVERITIES, Abstention, ordered
 from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
+from gradsight.values.networks import UnmovedNetwork
 
 # A new check is one new file: there is no list of checks to keep beside it.
 for _module in pkgutil.iter_modules(checks.__path__):
@@ -105,6 +106,12 @@ class Judge:
         for digests in all_digests:
             self.window.take_digests(digests)
             self._run("digests", patient=True)
+        return self._take_news()
+
+    def compare_networks(self, networks: Sequence[UnmovedNetwork]) -> list[Finding]:
+        """Judge which networks of a script no optimizer has moved."""
+        self.window.take_networks(networks)
+        self._run("networks", patient=False)
         return self._take_news()
 
     def findings(self) -> list[Finding]:

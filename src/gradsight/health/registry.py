@@ -24,9 +24,10 @@ from gradsight.errors import UsageError
 from gradsight.values.findings import family_of
 from gradsight.values.whole_numbers import whole_number
 
-When = Literal["step", "stretch", "look", "ranks", "digests", "first", "passes"]
+When = Literal["step", "stretch", "look", "ranks", "digests", "first", "passes", "networks"]
 """Every step; every ten steps, for trends; after a closer look; after ranks were compared; once,
-with the report on the first step; after backward passes were recorded.
+with the report on the first step; after backward passes were recorded; at the end, after the
+networks of a script were compared with its optimizers.
 """
 CheckFunction = Callable[..., Iterable["Fact"]]
 
@@ -146,6 +147,10 @@ MISSING = {
     "details": "no closer look was taken",
     "first step": "the first step was not looked at (preflight=False, or no call was seen)",
     "passes": "no backward pass was looked at (preflight=False)",
+    "networks": (
+        "the networks of the script were not compared with its optimizers: `gradsight check` does "
+        "that, in runs of 20 steps or more"
+    ),
 }
 """Why a check has to abstain, by the signal it lacks."""
 

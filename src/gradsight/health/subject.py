@@ -1,6 +1,7 @@
 """What a judge may know of a model before any gradient is seen."""
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -170,25 +171,13 @@ def lost_eps_of(optimizers: Sequence[Optimizer]) -> float | None:
 
 
 def memberships_of(parameters: Sequence[Named], optimizers: Sequence[Optimizer]) -> list[int]:
-    """How often the optimizers were given each parameter.
+    """Return how often an optimizer was given each parameter: the largest number of any optimizer.
 
-    An optimizer over several networks that have one each is a method (InfoGAN), and not counted.
+    Two optimizers may share parameters; `StepSignals.updated_twice` says whether that does harm.
     """
-    held = [
-        [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
-        for optimizer in optimizers
-    ]
-    counts: dict[int, int] = {}
-    for number, tensors in enumerate(held):
-        others = [set(each) for place, each in enumerate(held) if place != number]
-        if _is_put_together(set(tensors), others):
-            continue
-        for tensor in tensors:
-            counts[tensor] = counts.get(tensor, 0) + 1
-    return [counts.get(id(named.tensor), 0) for named in parameters]
-
-
-def _is_put_together(tensors: set[int], others: Sequence[set[int]]) -> bool:
-    """Whether these are exactly the parameters of several other optimizers together."""
-    parts = [each for each in others if each < tensors]
-    return len(parts) > 1 and set().union(*parts) == tensors
+    counts: Counter[int] = Counter()
+    for optimizer in optimizers:
+        counts |= Counter(
+            id(tensor) for group in optimizer.param_groups for tensor in group["params"]
+        )
+    return [counts[id(named.tensor)] for named in parameters]

@@ -4,6 +4,7 @@ The step just made, what came before it, and what is known of the model.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 
@@ -24,6 +25,7 @@ from gradsight.values.measured import (
     RankDigests,
     Rows,
 )
+from gradsight.values.networks import UnmovedNetwork
 from gradsight.values.steps import Step, block_of
 
 _KEPT = 400
@@ -175,6 +177,10 @@ class Window:
 
     Their relative updates mean nothing for a while.
     """
+    unmoved: tuple[UnmovedNetwork, ...] = ()
+    """Networks of the script that get gradients and that no optimizer moves."""
+    updated_twice: set[int] = field(default_factory=set)
+    """Parameters that two optimizers have updated by the same gradient."""
     repeats: int = 0
     """How many steps in a row had exactly the gradient of the step before."""
     digests: RankDigests | None = None
@@ -322,6 +328,11 @@ class Window:
         if step.skipped:
             self.left_out.append(step.step)
 
+    def take_networks(self, networks: Sequence[UnmovedNetwork]) -> None:
+        """All networks of the script were compared with its optimizers; these are unmoved."""
+        self.signals.add("networks")
+        self.unmoved = tuple(networks)
+
     def take_digests(self, digests: RankDigests) -> None:
         """A comparison of ranks by checksum has arrived."""
         self.signals.add("rank digests")
@@ -336,6 +347,7 @@ class Window:
             self.unigram = signals.unigram
             self.signals.add("unigram")
         self._take_learning_rate()
+        self.updated_twice.update(signals.updated_twice)
         if signals.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if signals.uncleared else 0

@@ -44,8 +44,8 @@ from gradsight.values.steps import NO_GRADIENT
 
 _SEVERAL_THREADS = (
     "several threads write the gradients of one model at once, so what an optimizer uses is known "
-    "to nobody: steps are counted and nothing is measured. Give each thread a model and a watch of "
-    "its own, or train in one thread."
+    "to nobody: steps are counted and nothing is measured. Give each thread a model of its own, or "
+    "train in one thread."
 )
 
 
@@ -412,8 +412,8 @@ class StepLine:
             self._problems.report(
                 "no-gradient",
                 f"step {measured.step.step}: no parameter of the model has a gradient. The record "
-                "says so. Look after backward() and before zero_grad(), at the model that is being "
-                "trained.",
+                "says so. A step needs a backward() that reaches the model, and no zero_grad() "
+                "between the two.",
             )
         # Each finding goes through once and is written once, with all that is known of it.
         findings: list[Finding] = []

@@ -12,7 +12,7 @@ from gradsight.core.beside import process_compiles
 from gradsight.core.group import rank
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook
-from gradsight.core.optimizers import calls_of_step, innermost_optimizer
+from gradsight.core.optimizers import calls_of_step, innermost_optimizer, parameters_of
 from gradsight.core.passes import BackwardPass
 from gradsight.core.problems import Problems
 from gradsight.session.line import StepLine
@@ -29,7 +29,7 @@ _NO_OPTIMIZER = (
 )
 _COMPILED = (
     "A step that is compiled as a whole, with torch.autograd.grad and the update inside, calls "
-    "nothing that a watch could see: compile forward and loss alone, and call backward() and "
+    "nothing that Gradsight could see: compile forward and loss alone, and call backward() and "
     "optimizer.step() outside of the compiled function; every step is recorded then."
 )
 
@@ -45,7 +45,10 @@ class MissingSteps:
         problems: Problems,
         guard: Guard,
         is_watched_elsewhere: Callable[[Optimizer], bool],
+        attached: bool = False,
     ) -> None:
+        """`attached`: a command watches every optimizer of a script; an idle one is no mistake."""
+        self._attached = attached
         self._is_watched_elsewhere = is_watched_elsewhere
         self._last = ""
         self._parameters = {id(tensor): tensor for tensor in parameters}
@@ -68,7 +71,9 @@ class MissingSteps:
 
     def also_watched(self, optimizer: Optimizer) -> None:
         """The watch has got another optimizer."""
-        self._watched.append(innermost_optimizer(optimizer))
+        given = parameters_of(optimizer)
+        stay = [each for each in self._watched if parameters_of(each) - given]
+        self._watched = [*stay, optimizer]
 
     def report(self) -> None:
         """The run is over: say why there is no step, where there is none. Rank 0 does."""
@@ -109,13 +114,14 @@ class MissingSteps:
 
     def _report_once(self, fact: str) -> None:
         known = self._line.has_stepped or self._guard.faults or self._said
-        if known or rank() != 0:
+        hides_steps = process_compiles() and not self._saw_gradients
+        if known or rank() != 0 or (self._attached and not hides_steps):
             return
         self._said = True
         self._problems.report("no-steps", f"{fact}: {self._reason()}", step=0)
 
     def _report_others(self) -> None:
-        if self._said_since or self._guard.faults or rank() != 0:
+        if self._said_since or self._guard.faults or self._attached or rank() != 0:
             return
         self._said_since = True
         self._problems.report(

@@ -75,15 +75,22 @@ def open_run_outputs(
     return OpenedRun(first_step, Problems()) if opened is None else opened
 
 
-def ranks_missing(group: ProcessGroup) -> str:
-    """What is said where a watch was not opened on every rank, and this one goes on alone."""
+def ranks_missing(group: ProcessGroup, attached: bool = False) -> str:
+    """What is said where a watch was not opened on every rank, and this one goes on alone.
+
+    `attached`: a command opened it, and nobody can be told to open it elsewhere.
+    """
     met = group.incomplete
     if met is None:
         return ""
     writer = min(met.present)
     text = f"gradsight.watch must be opened on every rank, but {met.sentence()}"
+    if attached:
+        text = f"the ranks of this script are not compared, because {met.sentence()}"
     if not group.is_first:
         return f"{text}. Rank {writer} records alone; what rank {rank()} sees is in no record"
+    if attached:
+        return f"{text}. Training goes on, and rank {writer} records what it sees itself"
     return (
         f"{text}. Training goes on, and rank {writer} records what it sees itself; ranks are not "
         "compared. Call gradsight.watch outside of any `if rank == 0:`"

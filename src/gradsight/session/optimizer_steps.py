@@ -28,7 +28,12 @@ from gradsight.core import moments
 from gradsight.core.devices import is_accelerator
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import has_other_hooks, put_hook
-from gradsight.core.optimizers import calls_of_step, innermost_optimizer
+from gradsight.core.optimizers import (
+    calls_of_step,
+    innermost_optimizer,
+    parameters_of,
+    wrapping,
+)
 from gradsight.core.passes import (
     BackwardPass,
     FollowedParameters,
@@ -71,7 +76,13 @@ class OptimizerSteps:
         """`skipper`: leaves out updates that would do harm."""
         self._skipper = skipper
         self._parameters = list(parameters)
-        self._optimizers = [innermost_optimizer(optimizer) for optimizer in optimizers]
+        self._optimizers: list[Optimizer] = []
+        self._wrappers: list[Any] = []
+        """Optimizers around those that update the weights, as SAM and Lookahead are."""
+        for optimizer in optimizers:
+            *around, inner = wrapping(optimizer)
+            self._optimizers.append(inner)
+            self._wrappers += [each for each in around if isinstance(each, Optimizer)]
         self._line = line
         self._guard = guard
         self._followed: FollowedParameters | None = None
@@ -97,6 +108,10 @@ class OptimizerSteps:
 
         The end of that closure is not seen.
         """
+        self._outermost: Optimizer | None = None
+        """The wrapper whose `step` is running."""
+        self._stepped_inside: set[int] = set()
+        """Which optimizers it has stepped: another time is of the same step."""
         self._edits = 0
         self._thread = -1
         self._begin_round()
@@ -110,19 +125,37 @@ class OptimizerSteps:
         self._followed = moments.listen(self, self._guard, self._parameters)
         for optimizer in self._optimizers:
             self._put_hooks(optimizer)
+        for wrapper in self._wrappers:
+            self._put_hooks_around(wrapper)
+
+    def _put_hooks_around(self, wrapper: Optimizer) -> None:
+        # A class of the user's may lack what `Optimizer.__init__` makes.
+        if hasattr(wrapper, "_optimizer_step_pre_hooks"):
+            put_hook(self._guard, wrapper.register_step_pre_hook, self._wrapper_begins)
+            put_hook(self._guard, wrapper.register_step_post_hook, self._wrapper_ends)
 
     def _put_hooks(self, optimizer: Optimizer) -> None:
         put_hook(self._guard, optimizer.register_step_pre_hook, self._pre_hook)
         put_hook(self._guard, optimizer.register_step_post_hook, self._post_hook)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Watch one more. Optimizers with some of its parameters are no longer waited for."""
-        inner = innermost_optimizer(optimizer)
-        given = _given_to(inner)
-        self._replaced |= {id(each) for each in self._optimizers if _given_to(each) & given}
-        self._optimizers.append(inner)
+        """Watch one more. Optimizers with some of its parameters are no longer waited for.
+
+        Those with no other parameters are let go: a script may make one in every epoch.
+        """
+        *around, inner = wrapping(optimizer)
+        given = parameters_of(inner)
+        stay = [each for each in self._optimizers if parameters_of(each) - given]
+        stay_ids = {id(each) for each in stay}
+        # The new one may have the id of one that is gone.
+        self._replaced &= stay_ids
+        self._replaced |= {id(each) for each in stay if parameters_of(each) & given}
+        self._done &= stay_ids
+        self._optimizers = [*stay, inner]
         self._rows.clear()
         self._put_hooks(inner)
+        for wrapper in around:
+            self._put_hooks_around(wrapper)
 
     def finish(self) -> None:
         """The run is over: a round in which some optimizer has not stepped is a step too."""
@@ -208,7 +241,7 @@ class OptimizerSteps:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         """`args` begins with the optimizer itself; a closure is the next one or a keyword."""
-        if calls_of_step(optimizer) > 1:
+        if calls_of_step(optimizer) > 1 or (self._outermost and self._is_counted(optimizer)):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -223,12 +256,31 @@ class OptimizerSteps:
     def _post_hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if calls_of_step(optimizer) > 1:
+        if calls_of_step(optimizer) > 1 or (self._outermost and self._is_counted(optimizer)):
             return
+        if self._outermost is not None:
+            self._stepped_inside.add(id(optimizer))
         # Not in a pre-hook: under Lightning that one runs before backward.
         self._called_by_scaler = True
         with self._line.lock:
             self._stepped(optimizer, getattr(optimizer, "found_inf", None))
+
+    def _is_counted(self, optimizer: Optimizer) -> bool:
+        """Return whether the wrapper that is stepping has stepped this optimizer already."""
+        if self._outermost is not None and not calls_of_step(self._outermost):
+            # An exception has ended that step.
+            self._outermost = None
+            self._stepped_inside.clear()
+        return id(optimizer) in self._stepped_inside
+
+    def _wrapper_begins(self, wrapper: Optimizer, *_: Any) -> None:
+        if self._outermost is None:
+            self._outermost = wrapper
+
+    def _wrapper_ends(self, wrapper: Optimizer, *_: Any) -> None:
+        if self._outermost is wrapper and calls_of_step(wrapper) < 2:
+            self._outermost = None
+            self._stepped_inside.clear()
 
     # What it means.
 
@@ -480,16 +532,12 @@ class OptimizerSteps:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._rows.get(id(optimizer))
         if known is None or known[0] != size:
-            given = _given_to(optimizer)
+            given = parameters_of(optimizer)
             if optimizer is self._optimizers[0]:
-                elsewhere = set().union(*(_given_to(other) for other in self._optimizers[1:]))
+                elsewhere = set().union(*(parameters_of(other) for other in self._optimizers[1:]))
                 given = {id(parameter) for parameter in self._parameters} - (elsewhere - given)
             parameters = enumerate(self._parameters)
             rows = [row for row, parameter in parameters if id(parameter) in given]
             known = (size, rows)
             self._rows[id(optimizer)] = known
         return known[1]
-
-
-def _given_to(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -39,6 +39,9 @@ class WatchOptions:
     stop_raises: bool = True
     """Whether stopping for a finding is an exception; a trainer's door stops its trainer itself."""
 
+    attached: bool = False
+    """Whether a command watches a script that never calls `watch`: no advice speaks of it then."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "sinks", sinks_given(self.sinks))
         if self.run_dir is not None:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsight.core import moments
 from gradsight.core.autocast import is_autocast_to
 from gradsight.core.calls import is_suspended
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
+from gradsight.core.optimizers import is_inside_another_step, parameters_of
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
 from gradsight.first_step.recorder import called_modules
@@ -73,6 +75,7 @@ class TrainingSignals:
         self.first_look = first_look
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
+        self._repeated: RepeatedUpdates | None = None
         self._batches = Batches()
         self._forward_handles: dict[nn.Module, Any] = {}
         self._loss: Tensor | None = None
@@ -87,10 +90,10 @@ class TrainingSignals:
         moments.listen(self, self.guard, self._parameters)
         if self.first_look is not None:
             self.first_look.guard.run(self.first_look.start)
+        if len(self._optimizers) > 1:
+            self.compare_optimizers()
         for optimizer, clearing in zip(self._optimizers, self._clearing, strict=True):
-            clearing.start()
-            put_hook(self.guard, optimizer.register_step_pre_hook, self._step_begins)
-            put_hook(self.guard, optimizer.register_step_post_hook, self._step_ends)
+            self._start_with(optimizer, clearing)
         # Hooks inside a compiled call would break its graph.
         if getattr(self._model, "_compiled_call_impl", None) is None:
             for module in {self._model: None, _largest_part(self._model): None}:
@@ -100,6 +103,26 @@ class TrainingSignals:
                     partial(self._on_forward, module),
                     with_kwargs=True,
                 )
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Watch one more; it takes the place of those with no other parameters."""
+        given = parameters_of(optimizer)
+        stay = [each for each in self._clearing if parameters_of(each.optimizer) - given]
+        clearing = Clearing(optimizer, self.guard)
+        self._clearing = [*stay, clearing]
+        self._start_with(optimizer, clearing)
+        self.compare_optimizers()
+
+    def compare_optimizers(self) -> None:
+        """Notice parameters that two optimizers update by the same gradient."""
+        if self._repeated is None:
+            self._repeated = RepeatedUpdates(self._parameters)
+            put_hook(self.guard, register_optimizer_step_post_hook, self._repeated.stepped)
+
+    def _start_with(self, optimizer: Optimizer, clearing: "Clearing") -> None:
+        clearing.start()
+        put_hook(self.guard, optimizer.register_step_pre_hook, self._step_begins)
+        put_hook(self.guard, optimizer.register_step_post_hook, self._step_ends)
 
     @property
     def loss(self) -> Tensor | None:
@@ -141,6 +164,7 @@ class TrainingSignals:
             half=self._half,
             one_batch=self._batches.fixed,
             first=first,
+            updated_twice=() if self._repeated is None else self._repeated.take(),
         )
         return signals, SeenLoss(loss, guess, unigram, passes)
 
@@ -179,6 +203,8 @@ class TrainingSignals:
             self._note_loss(begun)
         for clearing in self._clearing:
             clearing.after_backward(begun)
+        if self._repeated is not None:
+            self._repeated.since_pass.clear()
 
     def _on_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -230,6 +256,50 @@ def _largest_part(model: nn.Module) -> nn.Module:
     return model
 
 
+class RepeatedUpdates:
+    """Notices parameters that two optimizers update by the same gradient.
+
+    That two optimizers hold a parameter says nothing: one may wrap the other, take its place in
+    the middle of a run, or have a backward pass of its own.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._row_of = {id(tensor): row for row, tensor in enumerate(parameters)}
+        self._rows: dict[int, tuple[weakref.ref[Optimizer], int, frozenset[int]]] = {}
+        """By id, how many parameters an optimizer held when its rows were found, and these."""
+        self.since_pass: dict[int, frozenset[int]] = {}
+        """The rows of each optimizer that has stepped since the last backward pass."""
+        self._found: set[int] = set()
+
+    def take(self) -> tuple[int, ...]:
+        """Return the rows found since the last call."""
+        found = tuple(sorted(self._found))
+        self._found.clear()
+        return found
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """Any optimizer of the process has stepped."""
+        # A step inside of another optimizer's step is a part of that one.
+        if moments.inside_backward() or is_inside_another_step():
+            return
+        rows = self._rows_of(optimizer)
+        for other, updated in self.since_pass.items():
+            if other != id(optimizer):
+                self._found |= updated & rows
+        if rows:
+            self.since_pass[id(optimizer)] = rows
+
+    def _rows_of(self, optimizer: Optimizer) -> frozenset[int]:
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._rows.get(id(optimizer))
+        if known is not None and known[0]() is optimizer and known[1] == size:
+            return known[2]
+        held = parameters_of(optimizer)
+        rows = frozenset(row for key, row in self._row_of.items() if key in held)
+        self._rows[id(optimizer)] = (weakref.ref(optimizer), size, rows)
+        return rows
+
+
 class Clearing:
     """Whether an optimizer's gradients are cleared between its steps, told by its smallest one.
 
@@ -239,7 +309,7 @@ class Clearing:
     """
 
     def __init__(self, optimizer: Optimizer, guard: Guard) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._guard = guard
         self._parameter: Tensor | None = None
         # The gradient when we last looked, and its version.
@@ -254,7 +324,7 @@ class Clearing:
 
     def start(self) -> None:
         """Begin to watch the optimizer's steps."""
-        put_hook(self._guard, self._optimizer.register_step_post_hook, self._stepped)
+        put_hook(self._guard, self.optimizer.register_step_post_hook, self._stepped)
 
     def look_away(self) -> None:
         """Read no gradient any more."""

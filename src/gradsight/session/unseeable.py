@@ -27,7 +27,7 @@ FSDP1 = (
 )
 CUDA_GRAPHS = (
     "CUDA graphs replay a step without calling backward; nothing can be seen. "
-    "Switch them off to be watched."
+    "Switch them off to have steps recorded."
 )
 
 _BY_MODULE = (

@@ -14,7 +14,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.held_parts import parts_left_out
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import note_closed, note_open
-from gradsight.core.optimizers import innermost_optimizer
+from gradsight.core.optimizers import innermost_optimizer, parameters_of
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems, say
 from gradsight.core.shards import are_spread
@@ -53,20 +53,21 @@ from gradsight.session.unseeable import refuse_unseeable
 from gradsight.store.incidents import with_ranks
 from gradsight.values.findings import Finding, StopTraining
 from gradsight.values.health_report import HealthReport
+from gradsight.values.networks import UnmovedNetwork
 from gradsight.values.whole_numbers import single_number, whole_number
 
 _PATIENCE = 5.0
 """Seconds to wait at the end for what other ranks are still sending, where all end together."""
 _SHORT_PATIENCE = 0.2
-_FORKED = (
-    "this process was forked from one that is being recorded; what it trains is not. "
-    "To record it too, call gradsight.watch in it, with a run_dir of its own."
-)
+_FORKED = "this process was forked from one that is being recorded; what it trains is not recorded"
+_RECORD_IT_TOO = ". To record it too, call gradsight.watch in it, with a run_dir of its own."
 
 _NEW_ON_RANKS = (
     "the model has got new parameters in the middle of a run on several ranks: they are not "
-    "recorded, and the record says so at every step. Close the watch and open another one on every "
-    "rank after the parameters have changed."
+    "recorded, and the record says so at every step"
+)
+_OPEN_ANOTHER = (
+    ". Close the watch and open another one on every rank after the parameters have changed."
 )
 _CLOSED = "this watch is closed: what it is told from now on is not recorded"
 
@@ -95,7 +96,7 @@ class Watch:
         self._opened = open_run_outputs(options, parameters, self._group)
         self._problems = self._opened.problems
         if self._group.incomplete is not None:
-            self._problems.report("ranks", ranks_missing(self._group))
+            self._problems.report("ranks", ranks_missing(self._group, options.attached))
         looking = "Gradsight stopped looking at gradients"
         self._guard = Guard(LeavingProblems(self._problems), "capture", looking)
         self._calls = Guard(self._problems, "call", "a call of the watch failed", UsageError)
@@ -198,6 +199,7 @@ class Watch:
             self._problems,
             self._guard,
             self._is_watched_elsewhere,
+            self._options.attached,
         )
         self._captures = Captures(tensors, place.inner_optimizers, self._problems)
 
@@ -237,7 +239,8 @@ class Watch:
         """The model has other parameters than before: record these from the next step on."""
         if self._group.size > 1:
             # The other ranks may not have come here: nothing is opened again without them.
-            self._problems.report("new-parameters", _NEW_ON_RANKS, step=self._line.builder.step)
+            text = self._with_advice(_NEW_ON_RANKS, _OPEN_ANOTHER)
+            self._problems.report("new-parameters", text, step=self._line.builder.step)
             if isinstance(self._steps, OptimizerSteps):
                 self._steps.lacks_parameters = True
             return
@@ -262,6 +265,10 @@ class Watch:
         self._write_config(parameters)
         self._changes.watch_instead(tensors)
         self._start_parts(tensors)
+
+    def _with_advice(self, text: str, advice: str) -> str:
+        """Return a sentence, with advice for those who have opened the watch themselves."""
+        return text if self._options.attached else text + advice
 
     def _parts_left_out(self, parameters: Sequence[Named]) -> list[bool]:
         """Of which parameters another rank's part is counted; refused alike on all ranks."""
@@ -415,7 +422,7 @@ class Watch:
     def _is_over(self) -> bool:
         """Whether nothing is recorded any more; whoever goes on as if it were is told so, once."""
         if self._forked:
-            self._problems.report("forked", _FORKED)
+            self._problems.report("forked", self._with_advice(_FORKED, _RECORD_IT_TOO))
         elif self._closed:
             self._problems.report("closed", _CLOSED)
         return self._closed
@@ -515,11 +522,19 @@ class Watch:
 
     def add_optimizer(self, optimizer: Any) -> None:
         """An optimizer made later that trains the same parameters, maybe in place of another."""
-        self._optimizers.append(optimizer)
+        inner = innermost_optimizer(optimizer)
+        given = parameters_of(inner)
+        stay = [
+            each for each in self._optimizers if parameters_of(innermost_optimizer(each)) - given
+        ]
+        self._optimizers[:] = [*stay, optimizer]
         if isinstance(self._steps, OptimizerSteps):
             self._steps.add_optimizer(optimizer)
-        self._missing_steps.also_watched(optimizer)
-        self.also_optimized_by(optimizer)
+        self._missing_steps.also_watched(inner)
+        if self._instruments.signals is not None:
+            self._instruments.signals.add_optimizer(inner)
+        if self._instruments.health is not None:
+            self._instruments.health.add_optimizer(inner)
 
     @property
     def asked_to_stop(self) -> Finding | None:
@@ -530,6 +545,13 @@ class Watch:
         """An optimizer that holds some of these parameters, but is watched elsewhere."""
         if self._instruments.health is not None:
             self._instruments.health.also_optimized_by(optimizer)
+        if self._instruments.signals is not None:
+            self._instruments.signals.compare_optimizers()
+
+    def compare_networks(self, unmoved: Sequence[UnmovedNetwork]) -> None:
+        """All networks of the script were compared with its optimizers; these are unmoved."""
+        if self._instruments.health is not None:
+            self._instruments.health.unmoved = unmoved
 
     # When the run ends.
 
@@ -605,7 +627,7 @@ class _Process:
         if watch._run_dir is not None:
             stop_counting(watch._run_dir)
         for optimizer in watch._optimizers:
-            _say_at_next_step(optimizer, _FORKED)
+            _say_at_next_step(optimizer, watch._with_advice(_FORKED, _RECORD_IT_TOO))
 
     def ended_by(self, error: BaseException) -> None:
         """An exception that nobody has caught ends the process."""

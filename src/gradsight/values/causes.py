@@ -43,7 +43,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     ),
     "GS207": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403"),
     "GS208": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403", "GS207"),
-    "GS301": ("GS302", "GS607", "GS205", "GS606", "GS403", "GS207"),
+    "GS301": ("GS302", "GS306", "GS607", "GS205", "GS606", "GS403", "GS207"),
     "GS304": ("GS611", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),
     "GS402": ("GS407", "GS405", "GS403", "GS204", "GS105", "GS107"),
@@ -61,7 +61,8 @@ one is the cause.
 """
 
 _SAME_PARAMETERS = {
-    *(("GS301", "GS205"), ("GS301", "GS207"), ("GS401", "GS408"), ("GS607", "GS205")),
+    *(("GS301", "GS205"), ("GS301", "GS306"), ("GS301", "GS207"), ("GS401", "GS408")),
+    ("GS607", "GS205"),
 }
 """Effect and cause that belong together only where they name a parameter in common."""
 _SAME_LAYER = {("GS205", "GS302"), ("GS301", "GS302")}
@@ -71,7 +72,7 @@ _AT_ONCE = {
     *(("GS503", cause) for cause in (*_BROKEN, "GS201")),
 }
 """Effect and cause of which one comes with the other, or within a few steps of it."""
-_SEEN_LATE = {"GS203", "GS204", "GS206", "GS405"}
+_SEEN_LATE = {"GS306", "GS203", "GS204", "GS206", "GS405"}
 """Checks that look at trends every few steps."""
 
 

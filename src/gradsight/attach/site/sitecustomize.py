@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,32 @@ def _notice_optimizers(module: Any) -> None:
     module.Optimizer.__init__ = noticed
 
 
+def _notice_loading(module: Any) -> None:
+    """torch.nn.modules.module: note the modules that are given weights by load_state_dict."""
+    load = module.Module.load_state_dict
+
+    @functools.wraps(load)
+    def noticed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        _guarded(_note_loaded, self)
+        return result
+
+    module.Module.load_state_dict = noticed
+
+
+_loaded: dict[int, Any] = {}
+"""Weak references to these modules, by id."""
+
+
+def _note_loaded(module: Any) -> None:
+    _loaded[id(module)] = weakref.ref(module)
+
+
+def _was_loaded(module: Any) -> bool:
+    known = _loaded.get(id(module))
+    return known is not None and known() is module
+
+
 _seen = {"passes": 0, "optimizers": 0}
 """Backward passes and optimizers of this process."""
 
@@ -105,7 +132,7 @@ def _say_what_was_seen(process: int) -> None:
 def _optimizer_made(optimizer: Any) -> None:
     from gradsight.attach.session import optimizer_made
 
-    optimizer_made(optimizer)
+    optimizer_made(optimizer, _was_loaded)
 
 
 def _put_into_hf(module: Any) -> None:
@@ -149,6 +176,7 @@ def _guarded(action: Callable[[Any], None], given: Any) -> None:
 if "GRADSIGHT_CHECK" in os.environ:
     _actions: dict[str, Callable[[Any], None]] = {
         "torch.optim.optimizer": _notice_optimizers,
+        "torch.nn.modules.module": _notice_loading,
         "torch.autograd": _count_passes,
     }
     if json.loads(os.environ["GRADSIGHT_CHECK"]).get("keep"):

@@ -30,17 +30,20 @@ for each in optimizers:
     ),
 )
 def twice(window: Window) -> Iterator[Fact]:
-    """Parameters are held by optimizers more than once.
+    """Parameters are updated more than once by the same gradient.
 
-    Why: every occurrence makes an update of its own. Usually two lists of parameters overlap.
+    Why: every occurrence makes an update of its own. Usually two lists of parameters overlap. Two
+    optimizers may hold the same parameters if only one of them steps after a backward pass.
     """
     # torch refuses a parameter in two groups of one optimizer, only warns of one twice in a group,
     # and knows nothing of a second optimizer.
     counts = window.subject.memberships or ()
-    rows = [row for row, count in enumerate(counts) if count > 1]
+    repeated = {row for row, count in enumerate(counts) if count > 1}
+    rows = sorted(repeated | window.updated_twice)
     if rows:
+        twice = "updated by two optimizers" if window.updated_twice else "held twice"
         yield Fact(
-            f"{len(rows)} parameters are held more than once",
+            f"{len(rows)} parameters are {twice}",
             window.named(rows),
             first_step=window.first_step,
         )
