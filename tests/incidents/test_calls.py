@@ -122,7 +122,7 @@ def test_held_bytes_are_bounded_and_the_newest_call_stays() -> None:
     assert [each.args[0] is batch for each, batch in zip(passes, batches[-5:], strict=True)] == [
         True
     ] * 5
-    assert "7 earlier micro-batches of this step were not kept: they hold too much memory" in notes
+    assert "7 earlier calls of the model were not kept: they hold too much memory" in notes
     calls.stop()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

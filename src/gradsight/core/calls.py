@@ -1,13 +1,45 @@
 """One call of the model as it was made, and passes of ours that are no part of training."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from gradsight.core.carried import carried, carry, drop, is_carried
+
+
+@dataclass(frozen=True, slots=True)
+class CallNumber:
+    """Which call of the model it was in its step; all are counted from 0."""
+
+    micro_batch: int
+    """The calls between two backward passes belong to one micro-batch."""
+    call: int = 0
+    """Its place among the calls of its micro-batch."""
+    calls: int = 1
+    """How many calls that micro-batch had."""
+    continues: bool = False
+    """Whether an argument was computed from the outputs of an earlier call of the micro-batch."""
+
+    @property
+    def named_call(self) -> int | None:
+        """Its place among the calls of its micro-batch, if that had more than one."""
+        return self.call if self.calls > 1 else None
+
+    def among(self, micro_batches: int) -> str:
+        """Name the call in a step with so many micro-batches.
+
+        >>> CallNumber(1).among(4), CallNumber(0, 5, 10).among(1), CallNumber(1, 5, 10).among(4)
+        ('micro-batch 1', 'call 5 of 10', 'micro-batch 1, call 5 of 10')
+        >>> CallNumber(0).among(1)
+        'the model'
+        """
+        names = [f"micro-batch {self.micro_batch}"] if micro_batches > 1 else []
+        if self.calls > 1:
+            names.append(f"call {self.call} of {self.calls}")
+        return ", ".join(names) or "the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +71,22 @@ class RecordedCall:
     loss_lines: Mapping[Any, str] | None = None
     """File and line that made the autograd nodes between the outputs and `loss_root`."""
     sample_ids: tuple[int | str, ...] | None = None
+    number: CallNumber | None = None
+    """None: each call is a micro-batch of its own, in the order of the calls."""
+
+
+def numbered(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """Return the calls of a step, each with its number."""
+    return [
+        replace(call, number=CallNumber(place)) if call.number is None else call
+        for place, call in enumerate(calls)
+    ]
+
+
+def micro_batches(calls: Sequence[RecordedCall]) -> int:
+    """Return how many micro-batches the calls of a step belong to."""
+    numbers = [call.number for call in numbered(calls) if call.number is not None]
+    return max((number.micro_batch for number in numbers), default=0) + 1
 
 
 SUSPENDED = "gradsight.suspended"

@@ -70,7 +70,11 @@ def find_samples(
     or 1 where the model says batch_first=False or only dimension 1 is the same in all tensors.
     """
     flat, spec = tree_flatten((tuple(args), dict(kwargs)))
-    tensors = {i: x for i, x in enumerate(flat) if isinstance(x, Tensor) and x.dim() > 0}
+    tensors = {
+        i: x
+        for i, x in enumerate(flat)
+        if isinstance(x, Tensor) and x.dim() > 0 and not x.is_nested  # those have no one shape
+    }
     if not tensors:
         raise NotSeparable(
             f"the size of the batch cannot be told: {type(root).__name__} was called without a "

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gradsight.core import limits
-from gradsight.core.calls import RecordedCall
-from gradsight.core.records import read_value
+from gradsight.core.calls import CallNumber, RecordedCall
+from gradsight.core.records import read_record, read_value
 from gradsight.errors import GradsightError, RunError
+from gradsight.values.plain import plain
 
 
 class CannotStore(GradsightError):
@@ -47,6 +48,7 @@ def _pack_pass(each: RecordedCall, name: str, tensors: dict[str, Tensor]) -> dic
         "caller": each.caller,
         "backward_caller": each.backward_caller,
         "sample_ids": None if each.sample_ids is None else list(each.sample_ids),
+        "number": plain(each.number),
     }
 
 
@@ -89,6 +91,7 @@ def unpack_passes(structure: Any, tensors: Mapping[str, Tensor]) -> list[Recorde
 
 def _unpack_pass(each: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RecordedCall:
     gradients, autocast, ids = each["output_gradients"], each["autocast"], each["sample_ids"]
+    number = each.get("number")
     return RecordedCall(
         args=_unpack(each["args"], tensors),
         kwargs=_unpack(each["kwargs"], tensors),
@@ -100,6 +103,7 @@ def _unpack_pass(each: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Reco
         output_gradients=None if gradients is None else _unpack(gradients, tensors),
         backward_caller=each["backward_caller"],
         sample_ids=None if ids is None else tuple(ids),
+        number=None if number is None else read_record(CallNumber, number, "number"),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.calls import RecordedCall, is_suspended
+from gradsight.core.layouts import held_bytes, version
 from gradsight.incidents.loss_lines import Between
 
 
@@ -22,6 +23,7 @@ class KeptCall:
         "gradients",
         "loss",
         "made",
+        "micro_batch",
         "nodes",
         "root",
         "tensors",
@@ -29,16 +31,18 @@ class KeptCall:
         "versions",
     )
 
-    def __init__(self, made: RecordedCall, tensors: list[Tensor]) -> None:
+    def __init__(self, made: RecordedCall, tensors: list[Tensor], micro_batch: int) -> None:
         self.made = made
+        self.micro_batch = micro_batch
+        """How many backward passes came between the first call of the step and this one."""
         self.backward_caller: str | None = None
         self.root: Tensor | None = None
         """What backward was called on after this call."""
         self.loss = Between()
         """Where the loss lies that was made of this call."""
         self.tensors = tensors
-        self.versions = [tensor._version for tensor in tensors]
-        self.bytes = sum(tensor.nbytes for tensor in tensors)
+        self.versions = [version(tensor) for tensor in tensors]
+        self.bytes = sum(held_bytes(tensor) for tensor in tensors)
         self.buffer_versions: list[int] = []
         self.gradients: list[Tensor | None] = []
         """The gradients that came back to the tensors of the output, through whatever uses them."""
@@ -58,8 +62,8 @@ class KeptCall:
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""
         return any(
-            tensor._version != version
-            for tensor, version in zip(self.tensors, self.versions, strict=True)
+            version(tensor) != before
+            for tensor, before in zip(self.tensors, self.versions, strict=True)
         )
 
 

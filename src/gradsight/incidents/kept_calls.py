@@ -9,6 +9,7 @@ memory together than the limit.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
-from gradsight.core.calls import RecordedCall
+from gradsight.core.calls import CallNumber, RecordedCall
 from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
+from gradsight.core.layouts import held_bytes, version
 from gradsight.core.parameters import called_module
 from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
@@ -39,6 +41,8 @@ from gradsight.incidents.loss_lines import LossLines
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
 """Calls of one step that are kept, whatever they hold."""
+_MOST_NODES = 10_000
+"""Autograd nodes that are followed from the arguments of one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class FinishedStep:
 
     step: int
     calls: list[KeptCall]
-    dropped: int
+    dropped: Counter[int]
     root: Tensor | None
 
 
@@ -68,8 +72,8 @@ class KeptCalls:
     def __init__(self, model: nn.Module, limits: KeptLimits, guard: Guard) -> None:
         self.model = called_module(model)
         self.calls: list[KeptCall] = []
-        self.dropped = 0
-        """Calls of this step that were let go."""
+        self.dropped: Counter[int] = Counter()
+        """By micro-batch: calls of this step that were let go."""
         self.root: Tensor | None = None
         """What backward was last called on in this step."""
         self.last: FinishedStep | None = None
@@ -81,6 +85,8 @@ class KeptCalls:
         self._loss_lines = LossLines(guard)
         self._step_is_over = False
         self._held = 0
+        self._micro_batch = 0
+        self._called_since_backward = False
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._compiled: Any = None
@@ -141,7 +147,7 @@ class KeptCalls:
         self.made_step = step
         self.last = None
         if self.calls and self._devices:
-            self.last = FinishedStep(step, list(self.calls), self.dropped, self.root)
+            self.last = FinishedStep(step, list(self.calls), self.dropped.copy(), self.root)
         self._step_is_over = True
         if not self._limits.lasting:
             self.release()
@@ -151,8 +157,10 @@ class KeptCalls:
         self.calls.clear()
         self._loss_lines.forget()
         self.root = None
-        self.dropped = 0
+        self.dropped.clear()
         self._held = 0
+        self._micro_batch = 0
+        self._called_since_backward = False
         self._step_is_over = False
 
     def name_samples(self, ids: Sequence[int | str] | Tensor) -> None:
@@ -199,15 +207,17 @@ class KeptCalls:
             caller=users_line(),
             sample_ids=ids,
         )
-        call = KeptCall(made, tensors)
-        call.buffer_versions = [buffer._version for _, buffer in self._buffers]
+        call = KeptCall(made, tensors, self._micro_batch)
+        self._called_since_backward = True
+        call.buffer_versions = [version(buffer) for _, buffer in self._buffers]
         self._held += call.bytes
         self.calls.append(call)
         while len(self.calls) > 1 and (
             self._held > self._limits.argument_bytes or len(self.calls) > _MOST
         ):
-            self._held -= self.calls.pop(0).bytes
-            self.dropped += 1
+            oldest = self.calls.pop(0)
+            self._held -= oldest.bytes
+            self.dropped[oldest.micro_batch] += 1
 
     def _devices_of(self, tensors: Iterable[Tensor]) -> list[torch.device]:
         """The accelerators that a call may draw random numbers on: of the model and its batch."""
@@ -253,14 +263,14 @@ class KeptCalls:
         return self._recorded(used, step.dropped)
 
     def _recorded(
-        self, used: Sequence[KeptCall], dropped: int
+        self, used: Sequence[KeptCall], dropped: Counter[int]
     ) -> tuple[list[RecordedCall], list[str]]:
         notes: dict[str, None] = {}
         made: list[RecordedCall] = []
         if dropped:
-            text = "earlier micro-batches of this step were not kept: they hold too much memory"
-            notes[f"{dropped} {text}"] = None
-        for call in used:
+            text = "earlier calls of the model were not kept: they hold too much memory"
+            notes[f"{dropped.total()} {text}"] = None
+        for call, number in zip(used, _numbers(used, dropped), strict=True):
             notes.update(dict.fromkeys(self._doubts(call)))
             came_back = not call.too_large and any(
                 gradient is not None for gradient in call.gradients
@@ -274,6 +284,7 @@ class KeptCalls:
                     backward_caller=call.backward_caller,
                     loss_root=call.root,
                     loss_lines=self._loss_lines.of(call.root, call.loss),
+                    number=number,
                 )
             )
         return made, list(notes)
@@ -292,8 +303,8 @@ class KeptCalls:
         pairs = zip(self._buffers, call.buffer_versions, strict=True)
         changed = [
             name
-            for (name, buffer), version in pairs
-            if buffer._version != version and name not in call.made.buffers
+            for (name, buffer), before in pairs
+            if version(buffer) != before and name not in call.made.buffers
         ]
         if changed:
             yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
@@ -314,7 +325,7 @@ class KeptCalls:
             return
         known = call.gradients[place]
         call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
-        call.gradient_bytes += gradient.nbytes if known is None else 0
+        call.gradient_bytes += held_bytes(gradient) if known is None else 0
         held = sum(each.gradient_bytes for each in self.calls)
         # The oldest go first; the call that has just got a gradient goes last.
         for each in [*(other for other in self.calls if other is not call), call]:
@@ -332,6 +343,9 @@ class KeptCalls:
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
         if self.calls:
             self._end_losses(users_line())
+        if self._called_since_backward:
+            self._called_since_backward = False
+            self._micro_batch += 1
 
     def _end_losses(self, backward_caller: str | None) -> None:
         """The losses of the calls that no backward has begun for end here."""
@@ -341,6 +355,43 @@ class KeptCalls:
                 call.backward_caller = backward_caller
                 call.root = self.root
                 call.loss = loss
+
+
+def _numbers(used: Sequence[KeptCall], dropped: Counter[int]) -> list[CallNumber]:
+    """Which micro-batch each call was in, and which of its calls it was."""
+    made = dropped + Counter(call.micro_batch for call in used)
+    micro_batches = sorted(made)
+    seen = dropped.copy()
+    earlier: set[Any] = set()
+    numbers = []
+    for call in used:
+        # Two calls of one graph: the outputs of the earlier one, before the arguments of the later.
+        continues = made[call.micro_batch] > 1 and _reaches(call.tensors, earlier)
+        numbers.append(
+            CallNumber(
+                micro_batches.index(call.micro_batch),
+                seen[call.micro_batch],
+                made[call.micro_batch],
+                continues,
+            )
+        )
+        seen[call.micro_batch] += 1
+        earlier.update(call.nodes.values())
+    return numbers
+
+
+def _reaches(tensors: Iterable[Tensor], targets: set[Any]) -> bool:
+    """Whether one of these autograd nodes is among those that made some tensors."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    reached = set(waiting)
+    while waiting and len(reached) < _MOST_NODES:
+        node = waiting.pop()
+        if node in targets:
+            return True
+        following = {each for each, _ in node.next_functions if each is not None} - reached
+        reached |= following
+        waiting += following
+    return False
 
 
 def _spectral_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gradsight.core.calls import RecordedCall, suspended
+from gradsight.core.calls import RecordedCall, micro_batches, suspended
 from gradsight.core.group import rank, world_size
 from gradsight.core.guard import Guard
 from gradsight.core.parameters import unwrapped
@@ -27,7 +27,7 @@ from gradsight.incidents.incident import (
 )
 from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
 from gradsight.incidents.parameter_copy import ParameterCopy
-from gradsight.store.diagnoses import is_broken, numbered
+from gradsight.store.diagnoses import is_broken, of_rank
 from gradsight.values.diagnoses import Diagnosis
 from gradsight.values.findings import ONE_LOOK, PRECISION, TREND, Finding, IncidentRule
 from gradsight.values.measured import MeasuredStep
@@ -206,8 +206,7 @@ class FlightRecorder:
         if self._options.seconds:
             diagnosis = self._run_again(passes[first:], kind, scale, self.calls.root)
             diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
-            dropped = self.calls.dropped
-            pending.diagnosis = numbered(diagnosis, rank(), first + dropped, len(passes) + dropped)
+            pending.diagnosis = of_rank(diagnosis, rank(), micro_batches(passes))
         # The judge speaks on the first rank alone: here nobody would confirm it later.
         if not self._options.first:
             self._write_part(pending)
@@ -238,8 +237,7 @@ class FlightRecorder:
             root = None if last is None else last.root
             diagnosis = self._run_again(passes, bad.kind, scale, root)
             diagnosis = replace(diagnosis, notes=(*notes, *diagnosis.notes))
-            dropped = 0 if last is None else last.dropped
-            pending.diagnosis = numbered(diagnosis, rank(), dropped, len(passes) + dropped)
+            pending.diagnosis = of_rank(diagnosis, rank(), micro_batches(passes))
         if not self._options.first:
             self._write_part(pending)
 

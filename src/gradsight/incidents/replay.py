@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradsight.core.calls import RecordedCall
+from gradsight.core.calls import RecordedCall, micro_batches
 from gradsight.errors import RunError, UsageError
 from gradsight.incidents.arguments import unpack_passes
 from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.incidents.incident import state_of
-from gradsight.store.diagnoses import is_broken, merge_diagnoses, numbered
+from gradsight.store.diagnoses import is_broken, merge_diagnoses, of_rank
 from gradsight.store.incident_format import BATCH, PARAMETERS, checked_file, read_incident
 from gradsight.store.incidents import rank_parts
 from gradsight.values.diagnoses import Diagnosis, GuiltySample
@@ -82,9 +82,8 @@ def _replay_part(
     kind: Literal["spike", "nonfinite"] = "spike" if body.get("kind") == "spike" else "nonfinite"
     chosen = [_on_cpu(each) for each in passes[first:]]
     made = diagnose(model, chosen, DiagnosisOptions(seconds=seconds, kind=kind, scale=scale))
-    return numbered(
-        replace(made, notes=(*notes, *made.notes)), body.get("rank") or 0, first, len(passes)
-    )
+    made = replace(made, notes=(*notes, *made.notes))
+    return of_rank(made, body.get("rank") or 0, micro_batches(passes))
 
 
 def _on_cpu(each: RecordedCall) -> RecordedCall:

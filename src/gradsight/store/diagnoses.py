@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradsight.core.records import read_record
-from gradsight.values.diagnoses import Diagnosis, GuiltySample
+from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
 
 _MOST_SAMPLES = 64
 
@@ -18,15 +18,14 @@ def unpack_diagnosis(value: Any, name: str = "a diagnosis") -> Diagnosis | None:
     return read_record(Diagnosis, value, name)
 
 
-def numbered(diagnosis: Diagnosis, rank: int, first: int, passes: int) -> Diagnosis:
-    """With the rank's number, and micro-batches counted from the step's first one of `passes`."""
-    samples = tuple(
-        replace(each, rank=rank, micro_batch=each.micro_batch + first) for each in diagnosis.samples
-    )
+def of_rank(diagnosis: Diagnosis, rank: int, micro_batches: int) -> Diagnosis:
+    """Return a diagnosis with the number of its rank and of the step's micro-batches."""
+    samples = tuple(replace(each, rank=rank) for each in diagnosis.samples)
     operation = diagnosis.operation
     if operation is not None:
-        operation = replace(operation, rank=rank, micro_batch=operation.micro_batch + first)
-    return replace(diagnosis, samples=samples, operation=operation, micro_batches=max(1, passes))
+        operation = replace(operation, rank=rank)
+    micro_batches = max(1, micro_batches)
+    return replace(diagnosis, samples=samples, operation=operation, micro_batches=micro_batches)
 
 
 def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
@@ -47,12 +46,17 @@ def merge_diagnoses(parts: Sequence[Diagnosis]) -> Diagnosis | None:
     samples.sort(key=_guilt, reverse=True)
     notes = dict.fromkeys(note for part in parts for note in part.notes)
     return Diagnosis(
-        operation=min(operations, key=lambda each: (each.micro_batch, each.rank), default=None),
+        operation=min(operations, key=_order, default=None),
         samples=tuple(samples[:_MOST_SAMPLES]),
         seconds=max(part.seconds for part in parts),
         notes=tuple(notes),
         micro_batches=max(part.micro_batches for part in parts),
     )
+
+
+def _order(operation: GuiltyOperation) -> tuple[int, int, int]:
+    """What operations are sorted by: the first one is named."""
+    return operation.micro_batch, operation.call or 0, operation.rank
 
 
 def is_broken(part: Diagnosis) -> bool:

@@ -41,6 +41,11 @@ class GuiltyOperation:
     detail: str = ""
     """The argument and its rows, the names of parameters, how sure a guess is."""
     rank: int = 0
+    call: int | None = None
+    """Which call of the model in its micro-batch, from 0; None: the only one, or none in
+    particular."""
+    calls: int = 1
+    """How many calls of the model that micro-batch had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class GuiltySample:
     """One sample of the bad step and its part in it."""
 
     row: int
-    """Its row in its micro-batch."""
+    """Its row in the arguments of the model."""
     sample_id: int | str | None
     micro_batch: int
     rank: int
@@ -56,6 +61,10 @@ class GuiltySample:
     """The exact norm of the sample's own share of the gradient; it may be NaN or infinite."""
     share: float | None
     """Its part of the squared norms of all samples; None where their sum is not finite."""
+    call: int | None = None
+    """Which call of the model in its micro-batch, from 0; None: all of them together."""
+    calls: int = 1
+    """How many calls of the model that micro-batch had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     """What could not be found out, and why."""
     micro_batches: int = 1
-    """How many passes the step had."""
+    """How many backward passes the step had that followed calls of the model."""
 
 
 @dataclass(frozen=True, slots=True)

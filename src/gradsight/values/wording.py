@@ -3,7 +3,8 @@
 import math
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
 from gradsight.values.plain import listed
@@ -60,6 +61,8 @@ def _operation(guilty: GuiltyOperation, several: bool) -> Iterator[str]:
     within = ""
     if several:
         within = f", micro-batch {guilty.micro_batch}"
+    if guilty.call is not None:
+        within += f", call {guilty.call} of {guilty.calls} (counted from 0)"
     if guilty.rank:
         within += f", rank {guilty.rank}"
     if guilty.phase == "before":
@@ -101,7 +104,7 @@ def _before(guilty: GuiltyOperation, where: str, within: str) -> Iterator[str]:
 def _samples(samples: tuple[GuiltySample, ...], several: bool) -> str:
     broken = [sample for sample in samples if not math.isfinite(sample.norm)]
     if broken:
-        names = listed([named(sample, several) for sample in broken], _SAMPLES)
+        names = listed(_without_repetition(broken, several), _SAMPLES)
         return f"{names}: gradient not finite, even as a batch of one"
     worst, *rest = samples
     if worst.share is None:
@@ -113,6 +116,31 @@ def _samples(samples: tuple[GuiltySample, ...], several: bool) -> str:
     return text
 
 
+def _without_repetition(samples: Sequence[GuiltySample], several: bool) -> list[str]:
+    """The names of samples; one that is guilty in several calls is named once."""
+    calls: dict[GuiltySample, list[int]] = {}
+    for sample in samples:
+        # Its norm is not compared: NaN is not equal to itself.
+        key = replace(sample, call=None, norm=0.0, share=None)
+        calls.setdefault(key, []).extend([] if sample.call is None else [sample.call])
+    return [_in_calls(key, sorted(numbers), several) for key, numbers in calls.items()]
+
+
+def _in_calls(sample: GuiltySample, calls: Sequence[int], several: bool) -> str:
+    name = named(sample, several)
+    if not calls or sample.calls == 1:
+        return name
+    runs: list[list[int]] = []
+    for number in calls:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    plural = "s" if len(calls) > 1 else ""
+    return f"{name} in call{plural} {', '.join(words)} of {sample.calls}"
+
+
 def named(sample: GuiltySample, several: bool = True) -> str:
     """Which sample it is: by its id where it has one.
 
@@ -122,6 +150,8 @@ def named(sample: GuiltySample, several: bool = True) -> str:
     row = str(sample.row)
     if several:
         row += f" of micro-batch {sample.micro_batch}"
+    if sample.call is not None:
+        row += f" in call {sample.call} of {sample.calls}"
     if sample.sample_id is None:
         of_rank = f" of rank {sample.rank}" if sample.rank else ""
         return f"sample {row}{of_rank}"

@@ -71,9 +71,9 @@ def test_gradients_that_were_not_kept() -> None:
     found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
     assert found.operation is None
     assert found.notes == (
-        "running micro-batch 0 for its operations: "
+        "running the model for its operations: "
         "the forward pass is clean; no gradients at the outputs were kept to look at backward with",
-        "running micro-batch 0 for its samples: the gradients at the model's outputs were not kept",
+        "running the model for its samples: the gradients at the model's outputs were not kept",
     )
 
 

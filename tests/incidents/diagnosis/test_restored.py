@@ -155,7 +155,12 @@ def test_nothing_is_changed_wherever_time_runs_out() -> None:
             budget, norms = Counted(looks), SampleNorms()
             try:
                 work(
-                    model, passes[1], *((1, budget) if work is find_operation else (budget, norms))
+                    model,
+                    *(
+                        (passes[1], budget)
+                        if work is find_operation
+                        else ([passes[1]], budget, norms)
+                    ),
                 )
             except OutOfTime:
                 stopped += 1

@@ -2,20 +2,22 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
 
-from gradsight.core.calls import RecordedCall
+from gradsight.core.calls import CallNumber, RecordedCall, micro_batches, numbered
 from gradsight.core.group import is_distributed, rank, world_size
 from gradsight.core.parameters import unwrapped
+from gradsight.core.samples import tensors_in
 from gradsight.core.shards import are_spread
 from gradsight.errors import GradsightError
+from gradsight.incidents.diagnosis.numbers import nonfinite_in
 from gradsight.incidents.diagnosis.operation import find_operation
-from gradsight.incidents.diagnosis.samples import SampleNorms, measure_samples
+from gradsight.incidents.diagnosis.samples import SampleNorms, have_same_rows, measure_samples
 from gradsight.incidents.diagnosis.watcher import Budget, OutOfTime
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
 
@@ -35,6 +37,8 @@ class DiagnosisOptions:
     """What the gradients at the outputs are to be divided by (GradScaler's factor)."""
     most: int | None = 16
     """How many samples are listed; None lists all."""
+    micro_batches: int = 1
+    """How many the step had."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -48,9 +52,11 @@ def diagnose(
     """
     budget = Budget(options.seconds, options.clock)
     root = unwrapped(model)
+    calls = numbered(calls)
+    options = replace(options, micro_batches=micro_batches(calls))
     refusal = _refusal(root, calls)
     if refusal is not None:
-        return Diagnosis(None, (), budget.spent(), (refusal,), len(calls))
+        return Diagnosis(None, (), budget.spent(), (refusal,), options.micro_batches)
     notes: list[str] = []
     operation = None
     if options.kind == "nonfinite":
@@ -58,9 +64,11 @@ def diagnose(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # It divides by the number of ranks, after the gradients at the outputs.
         options = replace(options, scale=options.scale * world_size())
-    first = 0 if operation is None else operation.micro_batch
+    first = None if operation is None else (operation.micro_batch, operation.call or 0)
     samples = _samples(root, calls, options, budget, notes, first)
-    return Diagnosis(operation, samples, budget.spent(), tuple(dict.fromkeys(notes)), len(calls))
+    return Diagnosis(
+        operation, samples, budget.spent(), tuple(dict.fromkeys(notes)), options.micro_batches
+    )
 
 
 def _refusal(root: nn.Module, calls: Sequence[RecordedCall]) -> str | None:
@@ -91,10 +99,8 @@ def _operation(
 ) -> GuiltyOperation | None:
     """The guilty operation of the first micro-batch that has one."""
     troubles: list[str] = []
-    for number, call in enumerate(calls):
-        operation = None
-        with _survived(f"micro-batch {number} for its operations", budget, troubles):
-            operation = find_operation(root, call, number, budget, loss_root=options.loss_root)
+    for group in _by_micro_batch(calls):
+        operation = _operation_of(root, group, options, budget, troubles)
         if operation is not None:
             notes += troubles
             return operation
@@ -106,30 +112,94 @@ def _operation(
     return None
 
 
+def _by_micro_batch(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
+    """The calls of each micro-batch."""
+    groups: dict[int, list[RecordedCall]] = {}
+    for call in calls:
+        groups.setdefault(_number(call).micro_batch, []).append(call)
+    return list(groups.values())
+
+
+def _operation_of(
+    root: nn.Module,
+    group: Sequence[RecordedCall],
+    options: DiagnosisOptions,
+    budget: Budget,
+    troubles: list[str],
+) -> GuiltyOperation | None:
+    """The guilty operation of a micro-batch.
+
+    What broke in a forward pass came before all that broke in backward. Backward goes through the
+    calls in reverse, where a later one uses the outputs of an earlier one.
+    """
+    found = []
+    for call in group[_first_suspect(group) :]:
+        operation = None
+        others = [other for other in group if other is not call]
+        name = _name_of([call], options.micro_batches)
+        with _survived(f"{name} for its operations", budget, troubles):
+            operation = find_operation(
+                root, call, budget, others=others, loss_root=options.loss_root
+            )
+        if operation is not None and operation.phase in ("before", "forward"):
+            return operation
+        if budget.is_over() and len(group) > 1:
+            return None
+        if operation is not None:
+            found.append(operation)
+    if any(_number(call).continues for call in group):
+        return found[-1] if found else None
+    of_backward = [operation for operation in found if operation.phase != "loss"]
+    if not of_backward and len(found) == len(group) > 1:
+        return replace(found[0], call=None)  # the loss broke all of them: none stands out
+    return next(iter(of_backward + found), None)
+
+
+def _first_suspect(group: Sequence[RecordedCall]) -> int:
+    """The place of the call before the first one that was given a NaN.
+
+    What that one was given may be an output of the call before.
+    """
+    for place, call in enumerate(group):
+        if any(nonfinite_in(x) == "nan" for x in tensors_in(*call.args, *call.kwargs.values())):
+            return max(0, place - 1)
+    return 0
+
+
+def _number(call: RecordedCall) -> CallNumber:
+    return call.number or CallNumber(0)
+
+
 def _samples(
     root: nn.Module,
     calls: Sequence[RecordedCall],
     options: DiagnosisOptions,
     budget: Budget,
     notes: list[str],
-    first: int,
+    first: tuple[int, int] | None,
 ) -> tuple[GuiltySample, ...]:
-    """The guilty samples over all micro-batches, measured from the guilty operation's on."""
-    by_number: dict[int, SampleNorms] = {}
+    """The guilty samples over all calls, measured from the guilty operation's call on.
+
+    first: the micro-batch of the guilty operation, and its call.
+    """
+    units = [unit for group in _by_micro_batch(calls) for unit in _measured_together(root, group)]
+    measured: list[tuple[Sequence[RecordedCall], SampleNorms]] = []
     troubles: list[str] = []
-    learning = [number for number, call in enumerate(calls) if _learns(call)]
-    # Time may run out: the micro-batch of the guilty operation comes first.
-    for number in sorted(learning, key=lambda n: (n != first, n)):
+
+    # Time may run out: the call of the guilty operation comes first.
+    for unit in sorted(units, key=lambda unit: first not in [_place(call) for call in unit]):
         norms = SampleNorms()
-        by_number[number] = norms
-        with _survived(f"micro-batch {number} for its samples", budget, troubles):
-            measure_samples(root, calls[number], budget, norms)
+        measured.append((unit, norms))
+        with _survived(
+            f"{_name_of(unit, options.micro_batches)} for its samples", budget, troubles
+        ):
+            measure_samples(root, unit, budget, norms)
         notes += norms.notes
         if budget.is_over():
             break
     notes += troubles
-    samples = list(_named(by_number, calls, options.scale))
-    complete = all(number in by_number and by_number[number].complete for number in learning)
+    samples = list(_named(measured, options.scale))
+    complete = len(measured) == len(units) and all(norms.complete for _, norms in measured)
     if samples and not complete:
         notes.append(
             f"the gradients of {len(samples)} samples were taken, not of all: no shares are given"
@@ -139,15 +209,47 @@ def _samples(
     return ranked(samples, complete=complete, most=options.most)
 
 
+def _measured_together(
+    root: nn.Module, group: Sequence[RecordedCall]
+) -> list[Sequence[RecordedCall]]:
+    """The calls of a micro-batch, as one where a sample has the same row in all of them."""
+    learning = [call for call in group if _learns(call)]
+    if any(_number(call).continues for call in learning) and have_same_rows(root, learning):
+        return [learning]
+    return [[call] for call in learning]
+
+
+def _name_of(unit: Sequence[RecordedCall], micro_batches: int) -> str:
+    """Which calls these are, in words."""
+    names = [_number(call).among(micro_batches) for call in unit]
+    if len(unit) == 1:
+        return names[0]
+    return f"{names[0]} to {names[-1]}"
+
+
 def _named(
-    by_number: Mapping[int, SampleNorms], calls: Sequence[RecordedCall], scale: float
+    measured: Sequence[tuple[Sequence[RecordedCall], SampleNorms]], scale: float
 ) -> Iterator[GuiltySample]:
     """Every measured sample, as one of this rank's."""
-    for number, norms in sorted(by_number.items()):
-        ids = calls[number].sample_ids
+    for unit, norms in sorted(measured, key=lambda each: _place(each[0][0])):
+        number = _number(unit[0])
+        ids = next((call.sample_ids for call in unit if call.sample_ids is not None), None)
+        call = number.named_call if len(unit) == 1 else None
         for row, norm in sorted(norms.by_row.items()):
-            sample_id = None if ids is None else ids[row]
-            yield GuiltySample(row, sample_id, number, rank(), norm / scale, None)
+            yield GuiltySample(
+                row,
+                None if ids is None else ids[row],
+                number.micro_batch,
+                rank(),
+                norm / scale,
+                None,
+                call,
+                number.calls,
+            )
+
+
+def _place(call: RecordedCall) -> tuple[int, int]:
+    return _number(call).micro_batch, _number(call).call
 
 
 def ranked(

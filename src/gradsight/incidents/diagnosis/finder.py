@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsight.core.calls import CallNumber
 from gradsight.core.passes import this_thread
 from gradsight.core.samples import tensors_in
 from gradsight.incidents.diagnosis.numbers import dtype_name, nonfinite_in, summary
@@ -87,12 +88,12 @@ class Finder(OperationWatcher):
     """
 
     def __init__(
-        self, names: Mapping[int, str], micro_batch: int, caller: str | None, budget: Budget
+        self, names: Mapping[int, str], number: CallNumber, caller: str | None, budget: Budget
     ) -> None:
         super().__init__(budget)
         self.events: list[Event] = []
         self._names = names
-        self._micro_batch = micro_batch
+        self._number = number
         self._caller = caller
         self._marks: dict[int, Origins] = {}
         self._made: dict[int, tuple[list[int], list[SourcePlace]]] = {}
@@ -223,8 +224,10 @@ class Finder(OperationWatcher):
             place=line,
             source=source_of(line),
             inputs=tuple(summary(value) for value in values),
-            micro_batch=self._micro_batch,
+            micro_batch=self._number.micro_batch,
             detail=detail,
+            call=self._number.named_call,
+            calls=self._number.calls,
         )
 
     def _place_of(self, node: Any) -> SourcePlace:

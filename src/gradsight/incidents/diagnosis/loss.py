@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsight.core.calls import RecordedCall
+from gradsight.core.calls import CallNumber, RecordedCall
+from gradsight.core.samples import tensors_in
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import source_of
@@ -62,30 +63,51 @@ class Guess:
 
 
 def fault_in_loss(
-    call: RecordedCall, outputs: Sequence[Tensor], number: int, loss_root: Tensor | None
+    call: RecordedCall,
+    outputs: Sequence[Tensor],
+    others: Sequence[RecordedCall],
+    loss_root: Tensor | None,
 ) -> GuiltyOperation:
     """The guilty operation between the model's outputs and backward, as far as it can be told.
 
     To be asked where the outputs are finite and the gradients at them are not.
     """
-    guess = _guess(call, outputs, loss_root if call.loss_root is None else call.loss_root)
+    root = loss_root if call.loss_root is None else call.loss_root
+    guess = _guess(call, outputs, others, root)
     place = _place_of(guess, call)
     inputs = guess.inputs
     if not inputs:
         pairs = zip(outputs, call.output_gradients or (), strict=True)
         inputs = tuple(summary(y) for y, c in pairs if c is not None and nonfinite_in(c))
+    number = call.number or CallNumber(0)
     return GuiltyOperation(
-        guess.operation, "loss", None, place, source_of(place), inputs, number, guess.detail
+        guess.operation,
+        "loss",
+        None,
+        place,
+        source_of(place),
+        inputs,
+        number.micro_batch,
+        guess.detail,
+        call=number.named_call,
+        calls=number.calls,
     )
 
 
-def _guess(call: RecordedCall, outputs: Sequence[Tensor], loss_root: Tensor | None) -> Guess:
+def _guess(
+    call: RecordedCall,
+    outputs: Sequence[Tensor],
+    others: Sequence[RecordedCall],
+    loss_root: Tensor | None,
+) -> Guess:
     """The operation that is sure, else the likely ones, else only that it is the loss."""
     where = _told_of_outputs(outputs)
     stops = [node for node in call.output_nodes or () if node is not None]
     if loss_root is None or not stops:
         return Guess("loss", where)
-    nodes = _between(loss_root.grad_fn, stops)
+    inside = _output_nodes(others)
+    ends = _ends(loss_root, others)
+    nodes = list(dict.fromkeys(n for end in ends for n in _between(end, stops, inside)))
     if not nodes:
         return Guess("loss", where)
     state = nonfinite_in(loss_root)
@@ -209,23 +231,38 @@ def _is_risky(node: Any) -> bool:
     return name in RISKY
 
 
-def _between(root: Any, stops: Sequence[Any]) -> list[Any]:
-    """The autograd nodes from the loss down to the outputs, nearest to the loss first.
+def _ends(loss_root: Tensor, others: Sequence[RecordedCall]) -> list[Any]:
+    """The autograd nodes where code outside the model ends: at the loss, and before other calls."""
+    tensors = [loss_root]
+    for other in others:
+        tensors += tensors_in(*other.args, *other.kwargs.values())
+    return list(dict.fromkeys(tensor.grad_fn for tensor in tensors))
 
-    None if the outputs are not reached.
+
+def _output_nodes(calls: Sequence[RecordedCall]) -> set[Any]:
+    return {node for call in calls for node in call.output_nodes or () if node is not None}
+
+
+def _between(end: Any, stops: Sequence[Any], inside: set[Any]) -> list[Any]:
+    """The autograd nodes from an end down to the outputs, nearest to the end first.
+
+    Nothing if the outputs are not reached. The nodes `inside` are outputs of other calls of the
+    model.
     """
-    nodes: dict[Any, None] = {root: None}
-    waiting = [root]
-    reached = root in stops
+    if end is None or end in stops or end in inside:
+        return []
+    nodes: dict[Any, None] = {end: None}
+    waiting = [end]
+    reached = False
     while waiting and len(nodes) < _MOST_NODES:
         for node, _ in waiting.pop(0).next_functions:
             reached = reached or node in stops
-            if node is not None and node not in nodes and node not in stops:
+            if node is not None and node not in nodes and node not in stops and node not in inside:
                 nodes[node] = None
                 waiting.append(node)
     if not reached:
         return []
-    return [node for node in nodes if node not in stops]
+    return list(nodes)
 
 
 def _again(

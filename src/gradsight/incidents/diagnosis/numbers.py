@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gradsight.core.layouts import entries
 from gradsight.values.diagnoses import TensorSummary
 
 
@@ -37,7 +38,8 @@ def summary(tensor: Tensor) -> TensorSummary:
     if finite.numel():
         limits = [float(limit) for limit in torch.aminmax(finite)]
     return TensorSummary(
-        shape=tuple(tensor.shape),
+        # The samples of a nested tensor have several shapes: its entries have one.
+        shape=tuple(values.shape if tensor.is_nested else tensor.shape),
         dtype=dtype_name(tensor.dtype),
         smallest=limits[0] if limits else None,
         largest=limits[1] if limits else None,
@@ -53,9 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _comparable(tensor: Tensor) -> Tensor:
     """Its values as real numbers of a type that can be compared."""
-    values = tensor.detach()
-    if values.layout is not torch.strided:
-        values = values._values() if values.is_sparse else values.values()
+    values = entries(tensor)
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.is_floating_point() and values.element_size() == 1:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradsight.core.beside import copied_arguments, replaying
-from gradsight.core.calls import RecordedCall
+from gradsight.core.calls import CallNumber, RecordedCall
+from gradsight.core.layouts import entries, is_plain
 from gradsight.core.parameters import clean_name, named_parameters
-from gradsight.core.samples import NotSeparable, find_samples
+from gradsight.core.samples import NotSeparable, find_samples, tensors_in
 from gradsight.incidents.diagnosis.finder import Event, Finder
 from gradsight.incidents.diagnosis.loss import fault_in_loss
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
@@ -34,23 +35,31 @@ Pair = tuple[Tensor, Tensor]
 def find_operation(
     root: nn.Module,
     call: RecordedCall,
-    number: int,
     budget: Budget,
     *,
+    others: Sequence[RecordedCall] = (),
     loss_root: Tensor | None = None,
 ) -> GuiltyOperation | None:
-    """The operation that made this call's gradient non-finite; None where the call is innocent."""
+    """The operation that made this call's gradient non-finite; None where the call is innocent.
+
+    others: the other calls of its micro-batch, which the same backward pass went through.
+    """
+    number = call.number or CallNumber(0)
     finder = Finder(module_names(root), number, call.caller, budget)
     with replaying(root, call), finder.writes_undone():
         args, kwargs = copied_arguments(call)
-        for tensor, event in _broken_before(root, number):
+        for tensor, event in _broken_before(root, number.micro_batch):
             finder.expect(tensor, event)
         for tensor, event in _broken_arguments(root, call, (args, kwargs), number):
             finder.expect(tensor, event)
         with finder:
             outputs = run_model(root, args, kwargs)
         pairs = _cotangents(call, outputs)
-        guilty, settled = _in_backward(root, finder, pairs, outputs)
+        targets = trained_parameters(root)
+        if others:
+            # An earlier call may get its gradient from the arguments of this one.
+            targets += [x for x in tensors_in(args, kwargs) if x.requires_grad and x.is_leaf]
+        guilty, settled = _in_backward(targets, finder, pairs, outputs)
         if settled:
             return guilty
         guilty = _in_forward(finder, outputs)
@@ -61,11 +70,11 @@ def find_operation(
                 "the forward pass is clean; no gradients at the outputs were kept to look at "
                 "backward with"
             )
-        return fault_in_loss(call, outputs, number, loss_root)
+        return fault_in_loss(call, outputs, others, loss_root)
 
 
 def _in_backward(
-    root: nn.Module, finder: Finder, pairs: Sequence[Pair], outputs: Sequence[Tensor]
+    targets: Sequence[Tensor], finder: Finder, pairs: Sequence[Pair], outputs: Sequence[Tensor]
 ) -> tuple[GuiltyOperation | None, bool]:
     """The operation of backward that is guilty, and whether that settles the question.
 
@@ -84,7 +93,7 @@ def _in_backward(
             gradients = pull(
                 [y for y, _ in chosen],
                 [cotangent for _, cotangent in chosen],
-                trained_parameters(root),
+                targets,
                 keep=number + 1 < len(choices),
             )
             guilty = finder.first(gradients)
@@ -138,7 +147,7 @@ def _cotangents(call: RecordedCall, outputs: Sequence[Tensor]) -> list[Pair]:
     return [(scalars[0], torch.ones_like(scalars[0]))]
 
 
-def _broken_before(root: nn.Module, number: int) -> Iterator[tuple[Tensor, Event]]:
+def _broken_before(root: nn.Module, micro_batch: int) -> Iterator[tuple[Tensor, Event]]:
     """Parameters and buffers that are not finite before the first operation."""
     broken = [each for each in named_parameters(root) if nonfinite_in(each.tensor)]
     names = _listed([each.name for each in broken])
@@ -153,7 +162,7 @@ def _broken_before(root: nn.Module, number: int) -> Iterator[tuple[Tensor, Event
                     place=None,
                     source=None,
                     inputs=(summary(parameter.tensor),),
-                    micro_batch=number,
+                    micro_batch=micro_batch,
                     detail=f"{names} not finite before the pass: the fault lies in an earlier step",
                 )
             ),
@@ -170,14 +179,14 @@ def _broken_before(root: nn.Module, number: int) -> Iterator[tuple[Tensor, Event
             place=None,
             source=None,
             inputs=(summary(buffer),),
-            micro_batch=number,
+            micro_batch=micro_batch,
             detail=f"{name} not finite before the pass",
         )
         yield buffer, Event(operation, certain=state == "nan")  # an infinite one may be a mask
 
 
 def _broken_arguments(
-    root: nn.Module, call: RecordedCall, given: tuple[tuple[Any, ...], Any], number: int
+    root: nn.Module, call: RecordedCall, given: tuple[tuple[Any, ...], Any], number: CallNumber
 ) -> Iterator[tuple[Tensor, Event]]:
     """Arguments with NaN or an infinity; -inf alone may be a mask."""
     parameters = list(inspect.signature(root.forward).parameters)
@@ -191,10 +200,13 @@ def _broken_arguments(
             place=call.caller,
             source=source_of(call.caller),
             inputs=(summary(tensor),),
-            micro_batch=number,
+            micro_batch=number.micro_batch,
             detail=f"argument {_argument_name(path, parameters)}{_rows(root, call, position)}",
+            call=number.named_call,
+            calls=number.calls,
         )
-        certain = bool(tensor.isnan().any() or (tensor == float("inf")).any())
+        values = entries(tensor)
+        certain = bool(values.isnan().any() or (values == float("inf")).any())
         yield tensor, Event(operation, certain)
 
 
@@ -215,11 +227,18 @@ def _rows(root: nn.Module, call: RecordedCall, position: int) -> str:
     except NotSeparable:
         return ""
     dim = batch.dims.get(position)
+    tensor = batch.flat[position].detach()
     if dim is None:
         return ""
-    values = batch.flat[position].detach().movedim(dim, 0)
-    rows = values.unflatten(0, (batch.batch, -1)).flatten(1)
-    broken = (~torch.isfinite(rows)).any(1).nonzero().flatten().tolist()
+    if is_plain(tensor):
+        rows = tensor.movedim(dim, 0).unflatten(0, (batch.batch, -1)).flatten(1)
+        broken = (~torch.isfinite(rows)).any(1).nonzero().flatten().tolist()
+    elif tensor.layout in (torch.sparse_coo, torch.sparse_csr) and tensor.shape[dim] == batch.batch:
+        tensor = tensor.to_sparse_coo().coalesce()
+        is_broken = ~torch.isfinite(tensor.values()).reshape(tensor._nnz(), -1).all(1)
+        broken = tensor.indices()[dim][is_broken].unique().tolist()
+    else:
+        return ""
     if len(broken) == batch.batch:
         return ", all rows"
     plural = "s" if len(broken) > 1 else ""

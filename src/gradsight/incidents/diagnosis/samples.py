@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradsight.core.beside import copied_arguments, replaying
 from gradsight.core.calls import RecordedCall
 from gradsight.core.devices import widest_float
+from gradsight.core.layouts import is_plain
 from gradsight.core.per_sample import BatchOutputs
 from gradsight.core.samples import (
     NotSeparable,
@@ -23,6 +24,7 @@ from gradsight.core.samples import (
     can_have_rows,
     collecting_loss_inputs,
     find_samples,
+    tensors_in,
     tolerance,
 )
 from gradsight.incidents.diagnosis.random_tape import RandomTape
@@ -41,7 +43,7 @@ _MISSING = 0.05
 
 @dataclass(slots=True)
 class SampleNorms:
-    """The norms of a micro-batch's samples by row, as far as time allowed, and remarks on them."""
+    """The norms of samples by row, as far as time allowed, and remarks on them."""
 
     batch: int = 0
     by_row: dict[int, float] = field(default_factory=dict)
@@ -95,29 +97,45 @@ class _OwnRandomness(Exception):
     """A sample alone drew other random numbers than in its batch."""
 
 
-def measure_samples(
-    root: nn.Module, call: RecordedCall, budget: Budget, norms: SampleNorms
-) -> None:
-    """Fill in the norms of a call's samples, the likeliest culprits first."""
-    _refuse_mixing(root, call)
+def have_same_rows(root: nn.Module, calls: Sequence[RecordedCall]) -> bool:
+    """Whether all calls were given the same number of samples."""
     try:
-        _measure(root, call, budget, norms)
+        sizes = {find_samples(call.args, call.kwargs, None, None, root).batch for call in calls}
+    except NotSeparable:
+        return False
+    return len(sizes) == 1
+
+
+def measure_samples(
+    root: nn.Module, calls: Sequence[RecordedCall], budget: Budget, norms: SampleNorms
+) -> None:
+    """Fill in the norms of the samples, the likeliest culprits first.
+
+    Of several calls that continue one another the gradients are summed: a sample has the same row
+    in all of them.
+    """
+    _refuse_mixing(root, calls[0])
+    try:
+        _measure(root, calls, budget, norms)
     except _OwnRandomness:
         norms.by_row.clear()
         norms.notes.append(
             "norms were taken with dropout off: the batch's random numbers could not be dealt out "
             "to its samples"
         )
-        _measure(root, replace(call, training=False), budget, norms)
+        calls = [replace(call, training=False) for call in calls]
+        _measure(root, calls, budget, norms)
 
 
-def _measure(root: nn.Module, call: RecordedCall, budget: Budget, norms: SampleNorms) -> None:
-    batch = _run_batch(root, call, budget)
-    norms.batch = batch.outputs.size
-    rest = list(batch.gradient)
-    for row in _likeliest_first(batch.outputs):
+def _measure(
+    root: nn.Module, calls: Sequence[RecordedCall], budget: Budget, norms: SampleNorms
+) -> None:
+    batches = [_run_batch(root, call, budget) for call in calls]
+    norms.batch = batches[0].outputs.size
+    rest = _summed([batch.gradient for batch in batches])
+    for row in _likeliest_first([batch.outputs for batch in batches]):
         budget.check()
-        gradient = _run_alone(root, batch, row)
+        gradient = _summed([_run_alone(root, batch, row) for batch in batches])
         norms.by_row[row] = _norm(gradient)
         rest = [_difference(a, b) for a, b in zip(rest, gradient, strict=True)]
     if _norm(rest) > _MISSING * max(norms.by_row.values(), default=0.0):
@@ -128,6 +146,13 @@ def _measure(root: nn.Module, call: RecordedCall, budget: Budget, norms: SampleN
 
 
 def _refuse_mixing(root: nn.Module, call: RecordedCall) -> None:
+    for tensor in tensors_in(*call.args, *call.kwargs.values()):
+        if not is_plain(tensor):
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise NotSeparable(
+                f"the model was called with a tensor of layout {kind}, from which Gradsight "
+                "cannot take one sample"
+            )
     if not call.training:
         return
     for module in root.modules():
@@ -281,13 +306,14 @@ def _rounding(call: RecordedCall, gradient: Sequence[Tensor | None]) -> float | 
     return None
 
 
-def _likeliest_first(batch: BatchOutputs) -> list[int]:
+def _likeliest_first(batches: Sequence[BatchOutputs]) -> list[int]:
     """The rows, those to which the largest gradient came first."""
     # Time may run out: the culprit should be among those that have been measured by then.
-    weights = torch.zeros(batch.size, dtype=torch.float64, device="cpu")
-    for cotangent in batch.cotangents:
-        if cotangent.dim() and cotangent.shape[0] % batch.size == 0:
-            rows = cotangent.detach().unflatten(0, (batch.size, -1)).flatten(1)
+    size = batches[0].size
+    weights = torch.zeros(size, dtype=torch.float64, device="cpu")
+    for cotangent in [each for batch in batches for each in batch.cotangents]:
+        if cotangent.dim() and cotangent.shape[0] % size == 0:
+            rows = cotangent.detach().unflatten(0, (size, -1)).flatten(1)
             wide = torch.promote_types(rows.dtype, torch.float32)
             norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
             weights += norms.cpu().double().square()
@@ -303,6 +329,15 @@ def _norm(gradient: Sequence[Tensor | None]) -> float:
             # In float32 the squares of finite entries of 1e30 are infinite.
             squares += float(torch.linalg.vector_norm(values.to(widest_float(values.device)))) ** 2
     return math.sqrt(squares)
+
+
+def _summed(gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """The sum over calls of the gradient of each parameter."""
+    total = list(gradients[0])
+    for gradient in gradients[1:]:
+        pairs = zip(total, gradient, strict=True)
+        total = [b if a is None else a if b is None else a + b for a, b in pairs]
+    return total
 
 
 def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:

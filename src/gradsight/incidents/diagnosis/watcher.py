@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradsight.core.layouts import entries, is_plain
 from gradsight.core.samples import tensors_in
 
 
@@ -99,9 +100,8 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 def key_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory, which its views share."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.is_sparse else tensor.values()
-    return int(tensor.untyped_storage()._cdata)
+    plain = tensor if is_plain(tensor) else entries(tensor)
+    return int(plain.untyped_storage()._cdata)
 
 
 def operation_name(func: Any) -> str:

@@ -1,0 +1,56 @@
+"""Tensors that are no single block of memory: sparse, nested, quantized and MKL-DNN ones."""
+
+import torch
+from torch import Tensor
+
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED = (*_COMPRESSED_ROWS, torch.sparse_csc, torch.sparse_bsc)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory with strides, as most are."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def entries(tensor: Tensor) -> Tensor:
+    """Return the entries that a tensor stores, as a plain tensor without gradient.
+
+    >>> entries(torch.eye(2).to_sparse())
+    tensor([1., 1.])
+    """
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.layout in _COMPRESSED or tensor.is_nested:
+        return tensor.values()
+    if tensor.is_quantized:
+        return tensor.int_repr()
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def indices(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that say where the stored entries of a sparse tensor are."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices()]
+    if tensor.layout in _COMPRESSED_ROWS:
+        return [tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in _COMPRESSED:
+        return [tensor.ccol_indices(), tensor.row_indices()]
+    return []
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """Return how much memory a tensor takes.
+
+    >>> held_bytes(torch.eye(2)), held_bytes(torch.eye(2).to_sparse())
+    (16, 40)
+    """
+    if tensor.layout is torch.sparse_coo:  # the only layout for which torch has no nbytes
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
+    return int(tensor.nbytes)
+
+
+def version(tensor: Tensor) -> int:
+    """Return the version counter of a tensor; one made in inference mode has none."""
+    return 0 if tensor.is_inference() else tensor._version
