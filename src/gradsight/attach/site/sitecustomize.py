@@ -8,6 +8,7 @@ sitecustomize the user has is run as well.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -97,6 +98,23 @@ def _say_what_was_seen(process: int) -> None:
             json.dump([{"optimizer": "none", "passes": _seen["passes"]}], script)
 
 
+_OF_ANOTHER_PROCESS = ("CalledProcessError", "ChildFailedError", "ProcessRaisedException")
+"""Exceptions that only repeat that a process failed, which has noted its own by then."""
+
+
+def _note_exception(file: str) -> None:
+    """Leave a note of the exception that ends this process, for the report."""
+    error = getattr(sys, "last_value", None)
+    if error is None or type(error).__name__ in _OF_ANOTHER_PROCESS:
+        return
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = next((line for line in lines if line), "")[:300]
+    # Of several ranks, the first to fail: the others fail because of it.
+    mode = "x" if "RANK" in os.environ else "w"
+    with contextlib.suppress(OSError), open(file, mode, encoding="utf-8") as note:
+        note.write(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
 def _optimizer_made(optimizer: Any) -> None:
     from gradsight.attach.session import optimizer_made
 
@@ -151,4 +169,6 @@ if "GRADSIGHT_CHECK" in os.environ:
         _actions["lightning.pytorch.trainer.trainer"] = _put_into_lightning
         _actions["pytorch_lightning.trainer.trainer"] = _put_into_lightning
     sys.meta_path.insert(0, _Waiting(_actions))
+if "GRADSIGHT_ERROR" in os.environ:
+    atexit.register(_guarded, _note_exception, os.environ["GRADSIGHT_ERROR"])
 _run_the_users_own()
