@@ -429,14 +429,14 @@ def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
 _sessions: list[Session] = []
 
 
-def told() -> Told:
-    """What the command that started this script has told it."""
-    given = json.loads(os.environ["GRADSIGHT_CHECK"])
+def told(text: str | None = None) -> Told:
+    """Return the options of the command that started this script: `text`, or its environment."""
+    given = json.loads(text or os.environ["GRADSIGHT_CHECK"])
     return Told(**{**given, "run_dir": Path(given["run_dir"])})
 
 
-def optimizer_made(optimizer: Optimizer) -> None:
+def optimizer_made(optimizer: Optimizer, options: str | None = None) -> None:
     """Called by sitecustomize for every optimizer that a script makes."""
     if not _sessions:
-        _sessions.append(Session(told()))
+        _sessions.append(Session(told(options)))
     _sessions[0].optimizer_made(optimizer)

@@ -20,6 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+# Read at once: the script may empty its environment.
+_CHECK = os.environ.get("GRADSIGHT_CHECK")
+_HOME = os.environ.get("GRADSIGHT_HOME", "")
+_ERROR = os.environ.get("GRADSIGHT_ERROR")
 
 
 def _run_the_users_own() -> None:
@@ -91,7 +95,7 @@ def _say_what_was_seen(process: int) -> None:
         return
     from gradsight.core.rundir import SCRIPT
 
-    folder = json.loads(os.environ["GRADSIGHT_CHECK"])["run_dir"]
+    folder = json.loads(_CHECK or "{}")["run_dir"]
     file = os.path.join(folder, SCRIPT)
     if os.path.isdir(folder) and not os.path.exists(file):
         with open(file, "w", encoding="utf-8") as script:
@@ -118,7 +122,7 @@ def _note_exception(file: str) -> None:
 def _optimizer_made(optimizer: Any) -> None:
     from gradsight.attach.session import optimizer_made
 
-    optimizer_made(optimizer)
+    optimizer_made(optimizer, _CHECK)
 
 
 def _put_into_hf(module: Any) -> None:
@@ -149,8 +153,8 @@ def _give_callback(trainer: Any) -> None:
 def _guarded(action: Callable[[Any], None], given: Any) -> None:
     """Nothing of ours may reach the script."""
     try:
-        if os.environ["GRADSIGHT_HOME"] not in sys.path:
-            sys.path.append(os.environ["GRADSIGHT_HOME"])
+        if _HOME not in sys.path:
+            sys.path.append(_HOME)
         action(given)
     except Exception as error:
         print(
@@ -159,16 +163,18 @@ def _guarded(action: Callable[[Any], None], given: Any) -> None:
         )
 
 
-if "GRADSIGHT_CHECK" in os.environ:
+if _CHECK is not None:
     _actions: dict[str, Callable[[Any], None]] = {
         "torch.optim.optimizer": _notice_optimizers,
         "torch.autograd": _count_passes,
     }
-    if json.loads(os.environ["GRADSIGHT_CHECK"]).get("keep"):
+    if json.loads(_CHECK).get("keep"):
         _actions["transformers.trainer"] = _put_into_hf
         _actions["lightning.pytorch.trainer.trainer"] = _put_into_lightning
         _actions["pytorch_lightning.trainer.trainer"] = _put_into_lightning
     sys.meta_path.insert(0, _Waiting(_actions))
-if "GRADSIGHT_ERROR" in os.environ:
-    atexit.register(_guarded, _note_exception, os.environ["GRADSIGHT_ERROR"])
+if _ERROR is not None:
+    atexit.register(_guarded, _note_exception, _ERROR)
 _run_the_users_own()
+# The script finds the path that it has without Gradsight. Its child processes start from PYTHONPATH.
+sys.path[:] = [entry for entry in sys.path if entry != _HERE]
