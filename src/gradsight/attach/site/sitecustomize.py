@@ -176,5 +176,5 @@ if _CHECK is not None:
 if _ERROR is not None:
     atexit.register(_guarded, _note_exception, _ERROR)
 _run_the_users_own()
-# The script finds the path that it has without Gradsight. Its child processes start from PYTHONPATH.
+# The script finds the path that it has without Gradsight; its child processes read PYTHONPATH.
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]
