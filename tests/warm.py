@@ -279,6 +279,7 @@ def end(function: Callable[[dict[str, Any]], None], order: dict[str, Any]) -> No
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
         here = error.__traceback__ and error.__traceback__.tb_next
+        sys.last_value = error
         sys.excepthook(type(error), error, here and here.tb_next)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]

@@ -574,7 +574,7 @@ def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
 _sessions: list[Session] = []
 
 
-def note_frozen_models() -> None:
+def note_frozen_models(options: str | None = None) -> None:
     """The process ends: if nothing was watched because nothing can learn, note that."""
     if any(session.has_watched for session in _sessions):
         return
@@ -588,25 +588,28 @@ def note_frozen_models() -> None:
         "frozen": type(largest).__name__,
         "adapters": any(map(is_of_an_adapter, names)),
     }
-    file = told().run_dir / rundir.SCRIPT
+    file = told(options).run_dir / rundir.SCRIPT
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps([note, *known], indent=1))
 
 
-def told() -> Told:
-    """What the command that started this script has told it."""
-    given = json.loads(os.environ["GRADSIGHT_CHECK"])
+def told(text: str | None = None) -> Told:
+    """Return the options of the command that started this script: `text`, or its environment."""
+    given = json.loads(text or os.environ["GRADSIGHT_CHECK"])
     return Told(**{**given, "run_dir": Path(given["run_dir"])})
 
 
 def optimizer_made(
-    optimizer: Optimizer, was_loaded: Callable[[nn.Module], bool] = lambda module: False
+    optimizer: Optimizer,
+    options: str | None = None,
+    was_loaded: Callable[[nn.Module], bool] = lambda module: False,
 ) -> None:
     """Called by sitecustomize for every optimizer that a script makes.
 
+    options: those of the command, if the environment may no longer have them.
     was_loaded: whether load_state_dict has given a module its weights.
     """
     if not _sessions:
-        _sessions.append(Session(told(), was_loaded))
+        _sessions.append(Session(told(options), was_loaded))
     _sessions[0].optimizer_made(optimizer)

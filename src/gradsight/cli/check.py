@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from gradsight.attach import __file__ as _attach
+from gradsight.cli.command_lines import CheckCommand
 from gradsight.core import rundir
 from gradsight.errors import UsageError
 from gradsight.show.text import json_text
@@ -44,8 +45,8 @@ def check(
 
     Options come before SCRIPT; what follows it is the script's.
 
-    SCRIPT may also be a launcher with its own arguments: gradsight check torchrun --nproc_per_node
-    2 train.py
+    SCRIPT may also be -m and a module: gradsight check -m package.train. Or it is a launcher with
+    its own arguments: gradsight check torchrun --nproc_per_node 2 train.py
 
     When to check. Before there are problems: a new architecture, a new loss, a switch to mixed
     precision, Transformers, RNNs, and very deep networks. When there are: the loss is NaN, stuck on
@@ -57,7 +58,7 @@ def check(
     Parameters
     ----------
     script
-        A Python file, or a launcher such as torchrun or accelerate.
+        A Python file, -m for a module, or a launcher such as torchrun or accelerate.
     args
         Its arguments.
     steps
@@ -93,17 +94,57 @@ def check(
             "stop_on": stop_on,
             "preflight": not no_preflight,
         }
-        code = run_watched(command, told, json)
+        code, error = run_watched(command, told, json, Path(temporary))
         from gradsight.cli.check_result import read_result
 
-        ours = [token for token in args if token.startswith("--") and _option(token) in _WITH_VALUE]
-        result = read_result(folder, command, code, ours)
+        result = read_result(folder, command, code, error)
         if run_dir is None:
             result.forget_incidents()
         else:
             result.write(folder)
         show_result(result, json, run_dir)
+        if not json:
+            given = {"steps": steps, "nproc_per_node": nproc_per_node, "stop-on": stop_on}
+            again = CheckCommand(
+                script=[script, *args],
+                plain=command,
+                options=_written(given),
+                health=health,
+                has_preflight=not no_preflight,
+            )
+            for line in _next_commands(result, again):
+                print(line)
         return result.exit_code(fail_on)
+
+
+def _written(options: Mapping[str, object]) -> list[str]:
+    """Options as tokens of a command line."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return [token for name, value in given.items() for token in (f"--{name}", str(value))]
+
+
+def _next_commands(result: "CheckResult", again: CheckCommand) -> list[str]:
+    """What to type next: how to silence a finding, and how to run a script that failed."""
+    lines: list[str] = []
+    codes = result.root_codes
+    if codes:
+        lines += again.to_silence(codes)
+    if result.code not in (0, -signal.SIGINT, -signal.SIGTERM):
+        is_script = again.plain[0] == sys.executable
+        ours = [
+            token
+            for token in again.script[1:]
+            if token.startswith("--") and _option(token) in _WITH_VALUE
+        ]
+        # Parsers of arguments end the process, or raise an exception that says so.
+        may_be_refused = not result.error or "argument" in result.error
+        if ours and is_script and may_be_refused and not result.judged:
+            given = ", ".join(ours)
+            lines.append(
+                f"{given} went to the script: options of gradsight check come before SCRIPT."
+            )
+        lines += again.after_failure()
+    return lines
 
 
 def split_tokens(tokens: Sequence[str]) -> list[str]:
@@ -119,6 +160,8 @@ def split_tokens(tokens: Sequence[str]) -> list[str]:
         token = tokens[position]
         if token == "--":
             return list(tokens)
+        if token == "-m":
+            break
         takes_next = _option(token) in _WITH_VALUE and "=" not in token
         position += 1 + takes_next
     if position >= len(tokens):
@@ -132,10 +175,14 @@ def _option(token: str) -> str:
 
 
 def script_command(script: str, args: Sequence[str], ranks: int | None = None) -> list[str]:
-    """The command to run: a Python file with this interpreter, or a launcher as it is."""
-    file = Path(script)
+    """The command to run: a Python file or a module with this interpreter, or a launcher."""
     if not script:
         raise UsageError("the script's name is empty; give a training script")
+    if script == "-m":
+        if not args:
+            raise UsageError("-m needs the name of a module, such as package.train")
+        return [sys.executable, *_torchrun(ranks), "-m", *args]
+    file = Path(script)
     if file.suffix == ".ipynb":
         raise UsageError(
             f"{script} is a notebook; make a script of it: jupyter nbconvert --to script {script}"
@@ -144,12 +191,7 @@ def script_command(script: str, args: Sequence[str], ranks: int | None = None) -
         raise UsageError(f"{script} is a directory; give a training script")
     if file.is_file() and not _is_launcher(file):
         _check_python(file)
-        if ranks is None:
-            return [sys.executable, script, *args]
-        if ranks < 1:
-            raise UsageError(f"--nproc_per_node must be 1 or more, got {ranks}")
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        return [sys.executable, *torchrun, script, *args]
+        return [sys.executable, *_torchrun(ranks), script, *args]
     if not file.is_file() and (file.suffix == ".py" or "/" in script):
         raise UsageError(f"there is no script {script}")
     if ranks is not None:
@@ -163,6 +205,15 @@ def script_command(script: str, args: Sequence[str], ranks: int | None = None) -
     if launcher is None:
         raise UsageError(f"there is no script {script}, and no launcher of that name")
     return [launcher, *args]
+
+
+def _torchrun(ranks: int | None) -> list[str]:
+    """Arguments of Python that start so many ranks; none without a number."""
+    if ranks is None:
+        return []
+    if ranks < 1:
+        raise UsageError(f"--nproc_per_node must be 1 or more, got {ranks}")
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
 def _is_launcher(file: Path) -> bool:
@@ -217,9 +268,16 @@ def attached_environment(told: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def run_watched(command: list[str], told: Mapping[str, object], quiet: bool) -> int:
-    """Run the script to its end and give its exit code, negative for a signal."""
-    environment = attached_environment(told)
+def run_watched(
+    command: list[str], told: Mapping[str, object], quiet: bool, folder: Path
+) -> tuple[int, str]:
+    """Run the script to its end.
+
+    Return its exit code, negative for a signal, and the exception that ended it, if there was one.
+    folder: for a temporary file.
+    """
+    error_file = folder / "error.txt"
+    environment = {**attached_environment(told), "GRADSIGHT_ERROR": str(error_file)}
     # The child writes to the same stream: what was printed before it must not come after.
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
@@ -230,10 +288,12 @@ def run_watched(command: list[str], told: Mapping[str, object], quiet: bool) -> 
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     on_terminate = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     try:
-        return child.wait()
+        code = child.wait()
     finally:
         signal.signal(signal.SIGINT, on_interrupt)
         signal.signal(signal.SIGTERM, on_terminate)
+    is_known = code > 0 and error_file.exists()
+    return code, error_file.read_text(encoding="utf-8") if is_known else ""
 
 
 def show_result(result: "CheckResult", as_json: bool, run_dir: Path | None) -> None:

@@ -16,10 +16,12 @@ from gradsight.errors import RunError
 from gradsight.show.run_report import write_empty_reports, write_reports
 from gradsight.show.summary import Summary, summarize
 from gradsight.show.terminal import health_lines
-from gradsight.show.text import WIDTH, wants_colour
+from gradsight.show.text import BOLD, RED, WIDTH, tinted, wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
-from gradsight.values.health_report import SEVERITIES
+from gradsight.values.causes import roots_of
+from gradsight.values.health_report import SEVERITIES, SIGNS
+from gradsight.values.plain import counted
 from gradsight.values.texts import for_terminal, on_one_line
 
 FAILED = 3
@@ -33,13 +35,37 @@ class CheckResult:
     code: int
     runs: dict[str, Summary] = field(default_factory=dict)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
-    ours: Sequence[str] = ()
-    """Options of ours that stood behind the script's name, and so went to the script."""
+    error: str = ""
+    """The exception that ended the script, if that is known."""
 
     @property
     def judged(self) -> dict[str, Summary]:
-        """The runs in which steps were seen."""
-        return {name: summary for name, summary in self.runs.items() if summary.steps}
+        """The runs in which steps were seen, the most severe first."""
+        seen = [(name, summary) for name, summary in self.runs.items() if summary.steps]
+        seen.sort(key=lambda each: -SEVERITIES.index(each[1].health.status))
+        return dict(seen)
+
+    @property
+    def root_codes(self) -> list[str]:
+        """The codes of all findings that follow from none, in the order shown."""
+        health = [summary.health for summary in self.judged.values()]
+        codes = [finding.code for each in health for finding in roots_of(each.findings)]
+        return list(dict.fromkeys(codes))
+
+    @property
+    def failure(self) -> str | None:
+        """How the script failed, in a sentence without a full stop; None if it did not."""
+        if not self.code:
+            return None
+        how = f"failed with exit code {self.code}"
+        if self.code < 0:
+            how = f"was killed by signal {-self.code}"
+        steps = max((len(summary.steps) for summary in self.judged.values()), default=0)
+        when = f"after {counted(steps, 'optimizer step')}"
+        if not steps:
+            when = "before its first optimizer step"
+        error = f": {self.error}" if self.error else ""
+        return f"The script {how} {when}{error}"
 
     @property
     def status(self) -> str:
@@ -61,7 +87,7 @@ class CheckResult:
         """For --json."""
         return {
             "status": self.status,
-            "script": {"command": self.command, "exit_code": self.code},
+            "script": {"command": self.command, "exit_code": self.code, "error": self.error},
             "models": {name: summary.health.to_dict() for name, summary in self.judged.items()},
             "optimizers": self.optimizers,
         }
@@ -70,33 +96,28 @@ class CheckResult:
         """For the terminal."""
         colour = wants_colour(stream)
         lines = ["", "─" * 79]
-        if not self.judged:
-            lines.append(
-                "⚠️ no optimizer step was seen: nothing to judge. "
+        if self.failure is not None:
+            failure = _wrapped(f"{SIGNS['critical']} {self.failure}")
+            lines += [tinted(line, f"{BOLD};{RED}", colour) for line in failure]
+        elif not self.judged:
+            lines += _wrapped(
+                f"{SIGNS['warning']} no optimizer step was seen: nothing to judge. "
                 "Does the script make a torch optimizer and step it?"
             )
         for name, summary in self.judged.items():
             if len(self.judged) > 1:
                 lines.append(f"{on_one_line(name)}:")
-            lines += health_lines(summary.health, colour)
-        notes = [for_terminal(note) for note in self.notes()]
-        return [*lines, "", *(line for note in notes for line in textwrap.wrap(note, WIDTH))]
+            lines += health_lines(summary.health, colour, failed=self.failure is not None)
+        notes = [*self._optimizers(), *self._clipping_and_scaling()]
+        return [*lines, "", *(line for note in notes for line in _wrapped(note))]
 
     def notes(self) -> list[str]:
-        """Where the optimizers are, and how the script ended."""
-        lines = [_described(each, self._largest_rate(each)) for each in self.optimizers]
-        lines += self._clipping_and_scaling()
-        if self.code:
-            how = f"failed with exit code {self.code}"
-            if self.code < 0:
-                how = f"was killed by signal {-self.code}"
-            lines.append(f"The script {how}; the report covers what was seen before.")
-            if self.ours:
-                lines.append(
-                    f"{', '.join(self.ours)} went to the script: "
-                    f"options of gradsight check come before SCRIPT."
-                )
-        return lines
+        """How the script failed, and where its optimizers are."""
+        failure = [] if self.failure is None else [f"{self.failure}."]
+        return [*failure, *self._optimizers(), *self._clipping_and_scaling()]
+
+    def _optimizers(self) -> list[str]:
+        return [_described(each, self._largest_rate(each)) for each in self.optimizers]
 
     def _largest_rate(self, optimizer: Mapping[str, Any]) -> float | None:
         """The largest rate that it had at its steps; None where other optimizers share its model.
@@ -133,13 +154,20 @@ class CheckResult:
         write_report(folder / rundir.CHECK, json.dumps(self.to_dict(), indent=1))
         for number, (name, summary) in enumerate(self.runs.items()):
             place = folder / name if number else folder
-            write_reports(open_run(place), summary, notes=self.notes())
+            shown = replace(summary, failure=self.failure)
+            write_reports(open_run(place), shown, notes=self.notes())
         if not self.runs:
-            write_empty_reports(folder, self.notes())
+            write_empty_reports(folder, self.notes(), self.failure)
+
+
+def _wrapped(text: str) -> list[str]:
+    # Names and commands stay whole, so that they can be copied.
+    line = for_terminal(text)
+    return textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def read_result(
-    folder: Path, command: Sequence[str] = (), code: int = 0, ours: Sequence[str] = ()
+    folder: Path, command: Sequence[str] = (), code: int = 0, error: str = ""
 ) -> CheckResult:
     """The result that a script has left in a directory.
 
@@ -147,8 +175,8 @@ def read_result(
     """
     if not command:
         kept = load_check(_bytes_of(folder, rundir.CHECK), str(folder / rundir.CHECK))
-        command, code = kept.command, kept.exit_code
-    result = CheckResult(list(command), code, ours=ours)
+        command, code, error = kept.command, kept.exit_code, kept.error
+    result = CheckResult(list(command), code, error=error)
     result.optimizers = load_script(_bytes_of(folder, rundir.SCRIPT), str(folder / rundir.SCRIPT))
     for name, place in _recorded_runs(folder, result.optimizers).items():
         try:
@@ -164,6 +192,7 @@ class KeptCheck:
 
     command: tuple[str, ...] = ()
     exit_code: int = 0
+    error: str = ""
 
 
 def load_check(data: bytes | None, name: str) -> KeptCheck:

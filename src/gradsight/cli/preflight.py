@@ -44,7 +44,7 @@ def preflight(
     Parameters
     ----------
     script
-        A Python file, a launcher such as torchrun, or file.py:build.
+        A Python file, -m for a module, a launcher such as torchrun, or file.py:build.
     args
         Its arguments.
     json
@@ -67,8 +67,8 @@ def preflight(
         folder = (run_dir or Path(temporary)).resolve()
         make_new_run(folder)
         told = {"run_dir": str(folder), "steps": 1, "first_step_only": True}
-        code = run_watched(command, told, json)
-        result = read_result(folder, command, code)
+        code, error = run_watched(command, told, json, Path(temporary))
+        result = read_result(folder, command, code, error)
         if run_dir is None:
             result.forget_incidents()
         else:

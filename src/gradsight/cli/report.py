@@ -3,6 +3,7 @@
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +80,9 @@ def _report_one(run_dir: Path, texts: SampleTexts, notes: Sequence[str] | None) 
         # Only where there is something to read: all runs of the folder are summed up for it.
         if (run_dir / rundir.CHECK).exists():
             checked = read_result(run_dir)
-            notes = checked.notes() if checked.command else []
+            if checked.command:
+                notes = checked.notes()
+                summary = replace(summary, failure=checked.failure)
     write_reports(run, summary, texts, notes)
     return summary
 

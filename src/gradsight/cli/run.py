@@ -26,13 +26,13 @@ def run(
     it does are its own: the record is all that is new. Under Hugging Face's Trainer and Lightning
     the callback is put in, so that loss, ids and resuming are right.
 
-    SCRIPT may also be a launcher with its own arguments: gradsight run torchrun --nproc_per_node 2
-    train.py
+    SCRIPT may also be -m and a module: gradsight run -m package.train. Or it is a launcher with its
+    own arguments: gradsight run torchrun --nproc_per_node 2 train.py
 
     Parameters
     ----------
     script
-        A Python file, or a launcher such as torchrun or accelerate.
+        A Python file, -m for a module, or a launcher such as torchrun or accelerate.
     args
         Its arguments.
     run_dir
@@ -42,7 +42,8 @@ def run(
     command = script_command(script, args)
     environment = dict(os.environ)
     if not is_switched_off():
-        folder = _folder(run_dir, script)
+        name = args[0].rpartition(".")[2] if script == "-m" else Path(script).stem
+        folder = _folder(run_dir, name)
         environment = attached_environment({"run_dir": str(folder), "keep": True})
     sys.stdout.flush()
     sys.stderr.flush()
@@ -50,12 +51,11 @@ def run(
     os.execvpe(command[0], command, environment)
 
 
-def _folder(given: Path | None, script: str) -> Path:
+def _folder(given: Path | None, name: str) -> Path:
     if given is not None:
         if given.exists() and not given.is_dir():
             raise UsageError(f"--run_dir {given} is a file; give a directory")
         return given.resolve()
-    name = Path(script).stem
     folder = _RUNS / name
     number = 1
     while folder.exists():

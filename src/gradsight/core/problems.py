@@ -1,7 +1,9 @@
 """Faults that training survives: said once, counted, kept for the report. No torch."""
 
+import contextlib
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 from gradsight.core.notices import log, write_line
@@ -60,6 +62,41 @@ def say(message: str, stacklevel: int = 3) -> None:
     """Warn, also where warnings are errors: a warning must not end somebody's training loop."""
     log(message)
     try:
-        warnings.warn(message, GradsightWarning, stacklevel=stacklevel)
+        with _without_source_line():
+            warnings.warn(message, GradsightWarning, stacklevel=stacklevel)
     except Exception:  # the warning itself, or what somebody's own way of showing it raised
         write_line(message)
+
+
+_PYTHONS_OWN = getattr(warnings, "_formatwarning_orig", None)
+
+
+@contextlib.contextmanager
+def _without_source_line() -> Iterator[None]:
+    """Have Python print only the text of our warnings.
+
+    Python adds the path and the source line of the caller, which is a line of Gradsight. A
+    formatter that the user has set stays in place, and other warnings are formatted as usual.
+    """
+    usual = warnings.formatwarning
+    if usual is not _PYTHONS_OWN:
+        yield
+        return
+
+    def text_only(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        if issubclass(category, GradsightWarning):
+            return f"{category.__name__}: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = text_only
+    try:
+        yield
+    finally:
+        if warnings.formatwarning is text_only:
+            warnings.formatwarning = usual

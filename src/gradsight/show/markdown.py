@@ -14,7 +14,7 @@ from gradsight.show.run_statistics import BlockNorms
 from gradsight.show.samples import TextOf, markdown_section
 from gradsight.show.summary import Summary
 from gradsight.values.findings import Problem
-from gradsight.values.health_report import markdown_sections
+from gradsight.values.health_report import SIGNS, markdown_sections
 from gradsight.values.histograms import Histogram
 from gradsight.values.plain import listed, quoted
 from gradsight.values.steps import Step
@@ -40,10 +40,10 @@ def no_text(sample_id: str) -> str | None:
 
 def report_text(summary: Summary, text_of: TextOf = no_text) -> str:
     """The whole report as markdown; text_of gives the samples' text, where it is known."""
-    sections = [
-        ["# Gradsight report", "", f"**{for_markdown(summary.verdict)}**"],
-        _overview(summary),
-    ]
+    title = ["# Gradsight report"]
+    if summary.failure is not None:
+        title += ["", f"**{SIGNS['critical']} {for_markdown(summary.failure)}**"]
+    sections = [[*title, "", f"**{for_markdown(summary.verdict)}**"], _overview(summary)]
     sections.append(_norm_chart(summary))
     if summary.steps and summary.is_judged:
         sections += markdown_sections(summary.health)

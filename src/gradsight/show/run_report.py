@@ -10,6 +10,7 @@ from gradsight.show.page.payload import ShownRun, nothing_payload, run_payload
 from gradsight.show.samples import TextOf
 from gradsight.show.summary import Summary
 from gradsight.store.run_files import write_run_report
+from gradsight.values.health_report import SIGNS
 from gradsight.values.texts import for_markdown
 
 _NOTHING = "no optimizer step was seen"
@@ -27,10 +28,15 @@ def write_reports(
     write_run_report(run.path, text, html, norm_chart(summary))
 
 
-def write_empty_reports(folder: Path, notes: Sequence[str]) -> None:
-    """The same of a script whose optimizer never stepped, so that there is no run."""
-    text = f"# Gradsight report\n\n**⚠️ {_NOTHING}**\n" + script_section(notes)
-    write_run_report(folder, text, page(nothing_payload(folder, _NOTHING, notes)), None)
+def write_empty_reports(folder: Path, notes: Sequence[str], failure: str | None = None) -> None:
+    """The same of a script whose optimizer never stepped, so that there is no run.
+
+    failure: how the script failed, if it did.
+    """
+    sign = SIGNS["warning" if failure is None else "critical"]
+    what = for_markdown(failure or _NOTHING)
+    text = f"# Gradsight report\n\n**{sign} {what}**\n{script_section(notes)}"
+    write_run_report(folder, text, page(nothing_payload(folder, failure or _NOTHING, notes)), None)
 
 
 def script_section(notes: Sequence[str]) -> str:

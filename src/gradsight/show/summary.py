@@ -69,6 +69,8 @@ class Summary:
     """Parameters that have had a gradient."""
     experts: dict[str, ExpertNorms] = field(default_factory=dict)
     """Experts of a mixture, by group."""
+    failure: str | None = None
+    """How the script failed, as `gradsight check` saw it; None if it did not."""
 
     @property
     def severity(self) -> str:
@@ -95,12 +97,14 @@ class Summary:
             return (
                 f"{SIGNS['healthy']} {counted(len(self.steps), 'step')}, not judged: health=False"
             )
-        return headline(self.health)
+        return headline(self.health, failed=self.failure is not None)
 
     @property
     def sentence(self) -> str:
         """The verdict as one plain sentence: the worst finding, since when, and how many more."""
         findings = self.health.findings
+        if self.failure is not None and self.severity == "healthy":
+            return self.failure
         if not findings:
             # The sign in front of it is for those who read a terminal.
             text = self.verdict.split(" ", 1)[1]

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 
 from gradsight.show.text import BOLD, GREEN, RED, WIDTH, YELLOW, tinted
-from gradsight.values.causes import groups
+from gradsight.values.causes import Group, groups
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SIGNS, HealthReport, headline
 from gradsight.values.plain import listed
@@ -16,9 +16,12 @@ _MOST_FINDINGS = 200
 _COLOURS = {"healthy": GREEN, "warning": YELLOW, "critical": RED}
 
 
-def health_lines(report: HealthReport, colour: bool = False) -> list[str]:
-    """The report as lines of plain text, in which nothing steers a terminal."""
-    title = _title(headline(report), report.status, colour)
+def health_lines(report: HealthReport, colour: bool = False, failed: bool = False) -> list[str]:
+    """The report as lines of plain text, in which nothing steers a terminal.
+
+    failed: whether the script failed, which is then not called healthy.
+    """
+    title = _title(headline(report, failed), report.status, colour)
     notes = [line for note in report.notes for line in _wrapped(for_terminal(note))]
     return [title, f"   {report}", *notes, *findings_lines(report.findings, colour)]
 
@@ -29,13 +32,16 @@ def findings_lines(findings: Iterable[Finding], colour: bool = False) -> list[st
     found = list(findings)
     for group in groups([cleaned(each, for_terminal) for each in found[:_MOST_FINDINGS]]):
         finding = group.root
-        lines += ["", _title(_name_and_step(finding), finding.severity, colour)]
+        lines.append("")
+        heading = textwrap.wrap(_group_title(group), WIDTH, subsequent_indent="   ")
+        lines += [_title(line, group.worst.severity, colour) for line in heading]
         lines += _wrapped(finding.message)
         lines += _seen(finding)
         lines += _wrapped(finding.recommendation, "do: ")
         lines += [f"      {line}".rstrip() for line in finding.fix.splitlines()]
         for consequence in group.consequences:
-            title = f"   it follows: {_name_and_step(consequence)}"
+            sign = SIGNS[consequence.severity]
+            title = f"   it follows: {sign} {_name_and_step(consequence)}"
             lines.append(_title(title, consequence.severity, colour))
             lines += [f"   {line}" for line in _seen(consequence)]
         lines += _wrapped(f"gradsight explain {on_one_line(finding.code)}", "more: ")
@@ -44,9 +50,17 @@ def findings_lines(findings: Iterable[Finding], colour: bool = False) -> list[st
     return lines
 
 
+def _group_title(group: Group) -> str:
+    """The root, with the sign of the most severe finding of its group."""
+    worst = group.worst
+    title = f"{SIGNS[worst.severity]} {_name_and_step(group.root)}"
+    if worst is not group.root:
+        title += f", leads to {on_one_line(worst.code)} ({worst.severity})"
+    return title
+
+
 def _name_and_step(finding: Finding) -> str:
-    name = f"{SIGNS[finding.severity]} {finding.code} {finding.name}"
-    return on_one_line(f"{name}, since step {finding.first_step}")
+    return on_one_line(f"{finding.code} {finding.name}, since step {finding.first_step}")
 
 
 def _seen(finding: Finding) -> list[str]:
@@ -77,6 +91,8 @@ def _wrapped(text: str, label: str = "") -> list[str]:
         initial_indent=f"   {label}",
         subsequent_indent="   " + " " * len(label),
         break_on_hyphens=False,
+        # A name that is longer than a line stays whole, so that it can be copied.
+        break_long_words=False,
     )
 
 

@@ -83,6 +83,12 @@ class Group:
     root: Finding
     consequences: tuple[Finding, ...] = ()
 
+    @property
+    def worst(self) -> Finding:
+        """The most severe finding of the group; the root, unless a consequence is more severe."""
+        # max() returns the first of several that are equal.
+        return max((self.root, *self.consequences), key=lambda each: each.severity == "critical")
+
 
 def with_causes(findings: Sequence[Finding]) -> list[Finding]:
     """The same findings, each with the code of the one that it follows from."""

@@ -178,8 +178,7 @@ def _rank(finding: Finding) -> tuple[int, int, str]:
 
 
 def _rank_of_group(group: Group) -> tuple[int, int, str]:
-    severity = worst(each.severity for each in (group.root, *group.consequences))
-    return -SEVERITIES.index(severity), group.root.first_step, group.root.code
+    return -SEVERITIES.index(group.worst.severity), group.root.first_step, group.root.code
 
 
 def markdown_sections(report: HealthReport) -> list[list[str]]:
@@ -189,8 +188,8 @@ def markdown_sections(report: HealthReport) -> list[list[str]]:
     return [section for section in sections if section]
 
 
-def headline(report: HealthReport) -> str:
-    """The verdict in one line."""
+def headline(report: HealthReport, failed: bool = False) -> str:
+    """The verdict in one line; a script that failed is not called healthy."""
     if report.steps == 0:
         return f"{SIGNS[report.status]} {_NO_STEPS}"
     sign = SIGNS[report.status]
@@ -198,7 +197,7 @@ def headline(report: HealthReport) -> str:
     if report.steps > 1:
         over = f"{report.steps} steps"
     if not report.findings:
-        return f"{sign} healthy: no finding in {over}"
+        return f"{sign} no finding in {over}" if failed else f"{sign} healthy: no finding in {over}"
     return f"{sign} {report.status}: {counted_causes(report.findings)} in {over}"
 
 
@@ -285,7 +284,7 @@ def _issues(report: HealthReport) -> list[str]:
     # Four spaces: some readers of Markdown take fewer for no list inside a list.
     shown = groups(report.findings[:_MOST_FINDINGS])
     for number, group in enumerate(shown, 1):
-        first, *rest = _issue(group.root)
+        first, *rest = _issue(group.root, group.worst)
         lines += [f"{number}. {first}", *(f"    {line}" for line in rest)]
         for consequence in group.consequences:
             first, *rest = _issue(consequence)
@@ -293,11 +292,17 @@ def _issues(report: HealthReport) -> list[str]:
     return lines + _and_more(len(report.findings), _MOST_FINDINGS)
 
 
-def _issue(finding: Finding) -> list[str]:
-    """A finding as an item of a list: what it is, then its own items."""
+def _issue(finding: Finding, worst: Finding | None = None) -> list[str]:
+    """A finding as an item of a list: what it is, then its own items.
+
+    worst: the most severe finding of its group, if the finding is a root.
+    """
     shown = cleaned(finding, for_markdown)
-    title = f"{SIGNS[finding.severity]} **{shown.code} {shown.name}**"
-    since = f"({finding.severity}, since step {finding.first_step})"
+    title = f"{SIGNS[(worst or finding).severity]} **{shown.code} {shown.name}**"
+    since = f"({finding.severity}, since step {finding.first_step}"
+    if worst is not None and worst is not finding:
+        since += f"; leads to {for_markdown(worst.code)}, which is {worst.severity}"
+    since += ")"
     lines = [f"{title} {since}: {shown.message}", f"- Evidence: {shown.evidence}"]
     if finding.parameters:
         lines.append(f"- Affected layers: {listed(quoted(finding.parameters), _NAMED)}")

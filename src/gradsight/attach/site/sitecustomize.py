@@ -8,6 +8,7 @@ sitecustomize the user has is run as well.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -20,6 +21,10 @@ from collections.abc import Callable
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+# Read at once: the script may empty its environment.
+_CHECK = os.environ.get("GRADSIGHT_CHECK")
+_HOME = os.environ.get("GRADSIGHT_HOME", "")
+_ERROR = os.environ.get("GRADSIGHT_ERROR")
 
 
 def _run_the_users_own() -> None:
@@ -117,22 +122,39 @@ def _say_what_was_seen(process: int) -> None:
     if _seen["optimizers"] or hasattr(sys, "last_value"):
         from gradsight.attach.session import note_frozen_models
 
-        note_frozen_models()
+        note_frozen_models(_CHECK)
     if _seen["passes"] == 0 or _seen["optimizers"]:
         return
     from gradsight.core.rundir import SCRIPT
 
-    folder = json.loads(os.environ["GRADSIGHT_CHECK"])["run_dir"]
+    folder = json.loads(_CHECK or "{}")["run_dir"]
     file = os.path.join(folder, SCRIPT)
     if os.path.isdir(folder) and not os.path.exists(file):
         with open(file, "w", encoding="utf-8") as script:
             json.dump([{"optimizer": "none", "passes": _seen["passes"]}], script)
 
 
+_OF_ANOTHER_PROCESS = ("CalledProcessError", "ChildFailedError", "ProcessRaisedException")
+"""Exceptions that only repeat that a process failed, which has noted its own by then."""
+
+
+def _note_exception(file: str) -> None:
+    """Leave a note of the exception that ends this process, for the report."""
+    error = getattr(sys, "last_value", None)
+    if error is None or type(error).__name__ in _OF_ANOTHER_PROCESS:
+        return
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = next((line for line in lines if line), "")[:300]
+    # Of several ranks, the first to fail: the others fail because of it.
+    mode = "x" if "RANK" in os.environ else "w"
+    with contextlib.suppress(OSError), open(file, mode, encoding="utf-8") as note:
+        note.write(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
 def _optimizer_made(optimizer: Any) -> None:
     from gradsight.attach.session import optimizer_made
 
-    optimizer_made(optimizer, _was_loaded)
+    optimizer_made(optimizer, _CHECK, _was_loaded)
 
 
 def _put_into_hf(module: Any) -> None:
@@ -163,8 +185,8 @@ def _give_callback(trainer: Any) -> None:
 def _guarded(action: Callable[[Any], None], given: Any) -> None:
     """Nothing of ours may reach the script."""
     try:
-        if os.environ["GRADSIGHT_HOME"] not in sys.path:
-            sys.path.append(os.environ["GRADSIGHT_HOME"])
+        if _HOME not in sys.path:
+            sys.path.append(_HOME)
         action(given)
     except Exception as error:
         print(
@@ -173,15 +195,19 @@ def _guarded(action: Callable[[Any], None], given: Any) -> None:
         )
 
 
-if "GRADSIGHT_CHECK" in os.environ:
+if _CHECK is not None:
     _actions: dict[str, Callable[[Any], None]] = {
         "torch.optim.optimizer": _notice_optimizers,
         "torch.nn.modules.module": _notice_loading,
         "torch.autograd": _count_passes,
     }
-    if json.loads(os.environ["GRADSIGHT_CHECK"]).get("keep"):
+    if json.loads(_CHECK).get("keep"):
         _actions["transformers.trainer"] = _put_into_hf
         _actions["lightning.pytorch.trainer.trainer"] = _put_into_lightning
         _actions["pytorch_lightning.trainer.trainer"] = _put_into_lightning
     sys.meta_path.insert(0, _Waiting(_actions))
+if _ERROR is not None:
+    atexit.register(_guarded, _note_exception, _ERROR)
 _run_the_users_own()
+# The script finds the path that it has without Gradsight; its child processes read PYTHONPATH.
+sys.path[:] = [entry for entry in sys.path if entry != _HERE]

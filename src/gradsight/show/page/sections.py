@@ -13,7 +13,7 @@ from gradsight.values.causes import groups
 from gradsight.values.diagnoses import Diagnosis, GuiltySample, Incident
 from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
-from gradsight.values.health_report import Abstention, worst
+from gradsight.values.health_report import Abstention
 from gradsight.values.plain import counted, plain
 from gradsight.values.sizes import format_size
 from gradsight.values.steps import Scalar
@@ -42,19 +42,19 @@ _MONITORED = {
 def verdict(summary: Summary) -> dict[str, str]:
     """The status, the sentence, and how many findings of which severity there are."""
     # What follows from another is counted under it: its cause stands for the worst of both.
-    findings = []
-    for group in groups(summary.health.findings):
-        severity = worst(each.severity for each in (group.root, *group.consequences))
-        findings.append(severity)
+    findings = [group.worst.severity for group in groups(summary.health.findings)]
     counts = []
     for severity in ("critical", "warning"):
         found = findings.count(severity)
         if found:
             counts.append(f"{found} {severity}")
+    status = summary.severity
+    if summary.failure is not None and status == "healthy":
+        status = "warning"
     return {
-        "status": summary.severity,
+        "status": status,
         "sentence": summary.sentence,
-        "counts": ", ".join(counts) or summary.severity,
+        "counts": ", ".join(counts) or status,
     }
 
 

@@ -44,6 +44,8 @@ function facts(data, finding) {
   const list = make("dl"), { cause } = finding;
   const add = (name, value) => { if (value) list.append(make("dt", name), put(make("dd"), value)); };
   add("Follows from", finding.caused_by);
+  add("Leads to", finding.caused_by ? "" : data.findings.filter(each => each.caused_by === finding.code)
+    .map(each => `${each.code} ${each.name} (${each.severity})`).join(", "));
   add("Evidence", finding.evidence);
   add("Where", where(finding));
   if (cause) add("Cause", lines(cause.lines));
