@@ -81,6 +81,10 @@ ONE_BATCH = LOOP.replace(
 UNSHIFTED = LOOP.replace(
     "for inputs, targets in loader:\n", "for inputs, _ in loader:\n    targets = inputs\n"
 )
+OWN_TARGETS = LOOP.replace(
+    "    # before the forward pass\n",
+    "    # before the forward pass\n    targets = model(inputs).detach()  # fault\n",
+)
 TWO_OPTIMIZERS = LOOP.replace(
     "    optimizer.step()  #",
     "    for each in optimizer if isinstance(optimizer, list) else [optimizer]:\n"
@@ -175,6 +179,10 @@ ZERO_WEIGHTS = """
 for each in model.parameters():
     each.data.zero_()
 """
+ONE_CLASS = """
+model[2] = nn.Linear(16, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+""" + made_of("data", "(data[:, :1] > 0).float()")
 NAN_LABEL = """
 dataset.tensors[1][333, 1] = float("nan")
 """
@@ -372,6 +380,14 @@ FAULTS = [
         A_COPY,
         forward("loss_fn(other(inputs), targets)"),
         printed="Cut off from the loss: 0.weight\n",
+    ),
+    Fault("GS106", "a softmax over one class", ONE_CLASS),
+    Fault(
+        "GS106",
+        "targets made by the model",
+        "loss_fn = nn.MSELoss()" + made_of("data", "data[:, :3]"),
+        OWN_TARGETS,
+        printed="The targets are the model's own outputs\n",
     ),
     Fault("GS107", "dead units", TWO_DEAD_LAYERS),
     Fault("GS107", "zero weights", ZERO_WEIGHTS),

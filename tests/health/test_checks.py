@@ -15,6 +15,7 @@ from gradsight.health.window import GroupSettings, Subject
 from gradsight.values.experts import ExpertGroup
 from gradsight.values.findings import Finding
 from gradsight.values.first_step import (
+    ConstantLoss,
     CopiedTargets,
     CountedLabels,
     FedLoss,
@@ -324,6 +325,38 @@ def test_a_straight_rise_is_found(steps: Callable[[], Steps]) -> None:
 )
 def test_what_only_looks_like_a_rise(steps: Callable[[], Steps]) -> None:
     assert "GS202" not in run(steps())
+
+
+EQUAL = FirstStep(constant=ConstantLoss("mse_loss", "equal", "train.py:8"))
+
+
+def zero_steps(first: FirstStep | None = None, norm: float = 0.0, count: int = 60) -> Steps:
+    """Steps whose loss and gradient are zero, or next to it."""
+    for number in range(count):
+        yield observed(number, norm, loss=norm, first=None if number else first)
+
+
+def test_a_loss_of_zero_from_the_first_step_on_is_found() -> None:
+    found = run(zero_steps())["GS106"]
+    assert (found.severity, found.first_step, found.made_step) == ("critical", 0, 19)
+    assert "GS106" not in run(zero_steps(count=19))
+
+
+def test_a_loss_of_zero_is_found_at_once_where_the_reason_is_known() -> None:
+    found = run(zero_steps(EQUAL, count=3))["GS106"]
+    assert "mse_loss at train.py:8 is given an output that equals its target" in found.evidence
+    assert "GS106" not in run(zero_steps(EQUAL, count=2))
+    # What rounding leaves is nothing, too; what is larger is a gradient.
+    assert "GS106" in run(zero_steps(EQUAL, norm=1e-8))
+    assert "GS106" not in run(zero_steps(EQUAL, norm=1e-5))
+
+
+@pytest.mark.parametrize("begins", [1, 19])
+def test_a_loss_that_reaches_zero_is_left_alone(begins: int) -> None:
+    """A margin that is reached, and one that the first batches keep by chance."""
+    now = (float(number in (begins, begins + 1)) for number in range(90))
+    steps = (observed(number, norm, loss=norm) for number, norm in enumerate(now))
+    assert "GS106" not in run(steps)
 
 
 def test_every_check_is_in_the_table() -> None:

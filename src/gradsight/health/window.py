@@ -13,6 +13,7 @@ from gradsight.health.bad_steps import scaler_settles
 from gradsight.health.baseline import Baseline, logarithms
 from gradsight.health.expert_life import ExpertLife
 from gradsight.values.experts import ExpertGroup
+from gradsight.values.first_step import ConstantLoss
 from gradsight.values.measured import (
     Details,
     Flags,
@@ -186,6 +187,8 @@ class Window:
     """Whether the first step had no label that counts."""
     masked: bool = False
     """Whether most labels of the first step do not count, as where masked words are learned."""
+    constant: ConstantLoss | None = None
+    """What makes the gradient of a loss of the first step zero, where that is known."""
     not_judged: tuple[tuple[str, str], ...] = ()
     """Codes that the first step could not be judged by, each with the reason."""
     signals: set[str] = field(default_factory=set)
@@ -317,6 +320,7 @@ class Window:
         if signals.first is not None:
             self.signals.add("first step")
             self.not_judged = signals.first.left_out
+            self.constant = signals.first.constant
             labels = signals.first.labels
             counted = sum(each.counted for each in labels)
             self.unlabelled = bool(labels) and not counted

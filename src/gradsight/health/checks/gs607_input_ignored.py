@@ -47,4 +47,7 @@ def input_ignored(window: Window) -> Iterator[Fact]:
     """
     first = window.now.signals.first
     if first is not None and first.depends is False:
-        yield Fact(first.independence or "no gradient comes back to the input")
+        evidence = first.independence or "no gradient comes back to the input"
+        if first.constant is not None and first.constant.reason == "one class":
+            evidence += f"; {first.constant}"
+        yield Fact(evidence)
