@@ -99,6 +99,13 @@ for inputs, targets in loader:
     scaler.update()  # the lines that use the scaler
     optimizer.zero_grad()
 """
+CLIPPED_WHILE_SCALED = LOOP.replace(
+    "loss.backward()  #", "scaler.scale(loss).backward()  #"
+).replace(
+    "    optimizer.step()  #",
+    "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the line that clips\n"
+    "    scaler.step(optimizer)\n    scaler.update()  #",
+)
 MICRO_BATCHES = """
 for inputs, targets in loader:
     for _ in range(4):
@@ -454,6 +461,12 @@ FAULTS = [
     Fault("GS408", "a matrix in the wrong group", WRONG_GROUP, printed="0 1e-05 ['8.weight']\n"),
     Fault("GS501", "one batch, and no learning rate", rate(0.0), ONE_BATCH),
     Fault("GS502", "the first batch again and again", "", ONE_BATCH),
+    Fault(
+        "GS409",
+        "unscale_ forgotten",
+        'scaler = torch.amp.GradScaler("cpu")\n',
+        CLIPPED_WHILE_SCALED,
+    ),
     Fault("GS601", "no mask", TOKENS.format(causal="")),
     Fault("GS602", "an LSTM that expects time first", TIME_FIRST),
     Fault(

@@ -242,6 +242,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS406", lambda: run(looked(), groups=DECAYED, group_of=(0,) * 6), lambda: run(looked(), groups=(GroupSettings("AdamW 0", 1e-3, 1e-3),), group_of=(0,) * 6)),
     ("GS407", lambda: run(rated(lambda n: 0.7**n)), lambda: run(rated(lambda n: 0.5 + 0.5 * np.cos(np.pi * n / 100)))),
     ("GS408", lambda: run(looked(ratio=UNLIKE), groups=TWO_RATES, group_of=(0, 0, 1, 0, 0, 0)), lambda: run(looked(ratio=np.sort(UNLIKE)), groups=TWO_RATES, group_of=(1, 0, 0, 0, 0, 0))),
+    ("GS409", lambda: run(usual(scaled_limit=1.0, scale=65536.0)), lambda: run(usual(scaled_limit=65536.0, scale=65536.0))),
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
     ("GS502", lambda: run(usual(alike_batches=9)), lambda: run(usual(alike_batches=3))),
     ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
@@ -325,6 +326,27 @@ def test_a_straight_rise_is_found(steps: Callable[[], Steps]) -> None:
 )
 def test_what_only_looks_like_a_rise(steps: Callable[[], Steps]) -> None:
     assert "GS202" not in run(steps())
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [
+        ({"clip_coef": 2e-5}, "critical"),
+        ({"clip_coef": 0.5}, "warning"),
+        ({"clip_coef": 1.0}, None),
+        ({"scaled_limit": 700.0}, None),
+        ({"scale": 1.0}, None),
+        ({"scaled_limit": float("inf")}, None),
+    ],
+)
+def test_clipping_of_scaled_gradients(changes: dict[str, float], severity: str | None) -> None:
+    found = run(usual(**{"scaled_limit": 1.0, "scale": 65536.0} | changes)).get("GS409")
+    assert (found and found.severity) == severity
+
+
+def test_clipping_of_scaled_gradients_is_a_warning_where_adam_hides_it() -> None:
+    steps = usual(scaled_limit=1.0, scale=65536.0, clip_coef=2e-5)
+    assert run(steps, normalising=True)["GS409"].severity == "warning"
 
 
 EQUAL = FirstStep(constant=ConstantLoss("mse_loss", "equal", "train.py:8"))

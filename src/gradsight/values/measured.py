@@ -123,6 +123,8 @@ class StepSignals:
     """The loss of a model that knows how frequent each target is; told once, after a few passes."""
     broken_weights: BrokenWeights | None = None
     """Looked for only where the gradient is not finite; None where none are known to be broken."""
+    scaled_limit: float | None = None
+    """The limit of a clipping that came while a GradScaler's factor was in the gradients."""
     first: FirstStep | None = None
     """What the first step decides; on one step of a run only."""
     passes: StepPasses | None = None

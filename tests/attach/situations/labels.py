@@ -1,5 +1,7 @@
 """Labels, losses without a gradient, and clipping of scaled gradients."""
 
+from typing import Any
+
 from attach.situations import Situation
 
 ONE_CLASS = """
@@ -186,4 +188,76 @@ for step in range(40):
     ),
 ]
 
-SITUATIONS = [*ZERO_GRADIENTS]
+MIXED_PRECISION = """
+model = nn.Linear(20, 4)
+optimizer = torch.optim.{optimizer}
+scaler = torch.amp.GradScaler("cpu"{options})
+for step in range({steps}):
+    x = torch.randn(32, 20)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(x), x[:, :4].argmax(1))
+    scaler.scale(loss).backward()
+    {body}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+ADAM = "AdamW(model.parameters())"
+SGD = "SGD(model.parameters(), lr=0.1)"
+
+
+def mixed(
+    name: str,
+    body: str,
+    optimizer: str = ADAM,
+    options: str = "",
+    steps: int = 30,
+    **expected: Any,
+) -> Situation:
+    """Return a situation with a GradScaler; `body` stands between backward and the step."""
+    script = MIXED_PRECISION.format(optimizer=optimizer, options=options, steps=steps, body=body)
+    return Situation(f"GradScaler: {name}", script, **expected)
+
+
+CLIPPING = [
+    mixed(
+        "clipping without unscale_",
+        CLIP,
+        exit_code=1,
+        findings=["GS409"],
+        says=["clipped to 1 when the gradient carried a factor of 65536"],
+    ),
+    mixed(
+        "clipping without unscale_ for 130 steps of SGD",
+        CLIP,
+        SGD,
+        steps=130,
+        exit_code=2,
+        findings=["GS405", "GS409"],
+        first="GS409",
+        caused_by={"GS405": "GS409"},
+    ),
+    mixed(
+        "clipping by value before unscale_",
+        "nn.utils.clip_grad_value_(model.parameters(), 1.0); scaler.unscale_(optimizer)",
+        exit_code=1,
+        findings=["GS409"],
+    ),
+    mixed("clipping after unscale_", f"scaler.unscale_(optimizer); {CLIP}"),
+    mixed("a limit that is multiplied by the scale", CLIP.replace("1.0", "scaler.get_scale()")),
+    mixed("clipping without a scaler that is switched off", CLIP, options=", enabled=False"),
+    mixed("clipping with a scale of 1", CLIP, options=", init_scale=1.0"),
+    mixed("a norm that is only measured", CLIP.replace("1.0", "math.inf")),
+    Situation(
+        "GradScaler: gradients unscaled by hand",
+        MIXED_PRECISION.format(
+            optimizer=SGD,
+            options="",
+            steps=30,
+            body=f"[p.grad.div_(scaler.get_scale()) for p in model.parameters()]; {CLIP}",
+        ).replace("scaler.step(optimizer)\n    scaler.update()", "optimizer.step()"),
+    ),
+]
+
+SITUATIONS = [*ZERO_GRADIENTS, *CLIPPING]
