@@ -81,6 +81,10 @@ ONE_BATCH = LOOP.replace(
 UNSHIFTED = LOOP.replace(
     "for inputs, targets in loader:\n", "for inputs, _ in loader:\n    targets = inputs\n"
 )
+OWN_TARGETS = LOOP.replace(
+    "    # before the forward pass\n",
+    "    # before the forward pass\n    targets = model(inputs).detach()  # fault\n",
+)
 TWO_OPTIMIZERS = LOOP.replace(
     "    optimizer.step()  #",
     "    for each in optimizer if isinstance(optimizer, list) else [optimizer]:\n"
@@ -95,6 +99,13 @@ for inputs, targets in loader:
     scaler.update()  # the lines that use the scaler
     optimizer.zero_grad()
 """
+CLIPPED_WHILE_SCALED = LOOP.replace(
+    "loss.backward()  #", "scaler.scale(loss).backward()  #"
+).replace(
+    "    optimizer.step()  #",
+    "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the line that clips\n"
+    "    scaler.step(optimizer)\n    scaler.update()  #",
+)
 MICRO_BATCHES = """
 for inputs, targets in loader:
     for _ in range(4):
@@ -175,6 +186,10 @@ ZERO_WEIGHTS = """
 for each in model.parameters():
     each.data.zero_()
 """
+ONE_CLASS = """
+model[2] = nn.Linear(16, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+""" + made_of("data", "(data[:, :1] > 0).float()")
 NAN_LABEL = """
 dataset.tensors[1][333, 1] = float("nan")
 """
@@ -373,6 +388,14 @@ FAULTS = [
         forward("loss_fn(other(inputs), targets)"),
         printed="Cut off from the loss: 0.weight\n",
     ),
+    Fault("GS106", "a softmax over one class", ONE_CLASS),
+    Fault(
+        "GS106",
+        "targets made by the model",
+        "loss_fn = nn.MSELoss()" + made_of("data", "data[:, :3]"),
+        OWN_TARGETS,
+        printed="The targets are the model's own outputs\n",
+    ),
     Fault("GS107", "dead units", TWO_DEAD_LAYERS),
     Fault("GS107", "zero weights", ZERO_WEIGHTS),
     Fault("GS108", "a large last layer", "model[2].weight.data *= 100\n" + rate(1e-5)),
@@ -438,6 +461,12 @@ FAULTS = [
     Fault("GS408", "a matrix in the wrong group", WRONG_GROUP, printed="0 1e-05 ['8.weight']\n"),
     Fault("GS501", "one batch, and no learning rate", rate(0.0), ONE_BATCH),
     Fault("GS502", "the first batch again and again", "", ONE_BATCH),
+    Fault(
+        "GS409",
+        "unscale_ forgotten",
+        'scaler = torch.amp.GradScaler("cpu")\n',
+        CLIPPED_WHILE_SCALED,
+    ),
     Fault("GS601", "no mask", TOKENS.format(causal="")),
     Fault("GS602", "an LSTM that expects time first", TIME_FIRST),
     Fault(

@@ -15,6 +15,7 @@ from gradsight.health.window import GroupSettings, Subject
 from gradsight.values.experts import ExpertGroup
 from gradsight.values.findings import Finding
 from gradsight.values.first_step import (
+    ConstantLoss,
     CopiedTargets,
     CountedLabels,
     FedLoss,
@@ -241,6 +242,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS406", lambda: run(looked(), groups=DECAYED, group_of=(0,) * 6), lambda: run(looked(), groups=(GroupSettings("AdamW 0", 1e-3, 1e-3),), group_of=(0,) * 6)),
     ("GS407", lambda: run(rated(lambda n: 0.7**n)), lambda: run(rated(lambda n: 0.5 + 0.5 * np.cos(np.pi * n / 100)))),
     ("GS408", lambda: run(looked(ratio=UNLIKE), groups=TWO_RATES, group_of=(0, 0, 1, 0, 0, 0)), lambda: run(looked(ratio=np.sort(UNLIKE)), groups=TWO_RATES, group_of=(1, 0, 0, 0, 0, 0))),
+    ("GS409", lambda: run(usual(scaled_limit=1.0, scale=65536.0)), lambda: run(usual(scaled_limit=65536.0, scale=65536.0))),
     ("GS501", lambda: run(of(lambda n: 1.0)), lambda: run(usual())),
     ("GS502", lambda: run(usual(alike_batches=9)), lambda: run(usual(alike_batches=3))),
     ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
@@ -324,6 +326,59 @@ def test_a_straight_rise_is_found(steps: Callable[[], Steps]) -> None:
 )
 def test_what_only_looks_like_a_rise(steps: Callable[[], Steps]) -> None:
     assert "GS202" not in run(steps())
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [
+        ({"clip_coef": 2e-5}, "critical"),
+        ({"clip_coef": 0.5}, "warning"),
+        ({"clip_coef": 1.0}, None),
+        ({"scaled_limit": 700.0}, None),
+        ({"scale": 1.0}, None),
+        ({"scaled_limit": float("inf")}, None),
+    ],
+)
+def test_clipping_of_scaled_gradients(changes: dict[str, float], severity: str | None) -> None:
+    found = run(usual(**{"scaled_limit": 1.0, "scale": 65536.0} | changes)).get("GS409")
+    assert (found and found.severity) == severity
+
+
+def test_clipping_of_scaled_gradients_is_a_warning_where_adam_hides_it() -> None:
+    steps = usual(scaled_limit=1.0, scale=65536.0, clip_coef=2e-5)
+    assert run(steps, normalising=True)["GS409"].severity == "warning"
+
+
+EQUAL = FirstStep(constant=ConstantLoss("mse_loss", "equal", "train.py:8"))
+
+
+def zero_steps(first: FirstStep | None = None, norm: float = 0.0, count: int = 60) -> Steps:
+    """Steps whose loss and gradient are zero, or next to it."""
+    for number in range(count):
+        yield observed(number, norm, loss=norm, first=None if number else first)
+
+
+def test_a_loss_of_zero_from_the_first_step_on_is_found() -> None:
+    found = run(zero_steps())["GS106"]
+    assert (found.severity, found.first_step, found.made_step) == ("critical", 0, 19)
+    assert "GS106" not in run(zero_steps(count=19))
+
+
+def test_a_loss_of_zero_is_found_at_once_where_the_reason_is_known() -> None:
+    found = run(zero_steps(EQUAL, count=3))["GS106"]
+    assert "mse_loss at train.py:8 is given an output that equals its target" in found.evidence
+    assert "GS106" not in run(zero_steps(EQUAL, count=2))
+    # What rounding leaves is nothing, too; what is larger is a gradient.
+    assert "GS106" in run(zero_steps(EQUAL, norm=1e-8))
+    assert "GS106" not in run(zero_steps(EQUAL, norm=1e-5))
+
+
+@pytest.mark.parametrize("begins", [1, 19])
+def test_a_loss_that_reaches_zero_is_left_alone(begins: int) -> None:
+    """A margin that is reached, and one that the first batches keep by chance."""
+    now = (float(number in (begins, begins + 1)) for number in range(90))
+    steps = (observed(number, norm, loss=norm) for number, norm in enumerate(now))
+    assert "GS106" not in run(steps)
 
 
 def test_every_check_is_in_the_table() -> None:

@@ -12,7 +12,8 @@ A listener is any object with methods named after moments; it is told of those a
     loss_scaled(scaler)                 a loss was multiplied: the next gradients carry the factor
     gradients_unscaled(scaler, optimizer)   the optimizer's gradients were divided by the factor
     edit_begins()                       torch is about to clip or unscale gradients
-    edit_ended(edited)                  it has done so: to an optimizer's, or to those of parameters
+    edit_ended(edited, limit)           it has done so: to an optimizer's, or to those of parameters
+                                        (limit: what it clipped to; None: it unscaled them)
     scaler_steps(optimizer)             GradScaler.step was called for the optimizer
     scaler_stepped(optimizer)           it has returned; the optimizer may not have been called
 
@@ -65,6 +66,7 @@ MOMENTS = (
     "scaler_stepped",
 )
 
+_LIMITS = ("max_norm", "clip_value")
 _Original = Callable[..., Any]
 """A function of torch's that one of ours stands in for."""
 
@@ -314,7 +316,7 @@ def _watched_unscale(original: _Original) -> _Original:
         finally:
             for ear in tuple(_told["edit_ended"]):
                 if ear.thread in (None, get_ident()):
-                    ear.tell(optimizer)
+                    ear.tell(optimizer, None)
         for ear in tuple(_told["gradients_unscaled"]):
             if ear.thread in (None, get_ident()):
                 ear.tell(scaler, optimizer)
@@ -327,6 +329,10 @@ def _watched_edit(original: _Original) -> _Original:
     def edit(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if is_carried(SUSPENDED):
             return original(parameters, *args, **kwargs)
+        # Under different names: max_norm, clip_value.
+        limit = (
+            args[0] if args else next((kwargs[name] for name in _LIMITS if name in kwargs), None)
+        )
         if isinstance(parameters, Iterator):
             parameters = list(parameters)  # torch and the listeners both go through them
         for ear in tuple(_told["edit_begins"]):
@@ -337,7 +343,7 @@ def _watched_edit(original: _Original) -> _Original:
         finally:
             for ear in tuple(_told["edit_ended"]):
                 if ear.thread in (None, get_ident()):
-                    ear.tell(parameters)
+                    ear.tell(parameters, limit)
 
     return edit
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradsight.values.first_step import CountedLabels, FedLoss
+from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss
 
 _ROWS = 256
 """Rows of scores that are looked at."""
@@ -17,6 +17,9 @@ _KEEPING = (
     "Cat", "Stack", "Movedim",
 )  # fmt: skip
 """Operations that move entries and leave their values alone."""
+_ENTRIES = 4096
+"""Entries of a loss's two sides that are compared."""
+_COMPARING = frozenset({F.kl_div, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss})
 _FAR = 12
 LOGITS = "logits"
 PROBABILITIES = "probabilities"
@@ -59,6 +62,43 @@ def counted_labels(
     return CountedLabels(
         function.__name__, target.numel(), int(counts.sum()), is_mean=is_mean, place=place
     )
+
+
+def constant_loss(
+    function: Any, scores: Tensor, target: Tensor, options: Mapping[str, Any], place: str | None
+) -> ConstantLoss | None:
+    """What makes the gradient of this loss zero; None where nothing is known to."""
+    is_classifying = function in (F.cross_entropy, F.nll_loss)
+    softmax = _softmax_of(scores)
+    over_one = softmax is not None and _classes(softmax) == 1
+    if over_one or (
+        is_classifying and scores.dim() and scores.shape[min(1, scores.dim() - 1)] == 1
+    ):
+        return ConstantLoss(function.__name__, "one class", place)
+    if function in _COMPARING and scores.shape == target.shape and scores.numel():
+        given, wanted = _some(scores), _some(target)
+        # Zeros that are compared with zeros are not copies: rewards that have not come yet.
+        is_varied = bool((given != given[0]).any())
+        if function is F.kl_div:
+            given = given.exp()
+            wanted = wanted.exp() if options.get("log_target", False) else wanted
+        if is_varied and torch.allclose(given, wanted, rtol=1e-4, atol=1e-6):
+            return ConstantLoss(function.__name__, "equal", place)
+    return None
+
+
+def _some(values: Tensor) -> Tensor:
+    """Some of the entries, the same ones of every tensor of this size."""
+    flat = values.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _ENTRIES)].float()
+
+
+def _classes(softmax: Any) -> int:
+    """How many entries a node of a softmax has normalised together."""
+    shape = softmax._input_metadata[0].shape
+    dim = softmax._saved_dim
+    # A negative dimension is kept as a large number.
+    return int(shape[dim - 2**64 if dim >= 2**63 else dim])
 
 
 def _rows(scores: Tensor) -> Tensor:
@@ -104,14 +144,24 @@ def _instead_of_logs(scores: Tensor, rows: Tensor | None) -> str | None:
 
 def _made_by(scores: Tensor) -> bool:
     """Whether a softmax or a sigmoid made these values, and nothing has changed them since."""
+    return _maker(scores, ("SoftmaxBackward", "SigmoidBackward")) is not None
+
+
+def _softmax_of(scores: Tensor) -> Any:
+    """The node of the softmax, or of its logarithm, that made these values; None without one."""
+    return _maker(scores, ("SoftmaxBackward", "LogSoftmaxBackward"))
+
+
+def _maker(scores: Tensor, names: tuple[str, ...]) -> Any:
+    """The node with one of these names that made these values; None where others have since."""
     node: Any = scores.grad_fn
     for _ in range(_FAR):
         if node is None:
-            return False
+            return None
         name = node.name()
-        if name.startswith(("SoftmaxBackward", "SigmoidBackward")):
-            return True
+        if name.startswith(names):
+            return node
         if not any(name.startswith(kept) for kept in _KEEPING) or not node.next_functions:
-            return False
+            return None
         node = node.next_functions[0][0]
-    return False
+    return None

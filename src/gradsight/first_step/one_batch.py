@@ -61,6 +61,7 @@ def look_at_batch(
         tuple(operations.targets),
         tuple(operations.fed),
         tuple(operations.labels),
+        operations.constant,
     )
     first = _aside(seen)
     return BatchLook(

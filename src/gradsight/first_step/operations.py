@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from gradsight.core.guard import Guard
 from gradsight.core.samples import LOSSES
 from gradsight.core.source import users_line
-from gradsight.first_step.loss_inputs import counted_labels, what_was_fed
-from gradsight.values.first_step import CountedLabels, FedLoss
+from gradsight.first_step.loss_inputs import constant_loss, counted_labels, what_was_fed
+from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss
 
 _MOST = 64
 """Calls of one pass that are looked at."""
@@ -50,6 +50,7 @@ class Operations(TorchFunctionMode):
         self.targets: list[SeenTargets] = []
         self.fed: list[FedLoss] = []
         self.labels: list[CountedLabels] = []
+        self.constant: ConstantLoss | None = None
         self.scores: list[Tensor] = []
         """What the losses were given; kept in a pass of ours only, for it holds the graph."""
         self.probes: list[Probe] = []
@@ -99,6 +100,8 @@ class Operations(TorchFunctionMode):
         fed = what_was_fed(func, scores, target, kwargs, place)
         if fed is not None:
             self.fed.append(fed)
+        if self.constant is None:
+            self.constant = constant_loss(func, scores, target, kwargs, place)
         is_classes = func in _CLASSIFYING and not target.is_floating_point()
         ignored = kwargs.get("ignore_index", -100)
         counts = torch.ones_like(target, dtype=torch.bool)

@@ -31,7 +31,7 @@ from gradsight.core.random_state import torch_states
 from gradsight.core.samples import tensors_in
 from gradsight.core.source import users_line
 from gradsight.first_step.operations import Operations, SeenTargets
-from gradsight.values.first_step import CountedLabels, FedLoss
+from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss
 
 _CALLS = 16
 """Calls before one backward pass that are kept."""
@@ -83,6 +83,7 @@ class SeenPass:
     targets: tuple[SeenTargets, ...] = ()
     fed: tuple[FedLoss, ...] = ()
     labels: tuple[CountedLabels, ...] = ()
+    constant: ConstantLoss | None = None
     hidden: str | None = None
     """Why the operations of this pass were not seen; None: they were."""
 
@@ -182,6 +183,7 @@ class PassRecorder:
                 tuple(seen.targets),
                 tuple(seen.fed),
                 tuple(seen.labels),
+                seen.constant,
             )
         self._holders = {key: left - 1 for key, left in self._holders.items() if left > 1}
 

@@ -16,6 +16,7 @@ GIVEN = {
     "targets": "of the batch",
     "loss_fn": "the loss of the model's output and the targets",
     "loss": "the loss of the batch, before backward()",
+    "scaler": "the GradScaler, where there is one",
 }
 """The names that every fix may use, and what they stand for."""
 

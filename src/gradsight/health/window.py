@@ -15,6 +15,7 @@ from gradsight.health.baseline import Baseline, logarithms
 from gradsight.health.expert_life import ExpertLife
 from gradsight.health.trainers import Trainer
 from gradsight.values.experts import ExpertGroup
+from gradsight.values.first_step import ConstantLoss
 from gradsight.values.measured import (
     Details,
     Flags,
@@ -219,6 +220,8 @@ class Window:
     """Whether the first step had no label that counts."""
     masked: bool = False
     """Whether most labels of the first step do not count, as where masked words are learned."""
+    constant: ConstantLoss | None = None
+    """What makes the gradient of a loss of the first step zero, where that is known."""
     not_judged: tuple[tuple[str, str], ...] = ()
     """Codes that the first step could not be judged by, each with the reason."""
     signals: set[str] = field(default_factory=set)
@@ -358,6 +361,7 @@ class Window:
             self.not_judged = signals.first.left_out
             self.input_ignored = signals.first.depends is False
             self.dead_layer = signals.first.dead_layer
+            self.constant = signals.first.constant
             labels = signals.first.labels
             counted = sum(each.counted for each in labels)
             self.unlabelled = bool(labels) and not counted

@@ -14,7 +14,7 @@ from gradsight.first_step.aside import AsideOptions, left_out, look_aside
 from gradsight.first_step.recorder import NOTE, RECORDER, SeenCall, SeenPass
 from gradsight.session.pass_watch import PassWatch
 from gradsight.session.step_passes import PassesOnTheWay
-from gradsight.values.first_step import CountedLabels, FedLoss, FirstStep
+from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss, FirstStep
 
 _LEAST_SECONDS = 0.25
 """What a pass aside may take however short a step is."""
@@ -53,6 +53,7 @@ class FirstLook:
         self._call: SeenCall | None = None
         self._fed: list[FedLoss] = []
         self._labels: list[CountedLabels] = []
+        self._constant: ConstantLoss | None = None
         self._steps = 0
         self._is_over = False
 
@@ -76,6 +77,7 @@ class FirstLook:
             return
         self._fed += seen.fed
         self._labels += seen.labels
+        self._constant = self._constant or seen.constant
         if self._call is None:
             self._call = self._largest(seen)
             self._seen = seen
@@ -88,7 +90,12 @@ class FirstLook:
         self._steps += 1
         if self._call is None and not self._fed and not self._labels and self._steps < _LATEST:
             return None, passes
-        first = replace(self._aside(), fed=tuple(self._fed), labels=tuple(self._labels))
+        first = replace(
+            self._aside(),
+            fed=tuple(self._fed),
+            labels=tuple(self._labels),
+            constant=self._constant,
+        )
         if self._seen is not None and self._seen.hidden is not None:
             unseen = left_out(self._seen.hidden, _BY_OPERATIONS).left_out
             first = replace(first, left_out=(*first.left_out, *unseen))

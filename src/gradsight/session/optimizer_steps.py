@@ -114,6 +114,8 @@ class OptimizerSteps:
         """Which optimizers it has stepped: another time is of the same step."""
         self._edits = 0
         self._thread = -1
+        self._scaled_limit: float | None = None
+        """The limit of a clipping that came while a scaler's factor was in the gradients."""
         self._begin_round()
 
     def start(self) -> None:
@@ -211,10 +213,26 @@ class OptimizerSteps:
             self._settle_edits(list(self._seen.rows), self._here.scaler)
             self._seen.edit_begins()
 
-    def edit_ended(self, edited: object) -> None:
-        """It has done so: to an optimizer's gradients, or to those of parameters."""
+    def edit_ended(self, edited: object, limit: object) -> None:
+        """It has done so: to an optimizer's gradients, or to those of parameters.
+
+        `limit`: of a clipping; None for an unscaling.
+        """
         if self._is_mine():
             self._seen.edit_ended(edited)
+            # A limit on the device was computed from the scale, most likely.
+            if self._scaler is not None and isinstance(limit, int | float):
+                self._note_limit(edited, limit)
+
+    def _note_limit(self, clipped: object, limit: float) -> None:
+        """Remember the limit of a clipping, if a scaler's factor was in all of these gradients."""
+        tensors = clipped if isinstance(clipped, list | tuple) else [clipped]
+        named = {id(tensor) for tensor in tensors}
+        rows = {row for row in self._seen.rows if id(self._parameters[row]) in named}
+        unscaled = {row for each in self._unscaled_optimizers() for row in self._rows_of(each)}
+        # Somebody who has edited them may have divided them by the scale.
+        if rows and not rows & (unscaled | self._seen.by_hand):
+            self._scaled_limit = float(limit)
 
     def _is_mine(self) -> bool:
         """Whether this thread has written the gradients that were seen; others leave them alone."""
@@ -293,6 +311,7 @@ class OptimizerSteps:
         self._any_edited = False
         self._any_repaired = False
         self._any_hooked = False
+        self._scaled_limit = None
         self._doubts: list[HostCopy] = []
         """Flags on their way: whether a gradient was edited between passes."""
 
@@ -457,6 +476,8 @@ class OptimizerSteps:
         looked_at = self._seen.rows
         seen = [row for row in rows if row in looked_at]
         scaled = key in self._by_scaler or key in self._unscaled
+        if self._scaled_limit is not None and key in self._by_scaler:
+            self._line.builder.clipped_while_scaled(self._scaled_limit)
         self._line.after_update(
             seen,
             optimizer,

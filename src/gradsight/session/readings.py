@@ -112,6 +112,8 @@ class StepInProgress:
     """What it would be if the model knew how frequent each class is, and nothing else."""
     passes: PassesOnTheWay | None = None
     """What its backward passes were like, where they were looked at."""
+    scaled_limit: float | None = None
+    """The limit of a clipping that came while a scaler's factor was in the gradients."""
     units: UnitReading | None = None
     rank_comparisons: tuple[RankComparison, ...] = ()
     rank_digests: tuple[RankDigests, ...] = ()

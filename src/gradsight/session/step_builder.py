@@ -289,6 +289,10 @@ class StepBuilder:
         current.update_rows = ()
         current.skipped.append(skipped_by(skipped))
 
+    def clipped_while_scaled(self, limit: float) -> None:
+        """The gradients were clipped to this limit while a scaler's factor was in them."""
+        self._current.scaled_limit = limit
+
     def end_step(
         self,
         gradient: str,
@@ -520,6 +524,7 @@ class StepBuilder:
                 unigram=unigram,
                 passes=passes,
                 broken_weights=broken,
+                scaled_limit=made.scaled_limit,
             ),
             rank_comparisons=made.rank_comparisons,
             rank_digests=made.rank_digests,

@@ -1,6 +1,7 @@
 """What the first steps of a run decide by themselves: leaks, losses, modes, passes. No torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,22 @@ class CountedLabels:
     is_mean: bool = True
     """Whether the loss divides by the number that counts."""
     place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantLoss:
+    """A loss function that was given what no gradient can come of."""
+
+    function: str
+    reason: Literal["one class", "equal"]
+    """A softmax over one class is always 1; "equal": the output is its target already."""
+    place: str | None = None
+
+    def __str__(self) -> str:
+        where = f" at {self.place}" if self.place else ""
+        if self.reason == "one class":
+            return f"{self.function}{where} is given scores of a single class"
+        return f"{self.function}{where} is given an output that equals its target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +74,8 @@ class FirstStep:
 
     fed: tuple[FedLoss, ...] = ()
     labels: tuple[CountedLabels, ...] = ()
+    constant: ConstantLoss | None = None
+    """Read only where gradients are zero: other losses of the step may have some."""
     positions: Leak | None = None
     """Whether a position sees later ones, where targets are inputs moved ahead."""
     rows: Leak | None = None

@@ -53,6 +53,8 @@ def input_ignored(window: Window) -> Iterator[Fact]:
     if first is None or first.depends is not False:
         return
     text = first.independence or "no gradient comes back to the input"
+    if first.constant is not None and first.constant.reason == "one class":
+        text += f"; {first.constant}"
     if not first.dead_layer:
         yield Fact(text)
         return

@@ -1,0 +1,51 @@
+"""GS409: clipping before the gradients are unscaled."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS409",
+    "clipping before unscale_",
+    "warning",
+    asked=Asked(needs=("scale",)),
+    advice=Advice(
+        recommendation=(
+            "The gradients still carry the GradScaler's factor when they are clipped. Call "
+            "scaler.unscale_(optimizer) first; scaler.step() then knows that it was called. "
+            "accelerate's clip_grad_norm_ does both."
+        ),
+        fix="""
+# in the loop, instead of the line that clips: unscale first
+scaler.unscale_(optimizer)
+torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+""",
+    ),
+)
+def clipped_while_scaled(
+    window: Window, *, factor: float = 100.0, coefficient: float = 0.02
+) -> Iterator[Fact]:
+    """Gradients are clipped while the GradScaler's factor is still in them.
+
+    Why: a limit of 1 is then one of 1/65536 for the gradient itself, so nearly every step is cut to
+    next to nothing. Adam hides that in part. Other optimizers hardly move, and the finding is
+    critical where less than `coefficient` of the gradient is left. A limit that was multiplied by
+    the scale is right: none above the scale divided by `factor` is reported.
+    """
+    limit = window.now.signals.scaled_limit
+    scale = window.step.scale
+    left = window.step.clip_coef
+    if limit is None or scale is None or limit * factor >= scale or left == 1:
+        return
+    evidence = (
+        f"clipped to {limit:g} when the gradient carried a factor of {scale:g}: a limit of "
+        f"{limit / scale:.2g} for the gradient itself"
+    )
+    severity = None
+    if left is not None:
+        evidence += f"; the optimizer used {left:.2g} of it"
+        if left < coefficient and not window.subject.normalising:
+            severity = "critical"
+    yield Fact(evidence, severity=severity)

@@ -1,0 +1,263 @@
+"""Labels, losses without a gradient, and clipping of scaled gradients."""
+
+from typing import Any
+
+from attach.situations import Situation
+
+ONE_CLASS = """
+model = nn.Linear(20, 1){wrapped}
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range({steps}):
+    x, y = torch.rand(32, 20), torch.rand(32, 1)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+ZERO_GRADIENTS = [
+    Situation(
+        "cross_entropy over a single class",
+        ONE_CLASS.format(wrapped="", steps=64),
+        exit_code=2,
+        findings=["GS106"],
+        models={"model": 64},
+        says=["cross_entropy at FOLDER/train.py:15 is given scores of a single class"],
+        never_says=["dead ReLU"],
+    ),
+    Situation(
+        "cross_entropy over a single class for six steps",
+        ONE_CLASS.format(wrapped="", steps=6),
+        exit_code=2,
+        findings=["GS106"],
+    ),
+    Situation(
+        "cross_entropy over a single class on two ranks",
+        'dist.init_process_group("gloo"); torch.manual_seed(dist.get_rank())'
+        + ONE_CLASS.format(
+            wrapped="; model = nn.parallel.DistributedDataParallel(model)", steps=32
+        ),
+        exit_code=2,
+        findings=["GS106"],
+        says=["is given scores of a single class"],
+        arguments=["--nproc_per_node", "2"],
+        slow=True,
+    ),
+    Situation(
+        "a softmax over the only output",
+        """
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1), nn.Softmax(dim=1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    F.binary_cross_entropy(model(x), (x[:, :1] > 0).float()).backward()
+    optimizer.step()
+""",
+        exit_code=2,
+        findings=["GS106", "GS607"],
+        first="GS607",
+        caused_by={"GS106": "GS607"},
+        says=["is given scores of a single class"],
+    ),
+    Situation(
+        "a teacher that is the student",
+        """
+student = teacher = nn.Linear(4, 5)
+optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
+for step in range(12):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        wanted = teacher(x).softmax(-1)
+    F.kl_div(student(x).log_softmax(-1), wanted, reduction="batchmean").backward()
+    optimizer.step()
+""",
+        exit_code=2,
+        findings=["GS105", "GS106"],
+        first="GS106",
+        caused_by={"GS105": "GS106"},
+        says=["kl_div at FOLDER/train.py:17 is given an output that equals its target"],
+    ),
+    Situation(
+        "a teacher that begins as the student, and a loss of labels",
+        """
+import copy
+student = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+teacher = copy.deepcopy(student).requires_grad_(False)
+optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
+for step in range(40):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    loss = F.mse_loss(student(x).softmax(-1), teacher(x).softmax(-1))
+    (loss + F.cross_entropy(student(x), x[:, :3].argmax(1))).backward()
+    optimizer.step()
+    for mine, other in zip(teacher.parameters(), student.parameters()):
+        mine.lerp_(other.detach(), 0.01)
+""",
+    ),
+    Situation(
+        "a loss that is multiplied by zero",
+        """
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(30):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    (0 * F.cross_entropy(model(x), (x[:, 0] > 0).long())).backward()
+    optimizer.step()
+""",
+        exit_code=2,
+        findings=["GS106"],
+    ),
+    Situation(
+        "a hinge loss that reaches its margin",
+        """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for step in range(150):
+    x = torch.randn(32, 4)
+    x[:, 0] += x[:, 0].sign() * 2
+    optimizer.zero_grad()
+    F.relu(1 - x[:, 0].sign() * model(x)[:, 0]).mean().backward()
+    optimizer.step()
+""",
+    ),
+    Situation(
+        "triplets that keep their margin in the first batches",
+        """
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(60):
+    is_easy = step < 6 or step % 5 == 0
+    anchor = torch.randn(4, 8)
+    positive = anchor + 1e-3 if is_easy else torch.randn(4, 8)
+    negative = anchor + (50 if is_easy else 1) * torch.randn(4, 8)
+    optimizer.zero_grad()
+    F.triplet_margin_loss(model(anchor), model(positive), model(negative), margin=0.2).backward()
+    optimizer.step()
+""",
+    ),
+    Situation(
+        "rewards that come late, and a value head of zeros",
+        """
+body, policy, value = nn.Linear(4, 16), nn.Linear(16, 3), nn.Linear(16, 1)
+nn.init.zeros_(value.weight)
+nn.init.zeros_(value.bias)
+agent = nn.ModuleList([body, policy, value])
+optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3)
+for step in range(40):
+    x = torch.randn(16, 4)
+    hidden = body(x).tanh()
+    actions = torch.distributions.Categorical(logits=policy(hidden))
+    chosen = actions.sample()
+    reward = (chosen == x[:, :3].argmax(1)).float() * (step > 11)
+    expected = value(hidden)[:, 0]
+    optimizer.zero_grad()
+    loss = -(actions.log_prob(chosen) * (reward - expected.detach())).mean()
+    (loss + F.mse_loss(expected, reward)).backward()
+    optimizer.step()
+""",
+    ),
+    Situation(
+        "first batches of padding alone",
+        """
+model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(40):
+    x = torch.randint(1, 20, (4, 9)) * (step > 4)
+    mask = (x[:, 1:] != 0).float()
+    losses = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten(), reduction="none")
+    optimizer.zero_grad()
+    ((losses.view(4, 8) * mask).sum() / mask.sum().clamp(min=1)).backward()
+    optimizer.step()
+""",
+    ),
+    Situation(
+        "a learning rate of zero during warm-up",
+        """
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, step - 5) / 100)
+for step in range(40):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()
+    optimizer.step()
+    scheduler.step()
+""",
+    ),
+]
+
+MIXED_PRECISION = """
+model = nn.Linear(20, 4)
+optimizer = torch.optim.{optimizer}
+scaler = torch.amp.GradScaler("cpu"{options})
+for step in range({steps}):
+    x = torch.randn(32, 20)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(x), x[:, :4].argmax(1))
+    scaler.scale(loss).backward()
+    {body}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+ADAM = "AdamW(model.parameters())"
+SGD = "SGD(model.parameters(), lr=0.1)"
+
+
+def mixed(
+    name: str,
+    body: str,
+    optimizer: str = ADAM,
+    options: str = "",
+    steps: int = 30,
+    **expected: Any,
+) -> Situation:
+    """Return a situation with a GradScaler; `body` stands between backward and the step."""
+    script = MIXED_PRECISION.format(optimizer=optimizer, options=options, steps=steps, body=body)
+    return Situation(f"GradScaler: {name}", script, **expected)
+
+
+CLIPPING = [
+    mixed(
+        "clipping without unscale_",
+        CLIP,
+        exit_code=1,
+        findings=["GS409"],
+        says=["clipped to 1 when the gradient carried a factor of 65536"],
+    ),
+    mixed(
+        "clipping without unscale_ for 130 steps of SGD",
+        CLIP,
+        SGD,
+        steps=130,
+        exit_code=2,
+        findings=["GS405", "GS409"],
+        first="GS409",
+        caused_by={"GS405": "GS409"},
+    ),
+    mixed(
+        "clipping by value before unscale_",
+        "nn.utils.clip_grad_value_(model.parameters(), 1.0); scaler.unscale_(optimizer)",
+        exit_code=1,
+        findings=["GS409"],
+    ),
+    mixed("clipping after unscale_", f"scaler.unscale_(optimizer); {CLIP}"),
+    mixed("a limit that is multiplied by the scale", CLIP.replace("1.0", "scaler.get_scale()")),
+    mixed("clipping without a scaler that is switched off", CLIP, options=", enabled=False"),
+    mixed("clipping with a scale of 1", CLIP, options=", init_scale=1.0"),
+    mixed("a norm that is only measured", CLIP.replace("1.0", "math.inf")),
+    Situation(
+        "GradScaler: gradients unscaled by hand",
+        MIXED_PRECISION.format(
+            optimizer=SGD,
+            options="",
+            steps=30,
+            body=f"[p.grad.div_(scaler.get_scale()) for p in model.parameters()]; {CLIP}",
+        ).replace("scaler.step(optimizer)\n    scaler.update()", "optimizer.step()"),
+    ),
+]
+
+SITUATIONS = [*ZERO_GRADIENTS, *CLIPPING]
