@@ -65,12 +65,15 @@ class TrainingSignals:
         optimizers: Sequence[Optimizer],
         guard: Guard,
         first_look: FirstLook | None = None,
+        unseen: tuple[tuple[str, str], ...] = (),
     ) -> None:
+        """`unseen`: signals that will not come, each with the reason."""
         self._model = model
         self._parameters = parameters
         self._optimizers = optimizers
         self.guard = guard
         self.first_look = first_look
+        self._unseen = unseen
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
         self._batches = Batches()
@@ -132,15 +135,18 @@ class TrainingSignals:
         self._guess = None
         self._unigram = None
         first = passes = None
+        unseen = self._unseen
         if self.first_look is not None:
             taken = self.first_look.guard.run(self.first_look.take)
             first, passes = taken or (None, None)
+            unseen = self.first_look.unseen()
         signals = StepSignals(
             uncleared=self._uncleared(),
             alike_batches=self._batches.alike,
             half=self._half,
             one_batch=self._batches.fixed,
             first=first,
+            unseen=unseen,
         )
         return signals, SeenLoss(loss, guess, unigram, passes)
 
