@@ -85,6 +85,16 @@ OWN_TARGETS = LOOP.replace(
     "    # before the forward pass\n",
     "    # before the forward pass\n    targets = model(inputs).detach()  # fault\n",
 )
+DECODED = """
+for inputs, targets in loader:
+    decoder_inputs = targets
+    # before the forward pass
+    loss = loss_fn(model(inputs, decoder_inputs), targets)
+    # before loss.backward()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 TWO_OPTIMIZERS = LOOP.replace(
     "    optimizer.step()  #",
     "    for each in optimizer if isinstance(optimizer, list) else [optimizer]:\n"
@@ -314,6 +324,82 @@ model = Attention()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
+MULTI_HEAD = (
+    TOKENS.format(causal="")
+    + """
+class MultiHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16)
+        self.mix = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, x):
+        h = self.tokens(x)
+        return self.head(h + self.mix(h, h, h, attn_mask=causal_mask(x.shape[1]))[0])
+
+def causal_mask(length):
+    return torch.ones(length, length){mask}
+
+model = MultiHead()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+)
+BOTH_WAYS = (
+    TOKENS.format(causal="")
+    + """
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16)
+        self.mix = nn.GRU(16, 16, batch_first=True)
+        self.mix = nn.GRU(16, 8, batch_first=True, bidirectional=True)  # fault
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, x):
+        return self.head(self.mix(self.tokens(x))[0])
+
+model = Recurrent()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+)
+CONVOLUTION = BOTH_WAYS.replace(
+    "self.mix = nn.GRU(16, 8, batch_first=True, bidirectional=True)  # fault",
+    "self.side = nn.Conv1d(16, 16, 3, padding=1)",
+).replace(
+    "        return self.head(",
+    "        h = self.tokens(x)\n"
+    "        return self.head(h + self.side(h.transpose(1, 2)).transpose(1, 2))  # fault\n"
+    "        return self.head(",
+)
+CENTRED = BOTH_WAYS.replace(
+    "self.mix = nn.GRU(16, 8, batch_first=True, bidirectional=True)", ""
+).replace(
+    "        return self.head(",
+    "        h = self.tokens(x)\n"
+    "        return self.head(h - h.mean(1, True))  # fault\n"
+    "        return self.head(",
+)
+FED_ITS_TARGET = (
+    TOKENS.format(causal="")
+    + """
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16)
+        self.encoder = nn.GRU(16, 16, batch_first=True)
+        self.decoder = nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, x, y):
+        state = self.encoder(self.tokens(x))[1]
+        return self.head(self.decoder(self.tokens(y), state)[0])
+
+model = Decoder()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+)
+
 PACKED = """
 class Packed(Attention):
     def forward(self, x, documents):
@@ -468,6 +554,11 @@ FAULTS = [
         CLIPPED_WHILE_SCALED,
     ),
     Fault("GS601", "no mask", TOKENS.format(causal="")),
+    Fault("GS601", "a mask that is added", MULTI_HEAD.format(mask=".tril()")),
+    Fault("GS601", "a mask the wrong way round", MULTI_HEAD.format(mask=".tril(-1).bool()")),
+    Fault("GS601", "both ways", BOTH_WAYS, printed="mix sees later positions\n"),
+    Fault("GS601", "a padded convolution", CONVOLUTION, printed="the model sees later positions\n"),
+    Fault("GS601", "centred over time", CENTRED, printed="the model sees later positions\n"),
     Fault("GS602", "an LSTM that expects time first", TIME_FIRST),
     Fault(
         "GS603",
@@ -476,6 +567,7 @@ FAULTS = [
         forward("loss_fn(model(inputs, documents), targets)"),
     ),
     Fault("GS604", "targets are the inputs", CAUSAL, UNSHIFTED),
+    Fault("GS604", "a decoder that gets its targets", FED_ITS_TARGET, DECODED),
     Fault("GS605", "probabilities to cross_entropy", WITH_SOFTMAX),
     Fault("GS605", "sigmoids to cross_entropy", "model.append(nn.Sigmoid())"),
     Fault("GS605", "probabilities to nll_loss", WITH_SOFTMAX + "loss_fn = F.nll_loss"),

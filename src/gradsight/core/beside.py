@@ -10,15 +10,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradsight.core.autocast import autocast_as
 from gradsight.core.calls import RecordedCall, is_suspended, suspended
+from gradsight.core.function_modes import drop_own_frame
 from gradsight.core.guard import lock, register_at_fork
-from gradsight.core.held_contents import contents_kept
+from gradsight.core.held_contents import contents_kept, hidden_modules
+from gradsight.core.hooks import hook_that_notices
 from gradsight.core.parameters import clean_name
-from gradsight.core.random_state import randomness_kept, set_torch_states
+from gradsight.core.random_state import (
+    randomness_kept,
+    set_source_state,
+    set_torch_states,
+    source_state,
+    sources_in_code,
+)
 from gradsight.core.shards import local_part
 from gradsight.errors import GradsightError
 
@@ -53,14 +64,16 @@ def beside_training(root: nn.Module, *, evaluating: bool = False) -> Iterator[No
 def replaying(root: nn.Module, call: RecordedCall) -> Iterator[None]:
     """The state in which the model was called; afterwards everything is as it was found.
 
-    That is all but memory from before which an operation writes to: only who sees the operations
-    can put that back.
+    That is all but parameters and other memory from before which an operation writes to: that
+    needs `writes_undone`, or another mode that sees the operations.
     """
     devices = {parameter.device.type for parameter in root.parameters()}
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
         stack.enter_context(_modules_kept(root))
+        stack.enter_context(contents_kept(root))
         stack.enter_context(_parameters_kept(root))
+        stack.enter_context(_drawn_by_code_kept(root))
         stack.enter_context(beside_training(root))
         stack.enter_context(_hooks_silent(list(root.parameters())))
         # Whoever asks may be in no_grad or in inference mode: backward has to work in here.
@@ -99,6 +112,107 @@ def step_beside_training(root: nn.Module) -> Iterator[None]:
         if not root.training:
             root.train()
         yield
+
+
+@contextmanager
+def writes_undone() -> Iterator[None]:
+    """What operations in here write to memory from before is put back; hooks on tensors stay away.
+
+    Models update a codebook, or a moving average of their weights, in their forward pass.
+    """
+    mode = _Writes()
+    try:
+        with mode:
+            yield
+    finally:
+        mode.undo()
+
+
+class _Writes(TorchFunctionMode):
+    """Keeps a copy of what an operation is about to write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._sources: dict[int, tuple[Any, Any]] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation."""
+        given = kwargs or {}
+        if func is Tensor.register_hook or func is Tensor.register_post_accumulate_grad_hook:
+            # The handle of a hook that never runs: the script's own would see gradients twice.
+            nobody = torch.zeros((), requires_grad=True)
+            return func(nobody, *args[1:])
+        for tensor in _written(func, args, given):
+            self._keep(tensor)
+        source = given.get("generator")
+        if source is not None and id(source) not in self._sources:
+            self._sources[id(source)] = (source, source_state(source))
+        try:
+            return func(*args, **given)
+        except BaseException as error:
+            drop_own_frame(error)
+            raise
+
+    def _keep(self, tensor: Tensor) -> None:
+        # What has a graph was made by this pass, or belongs to a module that gets it back.
+        if tensor.layout is not torch.strided or tensor.grad_fn is not None or tensor.is_meta:
+            return
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in self._kept:
+            # The alias keeps the memory: nothing else can come to lie there meanwhile.
+            self._kept[place] = (tensor.detach(), tensor.detach().clone())
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for tensor, value in reversed(self._kept.values()):
+            # By `data`: graphs of the script must not take it for a change of theirs.
+            if not torch.equal(local_part(tensor), local_part(value)):
+                tensor.data.copy_(value)
+        for source, state in self._sources.values():
+            set_source_state(source, state)
+
+
+_OPERATORS = frozenset(
+    {
+        "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
+        "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__",
+    }
+)  # fmt: skip
+"""Operators that write to their first operand."""
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to, by its name."""
+    name = getattr(func, "__name__", "")
+    written = [kwargs.get("out")]
+    if name in _OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        written.append(args[0] if args else kwargs.get("tensor"))
+    elif name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
+        written.append(args[1] if len(args) > 1 else kwargs.get("weight"))
+    flat = [each for one in written for each in (one if isinstance(one, list | tuple) else [one])]
+    return [each for each in flat if isinstance(each, Tensor)]
+
+
+def why_noticed(root: nn.Module) -> str | None:
+    """Why something else than Gradsight would notice an extra pass of a model, or None."""
+    named = list(root.named_modules())
+    named += [(f"a hidden {type(each).__name__}", each) for each in hidden_modules(root)]
+    hook = hook_that_notices(named)
+    if hook is not None:
+        return f"the hook {hook} would see the extra passes and may remember them"
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    for mode in modes:
+        of_gradsight = type(mode).__module__.partition(".")[0] == "gradsight"
+        if not of_gradsight and not isinstance(mode, DeviceContext):
+            return f"the mode {type(mode).__qualname__} would see the extra passes"
+    return None
 
 
 @contextmanager
@@ -197,8 +311,21 @@ def _parameters_kept(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, data in held:
-            if parameter.data_ptr() != data.data_ptr():
+            if data.layout is not torch.strided or parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
+
+
+@contextmanager
+def _drawn_by_code_kept(root: nn.Module) -> Iterator[None]:
+    """Generators that forward reaches by a global name or a closure keep their state."""
+    functions = {getattr(type(module), "forward", None) for module in root.modules()}
+    sources = [each for code in functions for each in sources_in_code(code).values()]
+    states = [(source, source_state(source)) for source in sources]
+    try:
+        yield
+    finally:
+        for source, state in states:
+            set_source_state(source, state)
 
 
 @contextmanager

@@ -23,6 +23,16 @@ class _Ended(threading.local):
 _ended = _Ended()
 
 
+def drop_own_frame(error: BaseException) -> None:
+    """Leave the calling frame out of the traceback of an error that it goes on to raise again.
+
+    An error of the script must not look as if Gradsight had made it. To be called in an except
+    clause that ends with a bare `raise`, which adds no entry of its own.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
 def end_mode(mode: TorchFunctionMode) -> None:
     """Take a mode off the stack, whatever was entered above it; inside of its operation, later."""
     _ended.modes.append(weakref.ref(mode))

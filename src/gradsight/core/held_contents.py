@@ -1,21 +1,26 @@
-"""What modules hold beside parameters and buffers: lists, dicts, arrays and tensors, put back."""
+"""What modules hold beside parameters and buffers: containers, arrays, objects; put back."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradsight.core.shards import local_part
+from gradsight.core.source import owner_of
 
 PutBack = Callable[[], None]
 OF_TORCH = frozenset(vars(nn.Module()))
 """Names of attributes that every module has: others keep those."""
 MOST_ENTRIES = 10_000
 """A longer container gets its entries back, but what is written to them is not looked for."""
+MOST_VALUES = 100_000
+"""Values that are looked through in all: attributes may lead to a whole data set."""
 
 
 @contextmanager
@@ -29,29 +34,90 @@ def contents_kept(root: nn.Module) -> Iterator[None]:
             put_back()
 
 
+def hidden_modules(root: nn.Module) -> list[nn.Module]:
+    """Return the modules that attributes lead to and that the model does not list as its own.
+
+    Scripts hide a teacher or a moving average in a list, so that no optimizer gets its parameters.
+    """
+    seen = _parts_of(root)
+    found: list[nn.Module] = []
+    waiting = [value for module in root.modules() for value in _attributes(module)]
+    while waiting and len(seen) < MOST_VALUES:
+        value = waiting.pop()
+        if id(value) in seen or type(value) in ProxyTypes:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.append(value)
+            waiting += [*value.children(), *_attributes(value)]
+        elif len(entries := _entries(value)) <= MOST_ENTRIES:
+            waiting += entries
+    return found
+
+
 def _held_by(root: nn.Module) -> Iterator[PutBack]:
-    seen = {id(each) for each in (*root.parameters(), *root.buffers())}
+    seen = _parts_of(root)
     for module in root.modules():
-        for name, value in list(vars(module).items()):
-            if name not in OF_TORCH:
-                yield from _held(value, seen)
+        for value in _attributes(module):
+            yield from _held(value, seen)
+
+
+def _parts_of(root: nn.Module) -> set[int]:
+    return {id(each) for each in (*root.modules(), *root.parameters(), *root.buffers())}
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [value for name, value in list(vars(module).items()) if name not in OF_TORCH]
 
 
 def _held(value: Any, seen: set[int]) -> Iterator[PutBack]:
     """How to put back this value and all that is in it."""
-    if id(value) in seen:
+    if id(value) in seen or len(seen) > MOST_VALUES or type(value) in ProxyTypes:
         return
     seen.add(id(value))
     if isinstance(value, Tensor | np.ndarray):
-        yield _kept_values(value)
+        if not isinstance(value, Tensor) or value.layout is torch.strided:
+            yield _kept_values(value)
         return
-    if not isinstance(value, list | tuple | dict | set | deque):
+    if isinstance(value, nn.Module):
+        yield from _held_by_hidden(value, seen)
         return
-    if not isinstance(value, tuple):
+    if isinstance(value, list | dict | set | deque):
         yield _kept_entries(value)
-    if len(value) <= MOST_ENTRIES:
-        for entry in list(value.values() if isinstance(value, dict) else value):
+    elif _is_object_of_user(value):
+        yield _kept_entries(vars(value))
+    entries = _entries(value)
+    if len(entries) <= MOST_ENTRIES:
+        for entry in entries:
             yield from _held(entry, seen)
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return what a container or an object of the script holds."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | deque):
+        return list(value)
+    return list(vars(value).values()) if _is_object_of_user(value) else []
+
+
+def _is_object_of_user(value: Any) -> bool:
+    """Whether it is an object, such as a counter, of a class that the script defines."""
+    if isinstance(value, type | nn.Module | Tensor):
+        return False
+    defined_in = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    is_user = defined_in is not None and owner_of(defined_in) == "user"
+    return is_user and hasattr(value, "__dict__")
+
+
+def _held_by_hidden(module: nn.Module, seen: set[int]) -> Iterator[PutBack]:
+    """A module that is nobody's child: its buffers change as those of others do."""
+    # Its parameters do not: what an operation writes to them is put back by `writes_undone`.
+    seen |= {id(each) for each in module.parameters(recurse=False)}
+    for entries in (vars(module), module._buffers, module._parameters):
+        yield _kept_entries(entries)
+    for value in (*module._buffers.values(), *module.children(), *_attributes(module)):
+        yield from _held(value, seen)
 
 
 def _kept_values(value: Any) -> PutBack:
@@ -72,8 +138,21 @@ def _kept_entries(value: Any) -> PutBack:
     saved = value.copy()
 
     def put_back() -> None:
+        if _are_the_same(value, saved):
+            return
         value.clear()
         fill = value.extend if isinstance(value, list | deque) else value.update
         fill(saved)
 
     return put_back
+
+
+def _are_the_same(one: Any, other: Any) -> bool:
+    """Whether these containers hold the same objects, which may compare as they like."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        one, other = [*one, *one.values()], [*other, *other.values()]
+    if isinstance(one, set):
+        return {id(each) for each in one} == {id(each) for each in other}
+    return all(mine is theirs for mine, theirs in zip(one, other, strict=True))

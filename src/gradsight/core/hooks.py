@@ -1,12 +1,13 @@
 """Hooks of ours: torch calls them through a guard, which takes them away at its end."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from gradsight.core.guard import Guard
 
@@ -22,6 +23,14 @@ _HOW_HOOKS_ARE_CALLED = (
 """Where torch keeps the hooks of a module by number, and how some of them are to be called."""
 _KNOWN = ("torch.", "gradsight.")
 """Modules whose hooks on parameters do not change what a gradient is."""
+_LIBRARIES = frozenset(
+    {
+        "torch", "transformers", "peft", "accelerate", "lightning", "lightning_fabric",
+        "pytorch_lightning", "gradsight",
+    }
+)  # fmt: skip
+"""Packages whose hooks on modules may run in an extra pass: they have no memory."""
+_ALL_HOOKS = (*_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 
 def put_hook(guard: Guard, register: _Register, hook: _Hook) -> Any:
@@ -40,6 +49,75 @@ def has_other_hooks(tensor: torch.Tensor) -> bool:
         if each
         for hook in each.values()
     )
+
+
+def hook_that_notices(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """Name a hook that could notice an extra call of these modules; None where there is none.
+
+    modules: each with its name.
+
+    Hooks of the script and of libraries such as Opacus may remember calls, and fail after one that
+    they did not expect.
+    """
+    for name, module in modules:
+        for hook in _hooks_of(module):
+            if not _is_of_a_library(hook):
+                return f"{_named(hook)} (on {f'module {name}' if name else 'the model'})"
+    for kind in _ALL_HOOKS:
+        for hook in getattr(module_hooks, f"_global{kind}").values():
+            if not _is_of_a_library(hook):
+                return f"{_named(hook)} (on all modules)"
+    return None
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for name in _ALL_HOOKS:
+        # Modules of old files may lack some of them.
+        yield from (vars(module).get(name) or {}).values()
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    """Whether all code of a hook belongs to libraries whose hooks are known."""
+    return all(_is_known(each) for each in _layers(hook))
+
+
+def _is_known(function: Any) -> bool:
+    return _home(function).partition(".")[0] in _LIBRARIES
+
+
+def _layers(hook: Any) -> Iterator[Any]:
+    """The functions that a hook consists of, from the outside to the inside."""
+    waiting = [hook]
+    seen: set[int] = set()
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        if isinstance(layer, partial):
+            waiting.append(layer.func)
+            continue
+        yield layer
+        inner = getattr(layer, "__wrapped__", None)
+        if inner is not None:
+            waiting.append(inner)
+
+
+def _home(function: Any) -> str:
+    """The name of the module that contains the code of a function, method or callable object."""
+    function = getattr(function, "__func__", function)
+    # Not `__module__` first: functools.wraps gives a wrapper that of the function inside.
+    names = getattr(function, "__globals__", None)
+    if names is not None:
+        return str(names.get("__name__"))
+    owner = function if hasattr(function, "__qualname__") else type(function)
+    return str(getattr(owner, "__module__", None) or type(owner).__module__)
+
+
+def _named(hook: Any) -> str:
+    layer = next(each for each in _layers(hook) if not _is_known(each))
+    name = getattr(layer, "__qualname__", None) or type(layer).__qualname__
+    return f"{name} of {_home(layer)}"
 
 
 def put_module_hook(guard: Guard, register: _Register, hook: _Hook, **options: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from gradsight.core.function_modes import drop_own_frame
 from gradsight.errors import GradsightError
 
 LOSSES = frozenset(
@@ -170,7 +171,11 @@ class LossInputs(TorchFunctionMode):
         """Run the operation; remember the predictions if it is a loss."""
         if func in LOSSES:
             self.seen.append(args[0] if args else (kwargs or {})["input"])
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except BaseException as error:
+            drop_own_frame(error)
+            raise
 
 
 @contextmanager

@@ -42,7 +42,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_leaves",
         "torch.utils._pytree.tree_map_only",
         "torch.utils._pytree.tree_unflatten",
+        "torch.utils._device.DeviceContext",
         "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     ),
     "ranks": (
         "torch.distributed.distributed_c10d._get_default_store",

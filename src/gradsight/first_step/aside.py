@@ -11,17 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradsight.core.beside import copied_arguments, replaying, without_collectives
+from gradsight.core.beside import (
+    copied_arguments,
+    replaying,
+    why_noticed,
+    without_collectives,
+    writes_undone,
+)
 from gradsight.core.calls import RecordedCall
 from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard
 from gradsight.core.samples import find_samples, tensors_in, with_rows
 from gradsight.core.shards import is_sharded
 from gradsight.core.source import owner_of
-from gradsight.first_step.dependence import depends_on_input
+from gradsight.errors import in_one_line
+from gradsight.first_step.culprit import Mixing
+from gradsight.first_step.dependence import depends_on_input, is_input
 from gradsight.first_step.documents import documents_of, is_positions, named_arguments
-from gradsight.first_step.layout import by_position, by_row, sure_rows
+from gradsight.first_step.layout import by_position, by_row, is_graph, sure_rows
 from gradsight.first_step.leaks import (
+    SEES,
     Traced,
     across_documents,
     across_rows,
@@ -64,29 +73,27 @@ class _TooLong(Exception):
 
 
 class _TooLarge(Exception):
-    """It might take more of a device's memory than the step did."""
+    """It might take more of a device's memory than the step did; its text is the reason."""
 
 
 def look_aside(
     module: nn.Module, call: RecordedCall, seen: SeenPass, options: AsideOptions
 ) -> FirstStep:
     """Run a call of a module again, and see what its outputs depend on."""
-    reason = _cannot_run(module)
+    reason = _cannot_run(module) or why_noticed(module)
     if reason is not None:
         return left_out(reason)
     try:
         return _Look(module, call, seen, options).look()
     except _TooLong:
         return left_out("it would take longer than a step")
-    except _TooLarge:
-        return left_out(
-            f"the step of a batch of fewer than {_FEWEST_ROWS} rows may need less memory than it"
-        )
+    except _TooLarge as error:
+        return left_out(str(error))
     except Exception as error:
         if not any(owner_of(each.filename) == "torch" for each in extract_tb(error.__traceback__)):
             raise  # a fault of ours, which the guard tells
         # The user's model, called in another way than it is used to.
-        return left_out(f"the model cannot be run again: {type(error).__name__}: {error}")
+        return left_out(f"the model cannot be run again: {in_one_line(error)}")
 
 
 def left_out(reason: str, codes: Sequence[str] = ASIDE_CODES) -> FirstStep:
@@ -122,29 +129,40 @@ class _Look:
 
     def look(self) -> FirstStep:
         call = self._fewer_rows() if self._options.is_small else self._call
-        placement = self._placement(self._seen.looked_up, self._seen.targets)
         with ExitStack() as stack:
             stack.enter_context(replaying(self._module, call))
+            stack.enter_context(writes_undone())
             stack.enter_context(without_collectives())
             stack.enter_context(_statistics_fixed(self._module))
             if not self._options.is_small:
                 stack.enter_context(_nothing_zero(self._module, self._generator))
             args, kwargs, inputs = _probed(call)
             operations = Operations(self._guard, probing=True)
-            with operations:
+            mixing = Mixing(self._guard)
+            with mixing, operations:
                 output = self._module(*args, **kwargs)
             self._check_time()
             probes = [*inputs, *operations.probes]
             outputs = with_rows(tensors_in(output), operations.scores)
             if not outputs:
                 return left_out("the model gives nothing that a gradient could come back to")
-            if placement is None:
-                placement = self._placement(operations.looked_up, operations.targets)
+            placements = self._placements(self._seen.looked_up, self._seen.targets)
+            if not placements:
+                placements = self._placements(operations.looked_up, operations.targets)
             try:
-                self._judge(call, operations, probes, outputs, placement)
+                self._judge(call, operations, probes, outputs, placements)
             except _TooLong:
-                return self._seen_so_far
-            return replace(self._seen_so_far, **self._dependence(call, operations, probes, outputs))
+                return self._with_culprit(mixing)
+            rest = self._dependence(call, operations, probes, outputs)
+            return replace(self._with_culprit(mixing), **rest)
+
+    def _with_culprit(self, mixing: Mixing) -> FirstStep:
+        """What was seen so far, with what lets positions see later ones if any do."""
+        positions = self._seen_so_far.positions
+        if positions is None or positions.ratio <= SEES:
+            return self._seen_so_far
+        culprit = mixing.culprit(self._module)
+        return replace(self._seen_so_far, positions=replace(positions, culprit=culprit))
 
     def _check_time(self, left: Sequence[str] = ASIDE_CODES) -> None:
         """Stop where time is up; `left` is what then stays unknown."""
@@ -156,11 +174,24 @@ class _Look:
     def _fewer_rows(self) -> RecordedCall:
         """The same call with its first two rows."""
         call = self._call
+        given = [each for each in tensors_in(*call.args, *call.kwargs.values()) if each.dim()]
+        is_on_accelerator = bool(accelerators(self._module.parameters()))
+        # Nodes of a graph are no rows that could be left out. (Square masks are usual elsewhere.)
+        is_dense = len(_dense(given)) == len(given)
+        if not is_dense or (
+            given and given[0].is_floating_point() and is_graph(self._module, given)
+        ):
+            if is_on_accelerator:
+                raise _TooLarge("the model is given a graph, which might not fit in memory twice")
+            return call
         found = find_samples(call.args, call.kwargs, None, None, self._module)
         # Beside two rows the gradients and the optimizer's state are held: together that can be
         # more than the step of a batch of a few rows had needed.
-        if found.batch < _FEWEST_ROWS and accelerators(self._module.parameters()):
-            raise _TooLarge
+        if found.batch < _FEWEST_ROWS and is_on_accelerator:
+            raise _TooLarge(
+                f"the step of a batch of fewer than {_FEWEST_ROWS} rows may need less memory than "
+                "an extra pass"
+            )
         if found.batch <= _SMALL_ROWS:
             return call
         flat = list(found.flat)
@@ -170,14 +201,15 @@ class _Look:
         args, kwargs = replace(found, flat=flat).whole()
         return replace(call, args=args, kwargs=kwargs)
 
-    def _placement(
+    def _placements(
         self, looked_up: Sequence[Tensor], targets: Sequence[SeenTargets]
-    ) -> Placement | None:
-        given = tensors_in(*self._call.args, *self._call.kwargs.values())
-        series = [each for each in given if each.is_floating_point() and each.dim() in (2, 3)]
-        found = find_placement(looked_up, targets)
-        if found is None:
-            found = find_placement([each.detach() for each in series], targets)
+    ) -> list[Placement]:
+        """For each input that the targets are found in: how they lie to it."""
+        found = _placed_in(looked_up, targets)
+        if not found:
+            given = _dense(tensors_in(*self._call.args, *self._call.kwargs.values()))
+            series = [each for each in given if each.is_floating_point() and each.dim() in (2, 3)]
+            found = _placed_in([each.detach() for each in series], targets)
         return found
 
     # What the gradients say.
@@ -188,38 +220,88 @@ class _Look:
         operations: Operations,
         probes: Sequence[Probe],
         outputs: Sequence[Tensor],
-        placement: Placement | None,
+        placements: Sequence[Placement],
     ) -> None:
-        traced = None
-        if placement is not None:
-            traced = self._traced(probes, outputs, placement)
-        if traced is not None:
-            traced = replace(traced, counts=traced.counts & _not_padding(call, traced.counts))
-        passes = _SMALL_PASSES if self._options.is_small else _PASSES
-        if traced is not None and placement is not None and placement.ahead:
-            found = look_ahead(traced, placement.ahead, passes, self._generator)
-            self._seen_so_far = replace(self._seen_so_far, positions=found)
-            self._check_time(_REST)
-        elif traced is not None and placement is not None:
-            is_tokens = not placement.source.is_floating_point()
-            copied = copied_targets(traced, placement.share, self._generator)
-            self._seen_so_far = replace(self._seen_so_far, copied=copied if is_tokens else None)
-            self._check_time(_REST)
+        self._judge_positions(call, probes, outputs, placements)
+        self._check_time(_REST)
         documents = self._documents(call, operations, probes, outputs)
         self._seen_so_far = replace(self._seen_so_far, documents=documents)
         self._check_time(("GS602", "GS607"))
-        rows = self._rows(call, operations, probes, outputs, placement)
+        rows = self._rows(call, operations, probes, outputs, placements)
         self._seen_so_far = replace(self._seen_so_far, rows=rows)
         self._check_time(("GS607",))
 
+    def _judge_positions(
+        self,
+        call: RecordedCall,
+        probes: Sequence[Probe],
+        outputs: Sequence[Tensor],
+        placements: Sequence[Placement],
+    ) -> None:
+        """Whether outputs see their targets, in any of the inputs that contain these."""
+        leaks = []
+        for placement in placements:
+            if placement.ahead:
+                leak = self._look_ahead(call, probes, outputs, placement)
+                if leak is not None:
+                    leaks.append(leak)
+        # A decoder that is given the targets moved by one, and sees no later one, is as it should
+        # be. If the targets are in another input too, they are there on purpose: to be encoded.
+        best = min(leaks, key=lambda leak: leak.ratio, default=None)
+        self._seen_so_far = replace(self._seen_so_far, positions=best)
+        if best is not None and best.ratio <= SEES:
+            return
+        for placement in placements:
+            if placement.ahead or placement.source.is_floating_point():
+                continue
+            traced = next(iter(self._traced(call, probes, outputs, placement)), None)
+            if traced is None:
+                continue
+            copied = copied_targets(traced, placement.share, self._generator)
+            has_other = _has_other_input(self._module, self._call, placement.source)
+            copied = replace(copied, has_other_input=has_other)
+            self._seen_so_far = replace(self._seen_so_far, copied=copied)
+            if copied.is_causal and copied.sees_itself:
+                # That is the fault; the inputs that contain the target a place later are not.
+                self._seen_so_far = replace(self._seen_so_far, positions=None)
+                return
+
+    def _look_ahead(
+        self,
+        call: RecordedCall,
+        probes: Sequence[Probe],
+        outputs: Sequence[Tensor],
+        placement: Placement,
+    ) -> Leak | None:
+        """Look for later positions; an output of unclear shape is read in every way that it fits.
+
+        Where classes, rows and positions are equally many, a wrong reading finds classes or rows
+        that see later positions. The right one has the smallest gradient there.
+        """
+        passes = _SMALL_PASSES if self._options.is_small else _PASSES
+        best: Leak | None = None
+        for traced in self._traced(call, probes, outputs, placement):
+            leak = look_ahead(traced, placement.ahead, passes, self._generator)
+            if leak is not None and (best is None or leak.ratio < best.ratio):
+                best = leak
+            if best is not None and best.ratio <= SEES:
+                return best
+        return best
+
     def _traced(
-        self, probes: Sequence[Probe], outputs: Sequence[Tensor], placement: Placement
-    ) -> Traced | None:
-        """The output by positions, with the probes at the inputs that are its targets."""
+        self,
+        call: RecordedCall,
+        probes: Sequence[Probe],
+        outputs: Sequence[Tensor],
+        placement: Placement,
+    ) -> Iterator[Traced]:
+        """The output by positions, in each way that it fits, with the probes at its targets."""
         source = placement.source
         chosen = []
         for probe in probes:
             given = probe.source
+            if given.dim() < 2:
+                continue
             part = source
             if self._options.is_small and given.shape != source.shape:
                 rows = given.shape[1] if placement.time_first else given.shape[0]
@@ -227,15 +309,17 @@ class _Look:
             if given.shape == part.shape and torch.equal(given, part):
                 chosen.append(probe.zeros)
         if not chosen:
-            return None
+            return
         lengths = chosen[0].shape[:2]
         rows, length = reversed(lengths) if placement.time_first else lengths
         for output in outputs:
-            placed = by_position(output, rows, length, placement.time_first)
-            if placed is not None:
+            layouts = by_position(output, rows, length, placement.time_first)
+            for placed in layouts:
                 counts = placement.counts[:rows, : placed.shape[1]]
-                return Traced(placed, counts, tuple(chosen), placement.time_first)
-        return None
+                counts = counts & _not_padding(call, counts)
+                yield Traced(placed, counts, tuple(chosen), placement.time_first)
+            if layouts:
+                return
 
     def _documents(
         self,
@@ -255,10 +339,10 @@ class _Look:
             if probe.zeros.shape[:2] == documents.shape and not is_positions(probe.source, named)
         ]
         for output in outputs:
-            placed = by_position(output, rows, length, False)
-            if placed is not None and chosen:
-                counts = torch.ones(rows, placed.shape[1], dtype=torch.bool)
-                traced = Traced(placed, counts, tuple(chosen))
+            layouts = by_position(output, rows, length, False)
+            if layouts and chosen:
+                counts = torch.ones(rows, layouts[0].shape[1], dtype=torch.bool)
+                traced = Traced(layouts[0], counts, tuple(chosen))
                 return across_documents(traced, documents, self._generator)
         return None
 
@@ -268,18 +352,21 @@ class _Look:
         operations: Operations,
         probes: Sequence[Probe],
         outputs: Sequence[Tensor],
-        placement: Placement | None,
+        placements: Sequence[Placement],
     ) -> Leak | None:
         if _mixes_by_design(self._module):
             return None
-        inputs = [each for each in tensors_in(*call.args, *call.kwargs.values()) if each.dim()]
+        given = tensors_in(*call.args, *call.kwargs.values())
+        inputs = [each for each in given if each.dim()]
         targets = [*self._seen.targets, *operations.targets]
-        if placement is not None:
-            traced = self._traced(probes, outputs, placement)
-            if traced is None or traced.output.shape[0] < 2:
-                return None
-            time_first = placement.time_first
-            return across_rows([traced.output], traced.probes, self._generator, time_first)
+        if placements:
+            found = [
+                across_rows([each.output], each.probes, self._generator, each.time_first)
+                for each in self._traced(call, probes, outputs, placements[0])
+                if each.output.shape[0] > 1
+            ]
+            # As for positions: the right reading is the one that shows least.
+            return min((leak for leak in found if leak), key=lambda leak: leak.ratio, default=None)
         rows = self._rows_of(inputs, targets)
         if rows is None:
             return None
@@ -328,6 +415,31 @@ def _probed(call: RecordedCall) -> tuple[tuple[Any, ...], dict[str, Any], list[P
     # Not by torch's tree_map: a fault in `probe` would be taken for one of the model.
     args, kwargs = tree_unflatten([probe(leaf) for leaf in leaves], structure)
     return args, kwargs, probes
+
+
+def _placed_in(sources: Sequence[Tensor], targets: Sequence[SeenTargets]) -> list[Placement]:
+    distinct: list[Tensor] = []
+    for source in sources:
+        if not any(each.shape == source.shape and torch.equal(each, source) for each in distinct):
+            distinct.append(source)
+    found = [find_placement([source], targets) for source in distinct]
+    return [each for each in found if each is not None]
+
+
+def _has_other_input(module: nn.Module, call: RecordedCall, source: Tensor) -> bool:
+    """Whether the model is given another input beside the one that is its target."""
+    named = named_arguments(module, call)
+    given = _dense(tensors_in(*(value for name, value in named.items() if is_input(name))))
+    return any(
+        each.dim() >= 2
+        and each.shape[0] > 1
+        and not (each.shape == source.shape and torch.equal(each, source))
+        for each in given
+    )
+
+
+def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [each for each in tensors if each.layout is torch.strided]
 
 
 def _not_padding(call: RecordedCall, counts: Tensor) -> Tensor:

@@ -86,6 +86,11 @@ def _dead_layer(module: nn.Module, call: RecordedCall, changed: RecordedCall) ->
     return ""
 
 
+def is_input(name: str) -> bool:
+    """Whether an argument of this name is an input, not a label or something that goes with one."""
+    return not any(part in name.lower() for part in _NOT_THE_INPUT)
+
+
 def depends_on_input(
     module: nn.Module,
     call: RecordedCall,
@@ -97,7 +102,8 @@ def depends_on_input(
 
     To be asked where the call can be made again.
     """
-    given = [each for each in tensors_in(*call.args, *call.kwargs.values()) if each.numel() > _FEW]
+    tensors = tensors_in(*call.args, *call.kwargs.values())
+    given = [each for each in tensors if each.layout is torch.strided and each.numel() > _FEW]
     reals = [each for each in given if each.is_floating_point()]
     if reals and len(reals) == len(given) and not any(bool(each.any()) for each in reals):
         return Dependence(False, "the model is given nothing but zeros")
@@ -131,7 +137,7 @@ def depends_on_input(
 def _given(module: nn.Module, call: RecordedCall) -> list[Tensor]:
     args, kwargs = copied_arguments(call)
     found = tensors_in(module(*args, **kwargs))
-    return [each for each in found if each.is_floating_point()]
+    return [each for each in found if each.is_floating_point() and each.layout is torch.strided]
 
 
 def _changed(
@@ -139,14 +145,14 @@ def _changed(
 ) -> RecordedCall | None:
     """The same call with another input; None where none can be told from what goes with it."""
     kept = {
-        id(value)
-        for name, value in named_arguments(module, call).items()
-        if any(part in name.lower() for part in _NOT_THE_INPUT)
+        id(value) for name, value in named_arguments(module, call).items() if not is_input(name)
     }
     flat, spec = tree_flatten((tuple(call.args), dict(call.kwargs)))
     was_changed = False
     for place, value in enumerate(flat):
-        if not isinstance(value, Tensor) or id(value) in kept or value.numel() < 2:
+        if not isinstance(value, Tensor) or id(value) in kept:
+            continue
+        if value.layout is not torch.strided or value.numel() < 2:
             continue
         is_first = not was_changed
         if not is_first and any(_same(value, target) for target in targets):
@@ -169,7 +175,7 @@ def _another(value: Tensor) -> Tensor | None:
     """Other values of the same kind; None where there is none."""
     if value.is_floating_point():
         return value.detach() * -0.7 + torch.randn_like(value.float()).to(value)
-    if value.dtype is torch.bool or value.layout is not torch.strided:
+    if value.dtype is torch.bool:
         return None
     rolled = value.flatten().roll(1).reshape(value.shape)
     return None if torch.equal(rolled, value) else rolled

@@ -3,33 +3,40 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from gradsight.first_step.operations import SeenTargets
 
 
-def by_position(output: Tensor, rows: int, length: int, time_first: bool) -> Tensor | None:
-    """An output as [rows, time, ...]; None where it has no such shape.
+def by_position(output: Tensor, rows: int, length: int, time_first: bool) -> list[Tensor]:
+    """An output as [rows, time, ...], in every way that its shape can be read; the likeliest first.
 
     The last positions may be missing: those that have no target.
     """
     if output.dim() < 2:
-        return None
-    first, second = (length, rows) if time_first else (rows, length)
-    placed: Tensor | None = None
-    if tuple(output.shape[:2]) == (first, second):
-        placed = output
-    elif output.dim() == 3 and (output.shape[0], output.shape[2]) == (first, second):
-        placed = output.movedim(1, -1)
-    elif tuple(output.shape[:2]) == (second, first):
-        return output if time_first else output.transpose(0, 1)
-    elif output.shape[0] == first * second:
-        placed = output.reshape(first, second, *output.shape[1:])
-    elif not time_first:
-        return _cut_short(output, rows, length)
-    if placed is not None and time_first:
-        return placed.transpose(0, 1)
-    return placed
+        return []
+    shape = tuple(output.shape)
+    found = []
+    if shape[:2] == (rows, length):
+        found.append(output)
+    if shape[:2] == (length, rows):
+        found.append(output.transpose(0, 1))
+    if time_first:
+        found.reverse()
+    # Classes may be second, as losses take them.
+    if len(shape) == 3 and (shape[0], shape[2]) == (rows, length):
+        found.append(output.movedim(1, -1))
+    if len(shape) == 3 and (shape[0], shape[2]) == (length, rows):
+        found.append(output.movedim(1, -1).transpose(0, 1))
+    if found:
+        return found
+    if shape[0] == rows * length and time_first:
+        return [output.reshape(length, rows, *shape[1:]).transpose(0, 1)]
+    if shape[0] == rows * length:
+        return [output.reshape(rows, length, *shape[1:])]
+    cut = None if time_first else _cut_short(output, rows, length)
+    return [] if cut is None else [cut]
 
 
 def _cut_short(output: Tensor, rows: int, length: int) -> Tensor | None:
@@ -71,7 +78,7 @@ def sure_rows(
         return None
     first = inputs[0]
     rows = first.shape[0] if first.dim() >= 2 else 0
-    if rows < 2 or first.shape[1] == rows or _is_graph(root, inputs, rows):
+    if rows < 2 or first.shape[1] == rows or is_graph(root, inputs):
         return None
     may_be_time = any(getattr(module, "batch_first", True) is False for module in root.modules())
     for each in targets:
@@ -86,14 +93,21 @@ def sure_rows(
     return None
 
 
-def _is_graph(root: nn.Module, inputs: Sequence[Tensor], rows: int) -> bool:
+def is_graph(root: nn.Module, inputs: Sequence[Tensor]) -> bool:
     """Whether the rows may be nodes: something says which of them are neighbours."""
+    if not inputs or not inputs[0].dim():
+        return False
+    rows = inputs[0].shape[0]
     held = [value for module in root.modules() for value in vars(module).values()]
     held += list(root.buffers())
-    known = [each for each in (*inputs[1:], *held) if isinstance(each, Tensor)]
-    for each in known:
-        if each.layout.__str__() != "torch.strided":
-            return True
+    held = [each for each in held if isinstance(each, Tensor)]
+    if any(each.layout is not torch.strided for each in (*inputs, *held)):
+        return True
+    first, *others = inputs
+    is_square = first.dim() == 2 and first.shape[1] == rows and first.is_floating_point()
+    if is_square and any(each.shape[:1] == (rows,) for each in others if each.dim() > 1):
+        return True
+    for each in (*others, *held):
         if each.dim() >= 2 and list(each.shape).count(rows) >= 2 and not each.requires_grad:
             return True
         if each.dim() == 2 and each.shape[0] == 2 and not each.is_floating_point():

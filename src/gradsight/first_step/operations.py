@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradsight.core.function_modes import drop_own_frame
 from gradsight.core.guard import Guard
 from gradsight.core.samples import LOSSES
 from gradsight.core.source import users_line
@@ -69,7 +70,11 @@ class Operations(TorchFunctionMode):
     ) -> Any:
         """Run the operation, and look at it."""
         given = kwargs or {}
-        result = func(*args, **given)
+        try:
+            result = func(*args, **given)
+        except BaseException as error:
+            drop_own_frame(error)
+            raise
         if self.is_over or func not in _SEEN:
             return result
         seen = self._guard.run(self._see, func, args, given, result)
@@ -95,7 +100,7 @@ class Operations(TorchFunctionMode):
         if not torch.is_grad_enabled() or not scores.requires_grad:
             return
         if self._probing:
-            self.scores.append(scores)
+            self.scores.append(_classes_last(func, scores))
         place = users_line()
         fed = what_was_fed(func, scores, target, kwargs, place)
         if fed is not None:
@@ -158,6 +163,11 @@ class Operations(TorchFunctionMode):
             return None
         is_table = table.is_floating_point() and table.requires_grad and table.dim() == 2
         return index if is_table else None
+
+
+def _classes_last(func: Any, scores: Tensor) -> Tensor:
+    """The scores of a loss by positions; those of classification have the classes second."""
+    return scores.movedim(1, -1) if func in _CLASSIFYING and scores.dim() > 2 else scores
 
 
 _SEEN = LOSSES | _GATHERS | _CONVERSIONS | {F.embedding, F.one_hot, Tensor.__getitem__}

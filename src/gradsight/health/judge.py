@@ -124,7 +124,8 @@ class Judge:
         for each in self._running:
             lacking = [need for need in each.check.asked.needs if need not in self.window.signals]
             if lacking and each.finding is None:
-                result.append(Abstention(each.check.code, each.check.name, MISSING[lacking[0]]))
+                reason = self.window.unseen.get(lacking[0], MISSING[lacking[0]])
+                result.append(Abstention(each.check.code, each.check.name, reason))
         return result + self._not_judged()
 
     def _not_judged(self) -> list[Abstention]:

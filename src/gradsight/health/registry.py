@@ -130,12 +130,15 @@ MISSING = {
     "optimizer": "no optimizer is known: give it to watch(model, optimizer)",
     "loss": "no loss was seen",
     "lr": "no learning rate is known: give the optimizer to watch(model, optimizer), or log it",
-    "unigram": "the loss is no plain cross-entropy of classes: what frequency gives is not known",
+    "unigram": (
+        "the loss is no plain cross-entropy of classes, or the run was too short to know how "
+        "frequent they are"
+    ),
     "guess": "the loss is no plain cross-entropy, so it is not known where it should start",
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",
     "clearing": "no optimizer was watched from one step to the next",
-    "batches": "the model was not called with tensors while training",
+    "batches": "no call of the model with tensors was seen in training mode",
     "ranks": (
         "no rank's own gradients were seen: there is one process, or no DistributedDataParallel "
         "(FSDP2 hides them)"
@@ -145,8 +148,8 @@ MISSING = {
         "answer"
     ),
     "details": "no closer look was taken",
-    "first step": "the first step was not looked at (preflight=False, or no call was seen)",
-    "passes": "no backward pass was looked at (preflight=False)",
+    "first step": "no call of the model was seen before its first backward passes",
+    "passes": "no backward pass of the model was seen",
     "networks": (
         "the networks of the script were not compared with its optimizers: `gradsight check` does "
         "that, in runs of 20 steps or more"

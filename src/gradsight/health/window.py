@@ -224,6 +224,8 @@ class Window:
     """What makes the gradient of a loss of the first step zero, where that is known."""
     not_judged: tuple[tuple[str, str], ...] = ()
     """Codes that the first step could not be judged by, each with the reason."""
+    unseen: dict[str, str] = field(default_factory=dict)
+    """Why a signal does not come in this run, where that is known better than by `MISSING`."""
     signals: set[str] = field(default_factory=set)
     """What has been seen so far."""
 
@@ -343,6 +345,7 @@ class Window:
 
     def _take_signals(self) -> None:
         signals = self.now.signals
+        self.unseen.update(signals.unseen)
         if signals.loss is not None:
             # Backward is called on the loss times the GradScaler's factor.
             self._take_loss(signals.loss / (self.step.scale or 1.0))

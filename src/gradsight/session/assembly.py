@@ -21,7 +21,7 @@ from gradsight.health.health import Health, HealthOptions
 from gradsight.health.registry import CheckSettings
 from gradsight.incidents.recorder import FlightRecorder, RecorderOptions
 from gradsight.session.brake import Brake
-from gradsight.session.first_look import FirstLook, PreflightOptions
+from gradsight.session.first_look import FIRST_SIGNALS, FirstLook, PreflightOptions
 from gradsight.session.line import WatchedInstruments
 from gradsight.session.loss_flags import LossFlags
 from gradsight.session.on_finding import SKIP
@@ -134,16 +134,33 @@ def _health_options(
 
 def _make_signals(place: Workplace, options: WatchOptions) -> TrainingSignals:
     noticing = Guard(place.problems, "signals", "Gradsight no longer sees losses and batches")
-    first_look = _make_first_look(place, options)
-    return TrainingSignals(place.model, place.tensors, place.inner_optimizers, noticing, first_look)
+    first_look = None
+    why = _why_no_first_look(place, options)
+    if why is None:
+        first_look = FirstLook(
+            place.model,
+            place.tensors,
+            place.inner_optimizers,
+            PreflightOptions(is_whole=options.preflight == "whole"),
+            Guard(place.problems, "preflight", "the first step could not be examined"),
+            Guard(place.problems, "extra passes", "the extra passes of the first step failed"),
+        )
+    return TrainingSignals(
+        place.model,
+        place.tensors,
+        place.inner_optimizers,
+        noticing,
+        first_look,
+        () if why is None else tuple((signal, why) for signal in FIRST_SIGNALS),
+    )
 
 
-def _make_first_look(place: Workplace, options: WatchOptions) -> FirstLook | None:
-    if options.preflight is False or place.has_begun:
-        return None
-    looking = Guard(place.problems, "preflight", "the first step was not looked at")
-    how = PreflightOptions(is_whole=options.preflight == "whole")
-    return FirstLook(place.model, place.tensors, place.inner_optimizers, how, looking)
+def _why_no_first_look(place: Workplace, options: WatchOptions) -> str | None:
+    if options.preflight is False:
+        return "the checks of the first step are switched off (preflight=False or --no-preflight)"
+    if place.has_begun:
+        return "the model got other parameters after its first step, which alone is examined"
+    return None
 
 
 def _recorder_options(

@@ -22,6 +22,9 @@ _LATEST = 3
 """Steps after which nobody waits for a call any more."""
 _BY_OPERATIONS = ("GS605", "GS606")
 """What is read from the operations of the training pass itself."""
+FIRST_SIGNALS = ("first step", "passes")
+"""The names of the signals that come from here."""
+_FAILED = "Gradsight failed internally; the report has it under what Gradsight could not do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,11 @@ class FirstLook:
         optimizers: Sequence[Optimizer],
         options: PreflightOptions,
         guard: Guard,
+        extra: Guard,
     ) -> None:
+        """`extra` is for the extra passes: if they fail, the rest goes on."""
         self.guard = guard
+        self._extra = extra
         self._model = model
         self._parameters = parameters
         self._known = {id(tensor) for tensor in parameters}
@@ -102,6 +108,12 @@ class FirstLook:
         self._end()
         return first, passes
 
+    def unseen(self) -> tuple[tuple[str, str], ...]:
+        """The signals that will not come any more, each with the reason."""
+        if not self.guard.faults:
+            return ()
+        return tuple((signal, _FAILED) for signal in FIRST_SIGNALS)
+
     def _aside(self) -> FirstStep:
         call = self._call
         if call is None or self._seen is None:
@@ -111,7 +123,9 @@ class FirstLook:
         seconds: float | None = None
         if not self._options.is_whole:
             seconds = max(_LEAST_SECONDS, perf_counter() - call.began)
-        return look_aside(call.module, call.made, self._seen, AsideOptions(seconds))
+        options = AsideOptions(seconds)
+        found = self._extra.run(look_aside, call.module, call.made, self._seen, options)
+        return left_out(_FAILED) if found is None else found
 
     def _largest(self, seen: SeenPass) -> SeenCall | None:
         """The first call of the module that holds most of this model's parameters."""

@@ -67,12 +67,15 @@ class TrainingSignals:
         optimizers: Sequence[Optimizer],
         guard: Guard,
         first_look: FirstLook | None = None,
+        unseen: tuple[tuple[str, str], ...] = (),
     ) -> None:
+        """`unseen`: signals that will not come, each with the reason."""
         self._model = model
         self._parameters = parameters
         self._optimizers = optimizers
         self.guard = guard
         self.first_look = first_look
+        self._unseen = unseen
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
         self._repeated: RepeatedUpdates | None = None
@@ -155,9 +158,11 @@ class TrainingSignals:
         self._guess = None
         self._unigram = None
         first = passes = None
+        unseen = self._unseen
         if self.first_look is not None:
             taken = self.first_look.guard.run(self.first_look.take)
             first, passes = taken or (None, None)
+            unseen = self.first_look.unseen()
         signals = StepSignals(
             uncleared=self._uncleared(),
             alike_batches=self._batches.alike,
@@ -165,6 +170,7 @@ class TrainingSignals:
             one_batch=self._batches.fixed,
             first=first,
             updated_twice=() if self._repeated is None else self._repeated.take(),
+            unseen=unseen,
         )
         return signals, SeenLoss(loss, guess, unigram, passes)
 

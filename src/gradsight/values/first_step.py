@@ -28,6 +28,19 @@ class CountedLabels:
     place: str | None = None
 
 
+CULPRITS = {
+    "added mask": (
+        "attention is given a float mask of zeros and ones, which is added to the scores and so "
+        "hides nothing"
+    ),
+    "inverted mask": "the attention mask hides earlier positions instead of later ones",
+    "attention": "attention has no causal mask",
+    "recurrence": "a recurrent layer is bidirectional",
+    "convolution": "a convolution is padded on both sides",
+}
+"""What lets a position see later ones, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConstantLoss:
     """A loss function that was given what no gradient can come of."""
@@ -54,6 +67,8 @@ class Leak:
     """How many places were looked at."""
     example: str = ""
     """The worst place in words."""
+    culprit: str = ""
+    """What lets positions see later ones, where that is known: a key of `CULPRITS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,8 @@ class CopiedTargets:
     """Whether the output at a position depends on the input there."""
     is_causal: bool
     """Whether it depends on earlier inputs, and on no later one."""
+    has_other_input: bool = False
+    """Whether the model is given another input too, as an encoder with a decoder is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,8 @@ class StepSignals:
     """What the first step decides; on one step of a run only."""
     passes: StepPasses | None = None
     """What its backward passes were like, on the steps that are looked at."""
+    unseen: tuple[tuple[str, str], ...] = ()
+    """Names of signals that will not come in this run, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

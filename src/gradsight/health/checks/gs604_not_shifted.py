@@ -5,6 +5,19 @@ from collections.abc import Iterator
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
+_DECODER = Advice(
+    recommendation=(
+        "The model is given the target of every position as its input there, and sees it: it "
+        "learns to copy. Give the decoder the targets moved right by one, so that each position "
+        "gets the target before its own."
+    ),
+    fix="""
+# in the loop, before the forward pass: the decoder gets the target before
+decoder_inputs, targets = targets[:, :-1], targets[:, 1:]
+# outputs = model(inputs, decoder_inputs)
+""",
+)
+
 
 @check(
     "GS604",
@@ -28,11 +41,17 @@ def not_shifted(window: Window, *, share: float = 0.9) -> Iterator[Fact]:
 
     Why: the loss falls to nothing because the answer is in the input; what was learned is to
     copy. An autoencoder, and a model that predicts masked tokens, sees later inputs too and is
-    left alone.
+    left alone. So is a model with another input that holds the targets moved ahead, and whose
+    outputs see nothing later there.
     """
     first = window.now.signals.first
     copied = None if first is None else first.copied
     if copied is None or not copied.is_causal or not copied.sees_itself:
         return
-    if copied.share > share:
-        yield Fact(f"{copied.share:.0%} of the labels that count are the input at their own place")
+    if copied.share <= share:
+        return
+    evidence = f"{copied.share:.0%} of the labels that count are the input at their own place"
+    if copied.has_other_input:
+        yield Fact(f"{evidence}, although the model has another input too", advice=_DECODER)
+    else:
+        yield Fact(evidence)
