@@ -248,7 +248,57 @@ optimizer = torch.optim.SGD(groups, lr=0.1)
 optimizer.param_groups[1]["lr"] = 0.0  # fault
 """
 HELD_TWICE = """
-optimizer = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
+optimizer = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]  # fault
+"""
+LORA = """
+class LoRA(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(6, 16).requires_grad_(False)
+        self.lora_A = nn.Linear(6, 4, bias=False)
+        self.lora_B = nn.Linear(4, 16, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+model = nn.Sequential(LoRA(), nn.Tanh(), nn.Linear(16, 3))
+"""
+ZERO_ADAPTERS = (
+    LORA
+    + """
+nn.init.zeros_(model[0].lora_A.weight)
+model[2].requires_grad_(False)
+optimizer = torch.optim.SGD([*model[0].lora_A.parameters(), *model[0].lora_B.parameters()], lr=0.1)
+"""
+)
+FROZEN_ADAPTERS = (
+    LORA
+    + """
+model[0].requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+)
+HALF_OF_AN_ADAPTER = (
+    LORA
+    + """
+model[0].lora_B.requires_grad_(False)  # fault
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+)
+CUT_ROWS = """
+class Cut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(16, 6))
+
+    def forward(self, x):
+        x = x @ self.mix.T
+        x = x * (torch.arange(16) < 3)  # fault
+        return x
+
+model = nn.Sequential(Cut(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 WRONG_GROUP = (
     DEEP.format(activation="ReLU", bias=True)
@@ -482,6 +532,7 @@ FAULTS = [
         OWN_TARGETS,
         printed="The targets are the model's own outputs\n",
     ),
+    Fault("GS106", "both factors of an adapter are zero", ZERO_ADAPTERS),
     Fault("GS107", "dead units", TWO_DEAD_LAYERS),
     Fault("GS107", "zero weights", ZERO_WEIGHTS),
     Fault("GS108", "a large last layer", "model[2].weight.data *= 100\n" + rate(1e-5)),
@@ -494,6 +545,13 @@ FAULTS = [
     Fault("GS204", "saturating units", SIGMOIDS),
     Fault("GS204", "small weights", SMALL_TANH),
     Fault("GS205", "dead units", DEAD_UNITS),
+    Fault(
+        "GS205",
+        "a factor of an adapter is frozen at zero",
+        HALF_OF_AN_ADAPTER,
+        printed="0.lora_B.weight frozen all zeros\n",
+    ),
+    Fault("GS205", "rows that are masked", CUT_ROWS, printed="0.mix 13 of 16 rows\n"),
     Fault(
         "GS206",
         "steps too long",
@@ -514,7 +572,13 @@ FAULTS = [
         printed="Cut off from the loss: branch.weight\n",
     ),
     Fault("GS302", "a layer replaced later", "model[2] = nn.Linear(16, 3)"),
-    Fault("GS303", "two optimizers", HELD_TWICE, TWO_OPTIMIZERS),
+    Fault(
+        "GS303",
+        "two optimizers",
+        HELD_TWICE,
+        TWO_OPTIMIZERS,
+        printed="Held more than once: 2.weight\n",
+    ),
     Fault(
         "GS304",
         "updates lost in bfloat16",
@@ -523,6 +587,7 @@ FAULTS = [
     ),
     Fault("GS304", "a group without a learning rate", TWO_GROUPS, printed="1 0.0 51\n"),
     Fault("GS304", "weights drawn anew", "", LOOP + "    model[0].reset_parameters()  # fault\n"),
+    Fault("GS307", "frozen adapters", FROZEN_ADAPTERS),
     Fault("GS305", "no zero_grad", loop=LOOP.replace("    optimizer.zero_grad()\n", "")),
     Fault(
         "GS401",
@@ -591,6 +656,7 @@ FAULTS = [
     ),
     Fault("GS606", "a batch without labels", "dataset.tensors[1][:16] = -100"),
     Fault("GS607", "a factor of zero", IGNORED, printed="Does not depend on the input: 1\n"),
+    Fault("GS607", "dead units", DEAD_UNITS),
     Fault("GS608", "a validation before training", "model.insert(1, nn.Dropout())\nmodel.eval()"),
     Fault("GS609", "four micro-batches", "", MICRO_BATCHES),
     Fault("GS610", "a sum", "loss_fn = nn.CrossEntropyLoss(reduction='sum')"),

@@ -46,7 +46,7 @@ def test_one_layer_of_one_rank_is_named() -> None:
     finding = compared(one_layer, full=True)["GS503"]
     assert finding.parameters == ("blocks.3.weight",)
     assert (
-        "in 1 of 6 parameters, at 3 closer looks, rank 1 brings 30 times the gradient of the others"
+        "in 1 of 6 parameters, at 3 measured steps, rank 1 brings 30 times the gradient of the others"
         in finding.evidence
     )
 

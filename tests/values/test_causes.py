@@ -35,7 +35,8 @@ def test_there_is_no_way_around_in_a_circle() -> None:
     [
         ("GS403", ("GS105", "GS106", "GS107", "GS203", "GS402")),
         ("GS204", ("GS105", "GS107", "GS205", "GS402")),
-        ("GS301", ("GS107", "GS205")),
+        ("GS205", ("GS107", "GS301", "GS607")),
+        ("GS302", ("GS205", "GS301")),
         ("GS401", ("GS103", "GS107", "GS201", "GS206")),
         ("GS305", ("GS101", "GS202", "GS401", "GS405")),
         ("GS606", ("GS103", "GS106")),
@@ -58,6 +59,8 @@ def test_one_cause_is_one_finding(root: str, others: tuple[str, ...]) -> None:
         (found("GS302"), found("GS502")),
         (found("GS502"), found("GS305")),
         (found("GS301", parameters=("a",)), found("GS205", parameters=("b",))),
+        (found("GS302", parameters=("a.weight",)), found("GS205", parameters=("b.weight",))),
+        (found("GS607", parameters=()), found("GS205")),
         (found("GS201", first_step=20), found("GS103", first_step=60)),
         (found("GS103", first_step=3), found("GS401", first_step=20)),
         (found("GS302"), found("GS401")),

@@ -39,7 +39,7 @@ def subject_of(
         memberships=memberships_of(parameters, optimizers) if optimizers else None,
         experts=expert_groups(model, parameters),
         optimizer=only_optimizer(parameters, optimizers),
-        trainer=trainer_of(optimizers),
+        trainer=trainer_of([group for each in optimizers for group in each.param_groups]),
         frozen_adapters=frozen_adapters(model, parameters),
         is_pretrained=_is_pretrained(model, parameters),
     )

@@ -1,12 +1,10 @@
 """The trainer that runs the training loop: its users set arguments and write no loop."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
-
-from torch.optim import Optimizer
 
 Library = Literal["transformers", "lightning"]
 _MODULES: dict[str, Library] = {
@@ -27,19 +25,22 @@ class Trainer:
     """Whether the learning rate is one of these settings."""
 
 
-def trainer_of(optimizers: Sequence[Optimizer]) -> Trainer | None:
-    """Return the trainer that this code is called from; None for a loop of the user's."""
+def trainer_of(groups: Sequence[Mapping[str, Any]]) -> Trainer | None:
+    """Return the trainer that this code is called from; None for a loop of the user's.
+
+    groups: the parameter groups of the optimizers that it trains with.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         for module, library in _MODULES.items():
             if name == module or name.startswith(f"{module}."):
-                return _described(library, frame.f_locals.get("self"), optimizers)
+                return _described(library, frame.f_locals.get("self"), groups)
         frame = frame.f_back
     return None
 
 
-def _described(library: Library, trainer: Any, optimizers: Sequence[Optimizer]) -> Trainer:
+def _described(library: Library, trainer: Any, groups: Sequence[Mapping[str, Any]]) -> Trainer:
     if library == "lightning":
         return Trainer(library, "Trainer")
     arguments = getattr(trainer, "args", None)
@@ -47,6 +48,5 @@ def _described(library: Library, trainer: Any, optimizers: Sequence[Optimizer]) 
         return Trainer(library, "TrainingArguments")
     # An optimizer that was given to the Trainer has a learning rate of its own.
     rate = getattr(arguments, "learning_rate", None)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = {group.get("initial_lr", group.get("lr")) for group in groups}
     return Trainer(library, type(arguments).__name__, rates == {rate})

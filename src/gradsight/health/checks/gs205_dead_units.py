@@ -90,7 +90,7 @@ def _is_explained_elsewhere(window: Window, row: int) -> bool:
         for other, name in enumerate(subject.names)
         if other != row and layer_of(name) == layer and len(subject.shapes[other]) < 2
     ]
-    if window.alive[row]:
+    if window.alive[row] or is_of_an_adapter(subject.names[row]):
         return False
     if any(window.alive[other] for other in same):
         return True

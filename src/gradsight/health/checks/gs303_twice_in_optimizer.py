@@ -17,15 +17,14 @@ from gradsight.health.window import Window
             "is in effect higher: give each to one optimizer, once."
         ),
         fix="""
-# before the loop: keep only the first occurrence of each parameter
-# (list all your optimizers, the one that should keep it first)
+# before the loop: list what is held more than once
+# (put all your optimizers into the list)
 optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-kept = set()
-for each in optimizers:
-    for group in each.param_groups:
-        once = {id(p): p for p in group["params"] if id(p) not in kept}
-        group["params"] = list(once.values())
-        kept |= once.keys()
+groups = [group for each in optimizers for group in each.param_groups]
+held = [id(each) for group in groups for each in group["params"]]
+for name, parameter in model.named_parameters():
+    if held.count(id(parameter)) > 1:
+        print(f"Held more than once: {name}")
 """,
     ),
 )

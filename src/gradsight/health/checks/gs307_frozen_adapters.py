@@ -35,9 +35,9 @@ def frozen_adapters(window: Window, *, steps: int = 10) -> Iterator[Fact]:
     a teacher. Adapters that are merged or switched off, and those of layers that are trained
     themselves, are left alone too.
     """
-    if window.steps_seen < steps:
-        return
     subject = window.subject
+    if window.steps_seen < steps or not subject.frozen_adapters:
+        return
     names = window.named(subject.frozen_adapters)
     learning = [
         name for name, learns in zip(subject.names, subject.trainable, strict=True) if learns

@@ -9,6 +9,9 @@ from gradsight.health.window import NOTHING, Window
 from gradsight.values.measured import Floats, RankComparison
 
 _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
+_NEXT_TO_NOTHING = np.log(NOTHING) / 4
+"""A part of the other ranks' gradients that is lost in rounding, as a logarithm."""
+_FAR = 1000.0
 
 
 @check(
@@ -21,7 +24,7 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
     advice=Advice(
         recommendation=(
             "One rank brings gradients unlike the others', and the mean carries them into "
-            "every replica: look at that rank's data (shard, augmentation, labels), its loss, "
+            "every replica. Check that rank's data (shard, augmentation, labels), its loss, "
             "and its hardware."
         ),
         fix="""
@@ -98,13 +101,26 @@ def _all_the_time(window: Window, apart: Floats, limit: float) -> Iterator[Fact]
     middle, least = np.median(apart, axis=0), np.abs(apart).min(axis=0)
     same_side = np.abs(np.sign(apart).sum(axis=0)) == len(apart)
     ranks = np.flatnonzero((np.abs(middle) > limit) & (least > limit / 2) & same_side)
-    # Of two ranks each is apart from the other: the one with next to nothing, else the larger.
+    # Of two ranks each is apart from the other.
     if len(middle) == 2 and len(ranks):
-        lower = int(middle.argmin())
-        ranks = np.array([lower if middle.min() < np.log(NOTHING) / 4 else 1 - lower])
+        logs = np.median(np.array(window.rank_logarithms)[-len(apart) :], axis=0)
+        ranks = np.array([_of_two(logs)])
     for rank in ranks:
-        text = f"at each of {len(apart)} looks, rank {rank} brings {_times(middle[rank])}"
-        yield Fact(text, first_step=window.rank_steps[-len(apart)])
+        text = f"at each of {len(apart)} measured steps, rank {rank} brings {_times(middle[rank])}"
+        first_step = window.rank_steps[-len(apart)]
+        yield Fact(text, first_step=first_step, advice=_advice(middle[rank]))
+
+
+def _of_two(logs: Floats) -> int:
+    """Which of two ranks is the faulty one, by the logarithms of their gradients' norms.
+
+    It is the one with next to nothing, or of two that are far apart the one whose norm is further
+    from 1, in which the norms of ordinary gradients lie. Else it is the larger one.
+    """
+    lower = int(logs.argmin())
+    low, high = logs.min(), logs.max()
+    is_far_lower = high - low > np.log(_FAR) and abs(low) > abs(high)
+    return lower if low - high < _NEXT_TO_NOTHING or is_far_lower else 1 - lower
 
 
 def _suddenly(look: RankComparison, logs: Floats, limit: float, sigmas: float) -> Iterator[Fact]:
@@ -129,18 +145,41 @@ def _in_single_parameters(window: Window, limit: float, looks: int) -> Iterator[
     apart = np.moveaxis(_apart(np.moveaxis(np.log(np.maximum(norms, NOTHING)), 1, -1)), -1, 1)
     matters = norms > 0.01 * np.linalg.norm(norms, axis=2, keepdims=True)
     above = ((apart > limit) & matters).all(axis=0)
-    for rank in np.flatnonzero(above.any(axis=1)):
-        rows = np.flatnonzero(above[rank])
+    for higher in np.flatnonzero(above.any(axis=1)):
+        rows = np.flatnonzero(above[higher])
+        rank = int(higher)
+        if len(above) == 2:
+            typical = np.median(np.linalg.norm(norms[:, :, rows], axis=2), axis=0)
+            rank = _of_two(np.log(np.maximum(typical, NOTHING)))
         middle = float(np.median(apart[:, rank, rows]))
         text = (
-            f"in {len(rows)} of {above.shape[1]} parameters, at {looks} closer looks, rank "
+            f"in {len(rows)} of {above.shape[1]} parameters, at {looks} measured steps, rank "
             f"{rank} brings {_times(middle)}"
         )
-        yield Fact(text, window.named(full[-1].rows[rows]), first_step=full[0].step)
+        names = window.named(full[-1].rows[rows])
+        yield Fact(text, names, first_step=full[0].step, advice=_advice(middle))
+
+
+def _advice(logarithm: float) -> Advice | None:
+    return _DEAD_RANK if logarithm < -np.log(_FAR) else None
+
+
+_DEAD_RANK = Advice(
+    recommendation=(
+        "This rank adds next to nothing to the mean, which is then too small by its share. Check "
+        "the rank's loss (a factor of zero, a different branch), its labels (all ignored?) and "
+        "its data."
+    ),
+    fix="""
+# in the loop, before loss.backward(): compare the ranks
+rank = torch.distributed.get_rank()
+print(rank, inputs.float().std().item(), loss.item())
+""",
+)
 
 
 def _times(logarithm: float) -> str:
-    if logarithm < np.log(NOTHING) / 4:
+    if logarithm < _NEXT_TO_NOTHING:
         return "next to nothing, and the others do"
     return f"{np.exp(min(logarithm, 50.0)):.3g} times the gradient of the others"
 
