@@ -154,6 +154,37 @@ def test_everything_else_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert max(map(len, text.splitlines()[3:])) <= 80
 
 
+def test_numbers_that_one_run_did_not_record_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a", clip_coef=lambda step: 0.5)
+    write(tmp_path / "b", loss=lambda step: None, clip_coef=lambda step: None if step == 3 else 0.5)
+    code, found = compared(capsys, tmp_path / "a", tmp_path / "b")
+    assert (code, found["first"]) == (0, None)
+    assert found["one_sided"] == [
+        {"what": "loss", "only_a": 20, "only_b": 0, "first": 0},
+        {"what": "clip_coef", "only_a": 1, "only_b": 0, "first": 3},
+    ]
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = capsys.readouterr().out
+    assert "the same" not in text
+    assert "no difference in what both runs recorded" in text
+    assert "loss: only in a at 20 steps, first at step 0" in text
+    assert "clipping: only in a at 1 step, first at step 3" in text
+
+
+def test_long_names_stay_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = "base_model.model.model.layers.0.self_attn"
+    names = [f"{start}.{each}_proj.lora_A.default.weight" for each in "qkvo"]
+    write(tmp_path / "a", names=names)
+    write(tmp_path / "b", names=names, other={(7, name): 9.0 for name in names})
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line in names] == names
+    below = lines[lines.index(names[0]) + 1]
+    assert below.split() == ["7", "norm", "8", "9"]
+
+
 def test_a_real_training_differs_where_it_was_touched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

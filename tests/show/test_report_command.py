@@ -26,6 +26,18 @@ def test_both_files_and_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "<title>1 warning - run</title>" in page
 
 
+def test_a_folder_of_runs_leads_to_serve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        record(tmp_path / "runs" / name, plain_norms(20, 14))
+    assert main(["report", str(tmp_path / "runs")]) == 64
+    error = capsys.readouterr().err
+    assert "is a folder of 2 runs, not a run directory" in error
+    assert f"such as {tmp_path / 'runs' / 'first'}" in error
+    assert f"gradsight serve {tmp_path / 'runs'}" in error
+
+
 @pytest.mark.parametrize(("severity", "code"), [(None, 0), ("warning", 1), ("critical", 2)])
 def test_json_is_one_strict_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], severity: str | None, code: int

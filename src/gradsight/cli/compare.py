@@ -25,8 +25,9 @@ def compare(
     """Compare two runs: the first step and parameter where they differ, and what else does.
 
     The steps that both have are compared: norm and largest entry of every gradient, loss, learning
-    rate, total norm, clipping, loss scale. NaN is the same as NaN. Findings, settings and versions
-    that differ are listed, but do not make two runs different.
+    rate, total norm, clipping, loss scale. NaN is the same as NaN. Numbers that only one run has
+    recorded, and findings, settings and versions that differ, are listed, but do not make two runs
+    different.
 
     Exits with 0 if the runs are the same, 1 if they differ, 2 if a run is damaged, and 64 for wrong
     usage, including a missing run. `gradsight dump diff`, which compares gradients entry by entry,

@@ -37,7 +37,7 @@ def report(
     """Write report.md and report.html into a run directory and print the verdict.
 
     Exits with 0 if all is fine, 1 with a warning, 2 if something critical was found or the record
-    is damaged, 64 for wrong usage, a missing folder among it.
+    is damaged, 64 for wrong usage, such as a missing folder or a folder of several runs.
 
     Parameters
     ----------

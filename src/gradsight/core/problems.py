@@ -92,7 +92,8 @@ def _without_source_line() -> Iterator[None]:
     ) -> str:
         if issubclass(category, GradsightWarning):
             return f"{category.__name__}: {message}\n"
-        return usual(message, category, filename, lineno, line)
+        text: str = usual(message, category, filename, lineno, line)
+        return text
 
     warnings.formatwarning = text_only
     try:

@@ -63,6 +63,19 @@ class Lone:
 
 
 @dataclass(frozen=True, slots=True)
+class OneSided:
+    """A number that only one of the runs has at some of their common steps."""
+
+    what: str
+    """ "loss", "lr" and so on."""
+    only_a: int
+    """At how many steps only the first run has it."""
+    only_b: int
+    first: int
+    """The first of all these steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """A setting or a version that is not the same in both runs."""
 
@@ -83,6 +96,8 @@ class RunComparison:
     """Where each parameter that differs does so first, in the order of steps."""
     numbers: tuple[FirstDifference, ...]
     """Where loss, learning rate and so on differ first."""
+    one_sided: tuple[OneSided, ...]
+    """Numbers that one run did not record, and so cannot be compared there."""
     findings_a: tuple[Finding, ...]
     """Findings of the first run alone."""
     findings_b: tuple[Finding, ...]
@@ -100,7 +115,7 @@ class RunComparison:
 
     @property
     def same(self) -> bool:
-        """Whether all numbers of the common steps are the same, and there are any."""
+        """Whether there are common steps, and all numbers that both have there are the same."""
         return self.first is None and (
             self.common_steps > 0 or not (self.only_a.count + self.only_b.count)
         )
@@ -122,6 +137,7 @@ def compare_runs(a: ComparableRun, b: ComparableRun, exact: bool = False) -> Run
         only_b=_lone(steps_b.keys() - steps_a.keys()),
         parameters=tuple(_first_of_parameters(a, b, noise, thinned)),
         numbers=tuple(_first_of_numbers(steps_a, steps_b, noise)),
+        one_sided=tuple(_one_sided(steps_a, steps_b, common)),
         findings_a=_alone(a.findings(), b.findings(), common),
         findings_b=_alone(b.findings(), a.findings(), common),
         settings=_settings(config_a.get("settings"), config_b.get("settings")),
@@ -246,6 +262,17 @@ def _first_of_numbers(
             step, left, right = known[int(apart.argmax())]
             found.append(FirstDifference(step, None, what, float(left), float(right)))
     return sorted(found, key=lambda each: each.step)
+
+
+def _one_sided(
+    a: Mapping[int, Step], b: Mapping[int, Step], common: Sequence[int]
+) -> Iterator[OneSided]:
+    """Each number of a step that only one run has at a common step."""
+    for what in NUMBERS:
+        in_a = {step for step in common if getattr(a[step], what) is not None}
+        in_b = {step for step in common if getattr(b[step], what) is not None}
+        if in_a != in_b:
+            yield OneSided(what, len(in_a - in_b), len(in_b - in_a), min(in_a ^ in_b))
 
 
 def _missing(a: Mapping[int, Step], b: Mapping[int, Step]) -> Iterator[FirstDifference]:

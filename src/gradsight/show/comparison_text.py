@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 
-from gradsight.show.comparison import NOISE, FirstDifference, RunComparison, Setting
+from rich.cells import cell_len
+
+from gradsight.show.comparison import (
+    NOISE,
+    FirstDifference,
+    OneSided,
+    RunComparison,
+    Setting,
+)
 from gradsight.show.text import BOLD, GREEN, RED, shortened, tinted
 from gradsight.values.findings import Finding
 from gradsight.values.plain import counted
@@ -26,6 +34,7 @@ def comparison_lines(comparison: RunComparison, a: str, b: str, colour: bool = F
     lines += [f"   {text}" for text in _extents(comparison)]
     lines += _table("Gradients, each where it differs first", comparison.parameters)
     lines += _table("Numbers of the steps, each where it differs first", comparison.numbers)
+    lines += _one_sided(comparison.one_sided)
     lines += _findings("Findings of a alone", comparison.findings_a)
     lines += _findings("Findings of b alone", comparison.findings_b)
     lines += _settings("Settings", comparison.settings)
@@ -37,7 +46,10 @@ def _verdict(comparison: RunComparison, colour: bool) -> str:
     steps = counted(comparison.common_steps, "common step")
     if comparison.same:
         how = "to the last bit" if comparison.exact else f"within a relative {NOISE:g}"
-        return tinted(f"✅ the same {how} in {steps}", f"{BOLD};{GREEN}", colour)
+        text = f"✅ the same {how} in {steps}"
+        if comparison.one_sided:
+            text = f"✅ no difference in what both runs recorded, {how}, in {steps}"
+        return tinted(text, f"{BOLD};{GREEN}", colour)
     first = comparison.first
     text = "❌ nothing to compare: the runs have no step in common"
     if first is not None:
@@ -79,8 +91,29 @@ def _table(title: str, differences: Sequence[FirstDifference]) -> list[str]:
 
 
 def _row(*cells: str) -> str:
-    padded = [shortened(text, width) for text, width in zip(cells, _WIDTHS, strict=True)]
-    return f"   {' '.join(padded)}".rstrip()
+    """A row of a table; a name that is too long for its column gets a line of its own."""
+    name = on_one_line(cells[0])
+    lines = []
+    if cell_len(name) > _WIDTHS[0]:
+        lines.append(f"   {name}")
+        name = ""
+    padded = [
+        shortened(text, width) for text, width in zip((name, *cells[1:]), _WIDTHS, strict=True)
+    ]
+    return "\n".join([*lines, f"   {' '.join(padded)}".rstrip()])
+
+
+def _one_sided(numbers: Sequence[OneSided]) -> list[str]:
+    """What one run did not record."""
+    if not numbers:
+        return []
+    lines = ["", "Recorded in one run only, and so not compared there:"]
+    for each in numbers:
+        sides = [("a", each.only_a), ("b", each.only_b)]
+        where = [f"only in {name} at {counted(count, 'step')}" for name, count in sides if count]
+        what = _WORDS.get(each.what, each.what)
+        lines.append(f"   {what}: {', '.join(where)}, first at step {each.first}")
+    return lines
 
 
 def _rest(count: int) -> list[str]:

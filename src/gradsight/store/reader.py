@@ -15,6 +15,7 @@ from gradsight.store import tail_format as frames
 from gradsight.store.incidents import read_incidents, with_ranks
 from gradsight.store.record_view import RecordView, Row
 from gradsight.store.run_files import read_run_config
+from gradsight.store.run_listing import runs_in
 from gradsight.store.score_problems import score_problems
 from gradsight.store.scores import each_step_once, readable_scores, score_files, step_after
 from gradsight.store.stat_chunks import StatChunk, stat_chunks
@@ -26,7 +27,7 @@ from gradsight.values.findings import Finding, Problem
 from gradsight.values.health_report import SEVERITIES, Abstention, counted_causes
 from gradsight.values.histograms import Histogram
 from gradsight.values.notebook import html_card
-from gradsight.values.plain import nearest
+from gradsight.values.plain import counted, nearest
 from gradsight.values.scores import SampleScore
 from gradsight.values.steps import Cost, ParameterStat, Scalar, Step
 
@@ -65,6 +66,12 @@ def open_run(run_dir: str | os.PathLike[str]) -> "Run":
         raise WrongPlace(f"there is no run directory at {path}")
     file = path / rundir.RECORD
     if not file.is_file():
+        inside = list(runs_in(path))
+        if inside:
+            raise WrongPlace(
+                f"{path} is a folder of {counted(len(inside), 'run')}, not a run directory: give "
+                f"one of them, such as {path / inside[0]}. To see them all: gradsight serve {path}"
+            )
         raise WrongPlace(f"{path} is not a run directory: it has no {rundir.RECORD}")
     return Run(path)
 
