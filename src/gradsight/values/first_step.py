@@ -86,6 +86,45 @@ class CopiedTargets:
 
 
 @dataclass(frozen=True, slots=True)
+class DoubleShift:
+    """Targets that are the inputs two places ahead."""
+
+    share: float
+    """Of the labels that were compared."""
+    by_model: bool
+    """Whether the labels were one place ahead already when the model was given them."""
+    place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingLabels:
+    """Labels at places of padding."""
+
+    places: int
+    """Places of padding that were looked at."""
+    counted: int
+    """How many of them have a label that counts."""
+    labels: int
+    """How many labels count in all."""
+    token: int
+    """What pads the input."""
+    in_decoder: bool = False
+    """Whether these are the labels of a decoder, known as padding by their token alone."""
+    place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLabels:
+    """How labels that count are spread over samples."""
+
+    samples: int
+    empty: int
+    """Samples of which no label counts."""
+    labels: int
+    counted: int
+
+
+@dataclass(frozen=True, slots=True)
 class FirstStep:
     """What was seen of the first step; None where it could not be told."""
 
@@ -99,6 +138,9 @@ class FirstStep:
     documents: Leak | None = None
     """Whether packed documents see each other, where the script says that rows are packed."""
     copied: CopiedTargets | None = None
+    shifted_twice: DoubleShift | None = None
+    padding: PaddingLabels | None = None
+    samples: SampleLabels | None = None
     depends: bool | None = None
     """Whether what the model gives changes when its input does."""
     independence: str = ""
