@@ -260,4 +260,249 @@ CLIPPING = [
     ),
 ]
 
-SITUATIONS = [*ZERO_GRADIENTS, *CLIPPING]
+LLAMA = """
+import transformers
+config = transformers.LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+)
+model = transformers.LlamaForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def batch(rows=8, length=24):
+    x = torch.randint(2, 64, (rows, length))
+    lengths = torch.randint(4, length - 3, (rows, 1))
+    lengths[0] = length
+    mask = (torch.arange(length) < lengths).long()
+    return x * mask, mask
+
+
+for step in range({steps}):
+{body}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def causal(name: str, *body: str, steps: int = 12, **expected: Any) -> Situation:
+    """Return a situation with a Llama whose lines of the loop are these."""
+    lines = "\n".join(f"    {line}" for line in body)
+    script = LLAMA.format(steps=steps, body=lines)
+    return Situation(f"Llama: {name}", script, preload=["transformers"], **expected)
+
+
+IGNORE_PADDING = "y = x.masked_fill(mask == 0, -100)"
+WITH_MASK = "loss = model(input_ids=x, attention_mask=mask, labels=y).loss"
+WITHOUT_MASK = "loss = model(input_ids=x, labels=y).loss"
+COUNTING = "x = (torch.randint(1, 60, (8, 1)) + torch.arange(24)) % 60 + 2"
+SHIFT = "y = torch.cat([x[:, 1:], x[:, :1] * 0 - 100], 1)"
+
+CAUSAL = [
+    causal(
+        "labels that a collator has shifted",
+        COUNTING,
+        SHIFT,
+        WITHOUT_MASK,
+        steps=60,
+        exit_code=2,
+        findings=["GS612"],
+        says=["the labels were one place ahead already", "pass labels = input_ids"],
+    ),
+    causal(
+        "random tokens whose labels are shifted twice, with padding",
+        "x, mask = batch()",
+        "y = x.masked_fill(mask == 0, -100)",
+        "y = torch.cat([y[:, 1:], y[:, :1] * 0 - 100], 1)",
+        WITH_MASK,
+        exit_code=2,
+        findings=["GS612"],
+    ),
+    causal("labels as they are", COUNTING, "y = x", WITHOUT_MASK),
+    causal(
+        "sequences of one token",
+        "x = torch.randint(2, 64, (8, 1)).expand(8, 24)",
+        SHIFT,
+        WITHOUT_MASK,
+    ),
+    causal(
+        "sequences of two tokens in turn",
+        "x = torch.randint(2, 64, (8, 2)).repeat(1, 12)",
+        "y = x",
+        WITHOUT_MASK,
+    ),
+    causal(
+        "sequences of three tokens in turn",
+        "x = torch.randint(2, 64, (8, 3)).repeat(1, 8)",
+        "y = x",
+        WITHOUT_MASK,
+    ),
+    causal(
+        "a loss of the next token and one of the token after it",
+        "x = torch.randint(2, 64, (8, 24))",
+        "logits = model(input_ids=x).logits",
+        "loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())",
+        "later = F.cross_entropy(logits[:, :-2].flatten(0, 1), x[:, 2:].flatten())",
+        "loss = loss + 0.1 * later",
+    ),
+    causal(
+        "a loss that leaves the first token out",
+        "x = torch.randint(2, 64, (8, 24))",
+        "logits = model(input_ids=x).logits",
+        "loss = F.cross_entropy(logits[:, 1:-1].flatten(0, 1), x[:, 2:].flatten())",
+    ),
+    causal(
+        "a loss that shifts shifted labels",
+        "x = torch.randint(2, 64, (8, 25))",
+        "x, y = x[:, :-1], x[:, 1:]",
+        "logits = model(input_ids=x).logits",
+        "loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())",
+        exit_code=1,
+        findings=["GS612"],
+    ),
+    causal(
+        "padding that counts",
+        "x, mask = batch()",
+        "y = x.clone()",
+        WITH_MASK,
+        exit_code=1,
+        findings=["GS613"],
+        says=["places of padding have a label that counts", "labels[attention_mask == 0] = -100"],
+    ),
+    causal(
+        "padding on the left that counts",
+        "x, mask = (each.flip(1) for each in batch())",
+        "y = x.clone()",
+        WITH_MASK,
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    causal("padding that is ignored", "x, mask = batch()", IGNORE_PADDING, WITH_MASK),
+    causal(
+        "padding on the left that is ignored",
+        "x, mask = (each.flip(1) for each in batch())",
+        IGNORE_PADDING,
+        WITH_MASK,
+    ),
+    causal(
+        "an end token where padding begins",
+        "x, mask = batch()",
+        "ends = mask.sum(1, keepdim=True)",
+        "y = x.masked_fill(torch.arange(24) > ends, -100)",
+        WITH_MASK,
+    ),
+    causal(
+        "an end token that pads, and that the mask shows",
+        "x, _ = batch()",
+        "mask = torch.ones_like(x)",
+        "y = x.clone()",
+        WITH_MASK,
+    ),
+    causal(
+        "losses that a mask is applied to",
+        "x, mask = batch()",
+        "logits = model(input_ids=x, attention_mask=mask).logits[:, :-1]",
+        'losses = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none")',
+        "loss = (losses * mask[:, 1:].flatten()).sum() / mask[:, 1:].sum()",
+        reasons={"GS613": "a mask may come after it"},
+    ),
+    causal(
+        "padding whose class has no weight",
+        "x, mask = batch()",
+        "weight = torch.ones(64)",
+        "weight[0] = 0",
+        "logits = model(input_ids=x, attention_mask=mask).logits[:, :-1]",
+        "loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), weight)",
+    ),
+    causal(
+        "prompts that are ignored",
+        "x, mask = batch()",
+        "y = x.masked_fill((mask == 0) | (torch.arange(24) < 3), -100)",
+        WITH_MASK,
+    ),
+    causal(
+        "half of the labels ignored",
+        "x = torch.randint(2, 64, (8, 24))",
+        "y = x.masked_fill(torch.arange(24) < 12, -100)",
+        WITHOUT_MASK,
+    ),
+    causal(
+        "answers cut off in three of four samples",
+        "x = torch.randint(2, 64, (4, 24))",
+        "y = x.masked_fill(torch.arange(24) < 12, -100)",
+        "y[1:] = -100",
+        WITHOUT_MASK,
+        exit_code=1,
+        findings=["GS614"],
+        says=["3 of 4 samples have no label that counts; 12 of 96 labels"],
+    ),
+    causal(
+        "answers cut off in one of four samples",
+        "x = torch.randint(2, 64, (4, 24))",
+        "y = x.masked_fill(torch.arange(24) < 12, -100)",
+        "y[1] = -100",
+        WITHOUT_MASK,
+    ),
+    causal(
+        "packed texts with positions",
+        "x = torch.randint(2, 64, (2, 24))",
+        "positions = torch.cat([torch.arange(10), torch.arange(14)]).repeat(2, 1)",
+        "loss = model(input_ids=x, labels=x, position_ids=positions, use_cache=False).loss",
+    ),
+]
+
+TRAINER = """
+import transformers
+config = transformers.LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+)
+model = transformers.LlamaForCausalLM(config)
+lengths = torch.randint(4, 22, (96, 1))
+masks = (torch.arange(24) < lengths).long()
+texts = torch.randint(2, 64, (96, 24)) * masks
+samples = [
+    {{"input_ids": text, "attention_mask": mask, "labels": {labels}}}
+    for text, mask in zip(texts, masks)
+]
+arguments = transformers.TrainingArguments(
+    "out", per_device_train_batch_size=4, max_steps=12, report_to="none", use_cpu=True, {options}
+)
+transformers.Trainer(model, arguments, train_dataset=samples).train()
+"""
+
+
+def trained(name: str, labels: str, options: str = "", **expected: Any) -> Situation:
+    """Return a situation with the Trainer of transformers; `labels` are those of one sample."""
+    script = TRAINER.format(labels=labels, options=options)
+    return Situation(f"Trainer: {name}", script, preload=["transformers", "accelerate"], **expected)
+
+
+IGNORED = "text.masked_fill(mask == 0, -100)"
+TRAINED = [
+    trained("labels right", IGNORED),
+    trained("float16", IGNORED, options="fp16=True"),
+    trained("padding that counts", "text", exit_code=1, findings=["GS613"]),
+    trained(
+        "labels shifted by the data set",
+        f"{IGNORED}.roll(-1).index_fill(0, torch.tensor(23), -100)",
+        exit_code=2,
+        findings=["GS612"],
+        says=["DataCollatorForLanguageModeling"],
+    ),
+    trained(
+        "most samples without labels",
+        f"{IGNORED} if text[0] < 15 else text * 0 - 100",
+        options="gradient_accumulation_steps=2, ",
+        exit_code=1,
+        findings=["GS614"],
+    ),
+]
+SITUATIONS = [*ZERO_GRADIENTS, *CLIPPING, *CAUSAL, *TRAINED]
