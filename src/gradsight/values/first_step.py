@@ -150,6 +150,36 @@ class FirstStep:
     left_out: tuple[tuple[str, str], ...] = ()
     """Codes that could not be judged, each with the reason."""
 
+    @property
+    def label_share(self) -> float | None:
+        """How many of the labels of classes count; None where there are none."""
+        labels = sum(each.labels for each in self.labels)
+        return sum(each.counted for each in self.labels) / labels if labels else None
+
+
+LABEL_SHARE = "first_step/label_share"
+"""The scalar of a record that has the share of labels that count, where it is not 1."""
+
+
+_NEARLY_ALL = 0.9
+
+
+def label_note(share: float | None) -> str | None:
+    """Say how many labels count, unless nearly all do.
+
+    Models that shift labels themselves ignore the last one of every sequence.
+
+    >>> label_note(0.15)
+    '15% of the labels counted at the first step'
+    """
+    if share is None or not 0 < share < _NEARLY_ALL:
+        return None
+    return f"{_percent(share)} of the labels counted at the first step"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
+
 
 @dataclass(frozen=True, slots=True)
 class RepeatedPass:
