@@ -33,9 +33,10 @@ def preflight(model: nn.Module, batch: Any, loss_fn: Any = None) -> HealthReport
     These are GS601 to GS608 and GS612 to GS614.
 
     Whether positions see later ones, rows or packed documents each other; whether targets are
-    moved ahead once, labels count and padding does not, the loss is fed what it takes and depends on the input; whether parts
-    that learn are in evaluation mode. Everything is left as it was found: weights, buffers,
-    gradients, generators, modes, hooks. What cannot be told is in the report's `abstained`.
+    moved ahead once, labels count and padding does not, the loss is fed what it takes and depends
+    on the input; whether parts that learn are in evaluation mode. Everything is left as it was
+    found: weights, buffers, gradients, generators, modes, hooks. What cannot be told is in the
+    report's `abstained`.
 
     model: the module that is to be trained, inside any wrapper.
     batch: one batch, as loss_fn takes it.
