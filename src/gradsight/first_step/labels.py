@@ -23,6 +23,8 @@ _FEWEST_CLASSES = 4
 _FEWEST_PADDING = 4
 _SHORTEST = 4
 """Places of a sequence."""
+_MOST_MISSING = 6
+"""Targets are shorter than the input by fewer places than this."""
 _SHARE = 0.9
 _USUAL_SHARE = 0.5
 """From here on a loss is an ordinary one as well: of the next token, or of the token itself."""
@@ -36,7 +38,7 @@ class LabelLook:
 
     shifted_twice: DoubleShift | None = None
     is_usual: bool = False
-    """Whether a loss has the next input, or the input itself, as its target."""
+    """Whether a loss has another target: the next input, the input itself, or one further ahead."""
     padding: PaddingLabels | None = None
     samples: SampleLabels | None = None
     left_out: tuple[tuple[str, str], ...] = ()
@@ -100,8 +102,10 @@ class _Laid:
     """[rows, time]"""
     values: Tensor
     counts: Tensor
-    missing: int
+    missing: int = 0
     """How many places the targets are shorter."""
+    time_first: bool = False
+    """Whether the input was [time, rows]."""
 
     def share(self, ahead: int) -> float | None:
         """How many targets are the input so far ahead.
@@ -129,12 +133,13 @@ class _Laid:
 def _laid(sources: Sequence[Tensor], targets: SeenTargets) -> Iterator[_Laid]:
     for source in sources:
         for time_first in (False, True):
-            given = source.transpose(0, 1) if time_first else source
-            for missing in range(min(3, given.shape[1])):
+            given = source.to(targets.values.device)
+            given = given.transpose(0, 1) if time_first else given
+            for missing in range(min(_MOST_MISSING, given.shape[1])):
                 length = given.shape[1] - missing
                 placed = placed_targets(given, targets, length, time_first)
                 if placed is not None and length >= _SHORTEST:
-                    yield _Laid(given, *placed, missing)
+                    yield _Laid(given, *placed, missing, time_first)
                     break
 
 
@@ -142,7 +147,8 @@ def _shift(seen: SeenPass, sources: Sequence[Tensor], classes: Sequence[SeenTarg
     found: DoubleShift | None = None
     for targets in classes:
         for laid in _laid(sources, targets):
-            if any((laid.share(ahead) or 0) > _USUAL_SHARE for ahead in (0, 1)):
+            # Heads for later tokens are trained together, or beside a usual one.
+            if any((laid.share(ahead) or 0) > _USUAL_SHARE for ahead in (0, 1, 3)):
                 return LabelLook(is_usual=True)
             share = laid.share(2)
             if share is None or share <= _SHARE or not _is_aligned(laid, targets):
@@ -172,7 +178,8 @@ def _is_given_ahead(seen: SeenPass, given: Tensor) -> bool:
             if "label" not in name and "target" not in name:
                 continue
             if isinstance(value, Tensor) and value.shape == given.shape:
-                laid = _Laid(given, value, (value >= 0).to(value.device), 0)
+                value = value.to(given.device)
+                laid = _Laid(given, value, value >= 0)
                 if (laid.share(1) or 0) > _SHARE:
                     return True
     return False
@@ -181,61 +188,79 @@ def _is_given_ahead(seen: SeenPass, given: Tensor) -> bool:
 # Padding that counts.
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Hidden:
+    """Places of padding in an input."""
+
+    places: Tensor
+    """[rows, time]"""
+    token: int
+    """What is there."""
+    time_first: bool = False
+    """Whether the input is [time, rows]."""
+
+
 def _padding(
     seen: SeenPass, sources: Sequence[Tensor], classes: Sequence[SeenTargets]
 ) -> tuple[PaddingLabels | None, str | None]:
     """Labels at places of padding, and why they could not be judged."""
-    masked = [each for each in map(_masked, seen.calls) if each is not None]
+    named = [named_arguments(call.module, call.made) for call in seen.calls]
+    masked = [each for each in named if _masks(each, sources)]
     if len(masked) > 1:
-        return None, "the model was called several times with an attention mask for one backward"
+        return None, "the model was called several times with a mask before one backward pass"
+    hidden = [place for each in masked for place in _hidden_by_masks(each, sources)]
+    if len(named) == 1 and _has_decoder(seen.calls[0].module, named[0]):
+        token = hidden[0].token if hidden else None
+        return _padding_of_decoder(seen.calls[0], named[0], classes, token), None
     if not masked:
-        return _padding_of_decoder(seen.calls, classes, None), None
-    call, named, hidden = masked[0]
-    token = _padding_token(sources, named, hidden)
-    if _has_decoder(call.module, named):
-        return _padding_of_decoder(seen.calls, classes, token), None
-    if token is None or not _is_at_ends(hidden):
-        return None, None
-    inner = _inner(hidden)
-    rows, length = inner.shape
-    for targets in classes:
-        for missing in range(3):
-            if targets.values.numel() != rows * (length - missing) or length - missing < _SHORTEST:
-                continue
-            found = _counted_padding(targets, inner[:, : length - missing], token)
-            if found is None:
-                continue
-            if not targets.is_reduced:
-                return None, "the loss is not reduced by its function: a mask may come after it"
-            return found, None
+        # Without a mask a layer may say which token pads.
+        hidden = [_Hidden(_ends(each, token), token) for each, token in seen.padded]
+    for each in hidden:
+        found = _counted_padding(each, classes)
+        if found is not None:
+            return found
     return None, None
 
 
-def _masked(call: SeenCall) -> tuple[SeenCall, Mapping[str, Any], Tensor] | None:
-    """A call with an attention mask that hides something, and the places that it hides."""
-    named = named_arguments(call.module, call.made)
-    mask = named.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] < _SHORTEST:
-        return None
-    # A mask that is added hides by large negative numbers.
-    if mask.layout is not torch.strided or bool((mask < 0).any()):
-        return None
-    hidden = mask.detach() == 0
-    return (call, named, hidden) if bool(hidden.any()) and not bool(hidden.all()) else None
-
-
-def _padding_token(
-    sources: Sequence[Tensor], named: Mapping[str, Any], hidden: Tensor
-) -> int | None:
-    """The one token at all places that are hidden; None where there are several."""
-    for source in sources:
-        if source.shape != hidden.shape or is_positions(source, named):
+def _masks(named: Mapping[str, Any], sources: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The masks of tokens that a call was given, by name."""
+    shapes = {tuple(source.shape) for source in sources}
+    found = {}
+    for name, mask in named.items():
+        if not isinstance(mask, Tensor) or "mask" not in name or mask.dim() != 2:
             continue
-        tokens = source[hidden.to(source.device)]
-        others = source[~hidden.to(source.device)]
-        if bool((tokens == tokens[0]).all()) and bool((others != others[0]).any()):
-            return int(tokens[0])
-    return None
+        if mask.layout is not torch.strided or not shapes & {tuple(mask.shape), mask.shape[::-1]}:
+            continue
+        # A mask that is added hides by large negative numbers.
+        if not bool((mask < 0).any()):
+            found[name] = mask.detach()
+    return found
+
+
+def _hidden_by_masks(named: Mapping[str, Any], sources: Sequence[Tensor]) -> Iterator[_Hidden]:
+    """The padding that masks hide: the same token is at all of their places."""
+    for name, mask in _masks(named, sources).items():
+        # Masks of torch's own layers are true where they hide.
+        for places in [mask == 0] if name == "attention_mask" else [mask == 0, mask != 0]:
+            if not bool(places.any()) or bool(places.all()):
+                continue
+            for source in sources:
+                for time_first in (False, True):
+                    given = source.T if time_first else source
+                    if given.shape != places.shape or is_positions(source, named):
+                        continue
+                    tokens = given[places.to(given.device)]
+                    others = given[~places.to(given.device)]
+                    if bool((tokens == tokens[0]).all()) and bool((others != others[0]).any()):
+                        yield _Hidden(places, int(tokens[0]), time_first)
+
+
+def _ends(source: Tensor, token: int) -> Tensor:
+    """[rows, time]: the tokens of this kind with which rows begin or end."""
+    if source.dim() != 2:
+        return torch.zeros(0, 0, dtype=torch.bool)
+    is_token = (source == token).long()
+    return (is_token.cumprod(1) + is_token.flip(1).cumprod(1).flip(1)) > 0
 
 
 def _is_at_ends(hidden: Tensor) -> bool:
@@ -257,16 +282,34 @@ def _inner(hidden: Tensor) -> Tensor:
     return hidden & before & after
 
 
-def _counted_padding(targets: SeenTargets, inner: Tensor, token: int) -> PaddingLabels | None:
-    values = targets.values.reshape(inner.shape)
-    counts = targets.counts.reshape(inner.shape)
-    inner = inner.to(values.device)
-    chosen = values[inner & counts]
-    places = int(inner.sum())
-    # Labels that differ there are meant to be predicted: the mask hides words, not padding.
-    if places < _FEWEST_PADDING or (len(chosen) and bool((chosen != chosen[0]).any())):
+def _counted_padding(
+    hidden: _Hidden, classes: Sequence[SeenTargets]
+) -> tuple[PaddingLabels | None, str | None] | None:
+    """How many labels at places of padding count; None where that is not known."""
+    if not hidden.places.numel() or not _is_at_ends(hidden.places):
         return None
-    return PaddingLabels(places, len(chosen), int(counts.sum()), token, place=targets.place)
+    inner = _inner(hidden.places)
+    rows, length = inner.shape
+    for targets in classes:
+        size = targets.values.numel()
+        if size % rows or not max(_SHORTEST, length - 2) <= size // rows <= length:
+            continue
+        values, counts = targets.values, targets.counts
+        if hidden.time_first:
+            values, counts = values.reshape(-1, rows).T, counts.reshape(-1, rows).T
+        else:
+            values, counts = values.reshape(rows, -1), counts.reshape(rows, -1)
+        padding = inner[:, : size // rows].to(values.device)
+        chosen = values[padding & counts]
+        places = int(padding.sum())
+        # Labels that differ there are meant to be predicted: the mask hides words, not padding.
+        if places < _FEWEST_PADDING or (len(chosen) and bool((chosen != chosen[0]).any())):
+            continue
+        if not targets.is_reduced:
+            return None, "the loss is not reduced by its function: a mask may come after it"
+        found = PaddingLabels(places, len(chosen), int(counts.sum()), hidden.token)
+        return replace(found, place=targets.place), None
+    return None
 
 
 def _has_decoder(module: nn.Module, named: Mapping[str, Any]) -> bool:
@@ -283,15 +326,9 @@ def _config(module: nn.Module) -> Any:
 
 
 def _padding_of_decoder(
-    calls: Sequence[SeenCall], classes: Sequence[SeenTargets], token: int | None
+    call: SeenCall, named: Mapping[str, Any], classes: Sequence[SeenTargets], token: int | None
 ) -> PaddingLabels | None:
     """Labels of a decoder that end in padding: no mask says where they do."""
-    if len(calls) != 1:
-        return None
-    (call,) = calls
-    named = named_arguments(call.module, call.made)
-    if not _has_decoder(call.module, named):
-        return None
     if token is None:
         token = getattr(_config(call.module), "pad_token_id", None)
     given = [each for each in tensors_in(*named.values()) if each.dim() >= 2]
@@ -352,9 +389,8 @@ def _by_sample(seen: SeenPass, sources: Sequence[Tensor], targets: SeenTargets) 
     is_of_transformers = any(_config(call.module) is not None for call in seen.calls)
     for source in sources:
         for laid in _laid([source], targets):
-            is_rows_first = laid.given is source
-            known = is_of_transformers and is_rows_first
-            if known or any((laid.share(ahead) or 0) > _SHARE for ahead in range(3)):
+            is_known = is_of_transformers and not laid.time_first
+            if is_known or any((laid.share(ahead) or 0) > _SHARE for ahead in range(3)):
                 return laid.counts
     return None
 

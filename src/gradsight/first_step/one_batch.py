@@ -63,6 +63,7 @@ def look_at_batch(
         tuple(operations.fed),
         tuple(operations.labels),
         operations.constant,
+        tuple(operations.padded),
     )
     first = _aside(seen)
     of_labels = look_at_labels(seen)

@@ -64,6 +64,8 @@ class Operations(TorchFunctionMode):
     def __init__(self, guard: Guard, probing: bool = False) -> None:
         super().__init__()
         self.looked_up: list[Tensor] = []
+        self.padded: list[tuple[Tensor, int]] = []
+        """Lookups of a layer that knows which token pads, and that token."""
         self.targets: list[SeenTargets] = []
         self.fed: list[FedLoss] = []
         self.labels: list[CountedLabels] = []
@@ -171,6 +173,9 @@ class Operations(TorchFunctionMode):
         if source is None or not result.is_floating_point() or len(self.looked_up) >= _MOST:
             return None
         self.looked_up.append(source.detach())
+        padding = args[2] if func is F.embedding and len(args) > 2 else kwargs.get("padding_idx")
+        if func is F.embedding and isinstance(padding, int):
+            self.padded.append((source.detach(), padding))
         if not self._probing or result.shape[: source.dim()] != source.shape:
             return None
         with torch.enable_grad():

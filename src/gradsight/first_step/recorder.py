@@ -84,6 +84,8 @@ class SeenPass:
     fed: tuple[FedLoss, ...] = ()
     labels: tuple[CountedLabels, ...] = ()
     constant: ConstantLoss | None = None
+    padded: tuple[tuple[Tensor, int], ...] = ()
+    """Lookups of layers that know which token pads, with that token."""
     hidden: str | None = None
     """Why the operations of this pass were not seen; None: they were."""
 
@@ -184,6 +186,7 @@ class PassRecorder:
                 tuple(seen.fed),
                 tuple(seen.labels),
                 seen.constant,
+                tuple(seen.padded),
             )
         self._holders = {key: left - 1 for key, left in self._holders.items() if left > 1}
 

@@ -21,6 +21,8 @@ _LEAST_SECONDS = 0.25
 """What a pass aside may take however short a step is."""
 _LATEST = 3
 """Steps after which nobody waits for a call any more."""
+_LABEL_LOOKS = 16
+"""Passes of the first step whose labels are looked at."""
 _BY_OPERATIONS = ("GS605", "GS606", *LABEL_CODES)
 """What is read from the operations of the training pass itself."""
 FIRST_SIGNALS = ("first step", "passes")
@@ -62,6 +64,7 @@ class FirstLook:
         self._labels: list[CountedLabels] = []
         self._constant: ConstantLoss | None = None
         self._label_look: LabelLook | None = None
+        self._label_looks = 0
         self._steps = 0
         self._is_over = False
 
@@ -86,10 +89,12 @@ class FirstLook:
         self._fed += seen.fed
         self._labels += seen.labels
         self._constant = self._constant or seen.constant
-        look = self._extra.run(look_at_labels, seen)
-        if look is not None:
-            before = self._label_look
-            self._label_look = look if before is None else before.joined(look)
+        if self._label_looks < _LABEL_LOOKS:
+            self._label_looks += 1
+            look = self._extra.run(look_at_labels, seen)
+            if look is not None:
+                before = self._label_look
+                self._label_look = look if before is None else before.joined(look)
         if self._call is None:
             self._call = self._largest(seen)
             self._seen = seen

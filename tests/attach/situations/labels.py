@@ -945,4 +945,203 @@ for step in range(12):
     ),
 ]
 
-SITUATIONS = [*ZERO_GRADIENTS, *CLIPPING, *CAUSAL, *TRAINED, *OTHER_LABELS]
+
+TRANSLATOR = """
+class Translator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.body = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0)
+        self.head = nn.Linear(16, 40)
+
+    def forward(self, source, target, target_mask, source_padding_mask, target_padding_mask):
+        hidden = self.body(
+            self.embed(source),
+            self.embed(target),
+            tgt_mask=target_mask,
+            src_key_padding_mask=source_padding_mask,
+            tgt_key_padding_mask=target_padding_mask,
+        )
+        return self.head(hidden)
+
+
+model = Translator()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+criterion = nn.CrossEntropyLoss({options})
+for step in range(12):
+    x = torch.randint(3, 40, (15, 8)) * (torch.arange(15)[:, None] < torch.randint(4, 15, (8,)))
+    y = torch.randint(3, 40, ({length}, 8))
+    y = y * (torch.arange(len(y))[:, None] < torch.randint(4, 14, (8,)))
+    given, wanted = y[:-1], y[1:]
+    later = torch.ones(len(given), len(given)).triu(1).bool()
+    outputs = model(x, given, later, (x == 0).T, (given == 0).T)
+    optimizer.zero_grad()
+    criterion(outputs.reshape(-1, 40), wanted.reshape(-1)).backward()
+    optimizer.step()
+"""
+WRITER = """
+class Writer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 16{padding})
+        self.cell = nn.GRU(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 40)
+
+    def forward(self, tokens, mask=None):
+        return self.head(self.cell(self.embed(tokens))[0])
+
+
+model = Writer()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(12):
+    tokens = torch.randint(3, 40, (8, 20))
+    tokens = tokens * (torch.arange(20) < torch.randint(4, 20, (8, 1)))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    optimizer.zero_grad()
+    {body}
+    loss.backward()
+    optimizer.step()
+"""
+OF_ALL = "F.cross_entropy(outputs.flatten(0, 1), y.flatten()"
+
+
+def writer(name: str, body: str, padding: str = "", **expected: Any) -> Situation:
+    """Return a situation with an RNN that is given padded texts."""
+    script = WRITER.format(padding=padding, body=body)
+    return Situation(f"padded texts: {name}", script, **expected)
+
+
+PADDED_LABELS = [
+    Situation(
+        "a translator of its own: padding ignored",
+        TRANSLATOR.format(options="ignore_index=0", length=14),
+    ),
+    Situation(
+        "a translator of its own: as many words in both texts",
+        TRANSLATOR.format(options="ignore_index=0", length=16),
+    ),
+    Situation(
+        "a translator of its own: padding that counts",
+        TRANSLATOR.format(options="", length=14),
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    Situation(
+        "a translator of its own: as many words in both texts, and padding that counts",
+        TRANSLATOR.format(options="", length=16),
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    writer(
+        "ignored, with a mask",
+        f"outputs = model(x, x != 0); loss = {OF_ALL}, ignore_index=0)",
+    ),
+    writer(
+        "counted, with a mask",
+        f"outputs = model(x, x != 0); loss = {OF_ALL})",
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    writer(
+        "counted, with a mask that is true where it hides",
+        f"outputs = model(x, mask=x == 0); loss = {OF_ALL})",
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    writer(
+        "only real words compared",
+        "outputs = model(x, x != 0); loss = F.cross_entropy(outputs[y != 0], y[y != 0])",
+    ),
+    writer(
+        "ignored, with a padding index",
+        f"outputs = model(x); loss = {OF_ALL}, ignore_index=0)",
+        padding=", padding_idx=0",
+    ),
+    writer(
+        "counted, with a padding index",
+        f"outputs = model(x); loss = {OF_ALL})",
+        padding=", padding_idx=0",
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    writer(
+        "labels of -1 at padding",
+        f"outputs = model(x); y = y.masked_fill(y == 0, -1); loss = {OF_ALL}, ignore_index=-1)",
+        padding=", padding_idx=0",
+    ),
+    writer(
+        "a mask that multiplies the losses",
+        f'outputs = model(x); losses = {OF_ALL}, reduction="none"); '
+        "loss = (losses * (y != 0).flatten()).sum() / (y != 0).sum()",
+        padding=", padding_idx=0",
+    ),
+    writer(
+        "one label for every text",
+        "outputs = model(x); loss = F.cross_entropy(outputs[:, -1], x[:, 0])",
+        padding=", padding_idx=0",
+    ),
+    writer(
+        "a token that is zero now and then",
+        f"x = torch.randint(40, (8, 19)); y = torch.randint(40, (8, 19)); "
+        f"outputs = model(x); loss = {OF_ALL})",
+        padding=", padding_idx=0",
+    ),
+    writer(
+        "heads for later tokens alone",
+        "x = torch.randint(3, 40, (8, 20)); outputs = model(x); "
+        "loss = sum(F.cross_entropy(outputs[:, :-n].flatten(0, 1), x[:, n:].flatten()) "
+        "for n in (2, 3))",
+    ),
+    writer(
+        "memory of what came first",
+        "x = torch.zeros(8, 24).long(); x[:, :4] = torch.randint(1, 40, (8, 4)); "
+        "y = torch.zeros(8, 24).long(); y[:, 20:] = x[:, :4]; "
+        f"outputs = model(x); loss = {OF_ALL})",
+    ),
+]
+MORE_CLIPPING = [
+    mixed(
+        f"four micro-batches clipped {when} unscale_",
+        f"scaler.scale(F.cross_entropy(model(x), x[:, :4].argmax(1))).backward(); {lines}",
+        SGD,
+        **expected,
+    )
+    for when, lines, expected in (
+        ("before", f"{CLIP}; scaler.unscale_(optimizer)", {"exit_code": 2, "findings": ["GS409"]}),
+        ("after", f"scaler.unscale_(optimizer); {CLIP}", {}),
+    )
+]
+ACCELERATED = """
+import accelerate
+accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+accelerator.scaler = torch.amp.GradScaler("cpu")
+accelerator.native_amp = True
+model = nn.Linear(20, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range(20):
+    x = torch.randn(32, 20)
+    accelerator.backward(F.cross_entropy(model(x), x[:, :4].argmax(1)))
+    {clip}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+MORE_CLIPPING += [
+    Situation(
+        "accelerate: clipping by its own function",
+        ACCELERATED.format(clip="accelerator.clip_grad_norm_(model.parameters(), 1.0)"),
+        preload=["accelerate"],
+    ),
+    Situation(
+        "accelerate: clipping by torch's function",
+        ACCELERATED.format(clip=CLIP),
+        exit_code=1,
+        findings=["GS409"],
+        says=["accelerate's clip_grad_norm_ does both"],
+        preload=["accelerate"],
+    ),
+]
+
+SITUATIONS = [
+    *ZERO_GRADIENTS, *CLIPPING, *MORE_CLIPPING, *CAUSAL, *TRAINED, *OTHER_LABELS, *PADDED_LABELS,
+]  # fmt: skip
