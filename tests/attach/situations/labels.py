@@ -1142,6 +1142,228 @@ MORE_CLIPPING += [
     ),
 ]
 
+
+COLLATED = """
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+words = ["<pad>", "<eos>", "<unk>", *(f"w{{number}}" for number in range(60))]
+known = {{word: number for number, word in enumerate(words)}}
+inner = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=inner, pad_token={pad!r}, eos_token="<eos>", unk_token="<unk>"
+)
+config = transformers.{config}
+model = transformers.{model}(config)
+texts = [
+    " ".join(words[n] for n in torch.randint(3, 63, (int(length),))) + " <eos>"
+    for length in torch.randint(4, 20, (96,))
+]
+samples = [tokenizer(text) for text in texts]
+{more}
+arguments = transformers.TrainingArguments(
+    "out", per_device_train_batch_size=4, max_steps=8, report_to="none", use_cpu=True, {options}
+)
+transformers.Trainer(model, arguments, train_dataset=samples, data_collator=collate).train()
+"""
+LLAMA_CONFIG = (
+    "LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, "
+    "num_attention_heads=2)"
+)
+
+
+def collated(
+    name: str,
+    more: str,
+    pad: str = "<pad>",
+    options: str = "",
+    config: str = LLAMA_CONFIG,
+    model: str = "LlamaForCausalLM",
+    **expected: Any,
+) -> Situation:
+    """Return a situation with texts that a collator pads; `more` defines the collator."""
+    script = COLLATED.format(pad=pad, more=more, options=options, config=config, model=model)
+    return Situation(
+        f"collator: {name}", script, preload=["transformers", "accelerate"], **expected
+    )
+
+
+LANGUAGE = "collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+BY_HAND = """
+def collate(rows):
+    batch = tokenizer.pad(rows, return_tensors="pt")
+    batch["labels"] = {labels}
+    return batch
+"""
+COLLATORS = [
+    collated("of language modelling", LANGUAGE),
+    collated("the end token pads", LANGUAGE, pad="<eos>"),
+    collated("label smoothing", LANGUAGE, options="label_smoothing_factor=0.1"),
+    collated(
+        "of masked language modelling",
+        'tokenizer.add_special_tokens({"mask_token": "<mask>"})\n'
+        "collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)",
+        config=LLAMA_CONFIG.replace("Llama", "Bert"),
+        model="BertForMaskedLM",
+    ),
+    collated("without padding", "collate = transformers.DataCollatorWithFlattening()"),
+    collated(
+        "padding counts",
+        BY_HAND.format(labels='batch["input_ids"].clone()'),
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    collated(
+        "padding with the end token counts",
+        BY_HAND.format(labels='batch["input_ids"].clone()'),
+        pad="<eos>",
+        exit_code=1,
+        findings=["GS613"],
+    ),
+    collated(
+        "padding on the left is ignored",
+        'tokenizer.padding_side = "left"\n'
+        + BY_HAND.format(
+            labels='batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)'
+        ),
+    ),
+    collated(
+        "labels shifted by the collator",
+        BY_HAND.format(
+            labels='F.pad(batch["input_ids"][:, 1:], (0, 1)).masked_fill('
+            'F.pad(batch["attention_mask"][:, 1:], (0, 1)) == 0, -100)'
+        ),
+        exit_code=2,
+        findings=["GS612"],
+    ),
+    collated(
+        "prompts are ignored",
+        BY_HAND.format(
+            labels='batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)'
+        ).replace("    return", '    batch["labels"][:, :3] = -100\n    return'),
+    ),
+]
+PROMPTS = """
+from tokenizers import Tokenizer, models, pre_tokenizers
+import datasets
+import transformers
+import trl
+words = ["<pad>", "<eos>", "<unk>", *(f"w{{number}}" for number in range(60))]
+inner = Tokenizer(
+    models.WordLevel({{word: number for number, word in enumerate(words)}}, unk_token="<unk>")
+)
+inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+)
+config = transformers.{config}
+model = transformers.LlamaForCausalLM(config)
+
+
+def text(least, most):
+    return " ".join(words[n] for n in torch.randint(3, 63, (int(torch.randint(least, most, ())),)))
+
+
+rows = [{{"prompt": text({least}, {most}), "completion": " " + text(3, 8)}} for _ in range(48)]
+arguments = trl.SFTConfig(
+    "out", per_device_train_batch_size=4, max_steps=8, report_to="none", use_cpu=True,
+    bf16=False, max_length=32{options}
+)
+trl.SFTTrainer(
+    model, args=arguments, train_dataset=datasets.Dataset.from_list(rows),
+    processing_class=tokenizer,
+).train()
+"""
+SFT = [
+    Situation(
+        f"SFTTrainer: {name}",
+        PROMPTS.format(config=LLAMA_CONFIG, least=least, most=most, options=options),
+        slow=True,
+        **expected,
+    )
+    for name, least, most, options, expected in (
+        ("prompts are ignored", 4, 12, "", {}),
+        ("the whole text counts", 4, 12, ", completion_only_loss=False", {}),
+    )
+]
+
+
+TWO_RANKS = """
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+torch.manual_seed(dist.get_rank())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(12):
+    x, mask = batch()
+    optimizer.zero_grad()
+    model(input_ids=x, attention_mask=mask, labels={labels}).loss.backward()
+    optimizer.step()
+"""
+LIGHTNING = """
+import lightning
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, index):
+        x, mask = batch
+        y = {labels}
+        return self.model(input_ids=x, attention_mask=mask, labels=y).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+x, mask = batch(64)
+data = torch.utils.data.TensorDataset(x, mask)
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+lightning.Trainer(
+    max_epochs=2,
+    accelerator="cpu",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+).fit(Module(), loader)
+"""
+LABELS_OF = (
+    ("padding ignored", "x.masked_fill(mask == 0, -100)", {}),
+    ("padding counts", "x", {"exit_code": 1, "findings": ["GS613"]}),
+    (
+        "labels shifted twice",
+        "F.pad(x, (0, 1))[:, 1:].masked_fill(F.pad(mask, (0, 1))[:, 1:] == 0, -100)",
+        {"exit_code": 2, "findings": ["GS612"]},
+    ),
+    (
+        "most samples without labels",
+        "x.masked_fill((mask == 0) | (torch.arange(len(x))[:, None] > 1), -100)",
+        {"exit_code": 1, "findings": ["GS614"]},
+    ),
+)
+BEFORE_THE_LOOP = LLAMA[: LLAMA.index("for step")]
+ELSEWHERE: list[Situation] = []
+for what, labels, expected in LABELS_OF:
+    ELSEWHERE += [
+        Situation(
+            f"two ranks: {what}",
+            BEFORE_THE_LOOP + TWO_RANKS.format(labels=labels),
+            arguments=["--nproc_per_node", "2"],
+            slow=True,
+            **expected,
+        ),
+        Situation(
+            f"Lightning: {what}",
+            BEFORE_THE_LOOP + LIGHTNING.format(labels=labels),
+            preload=["transformers", "lightning"],
+            slow=True,
+            **expected,
+        ),
+    ]
+
 SITUATIONS = [
     *ZERO_GRADIENTS, *CLIPPING, *MORE_CLIPPING, *CAUSAL, *TRAINED, *OTHER_LABELS, *PADDED_LABELS,
+    *COLLATORS, *SFT, *ELSEWHERE,
 ]  # fmt: skip
