@@ -103,6 +103,54 @@ def series(both_ways: bool) -> Case:
     )
 
 
+class Padded(nn.Module):
+    """Is given a mask, or has a layer that knows which token pads."""
+
+    def __init__(self, padding: int | None = None) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8, padding_idx=padding)
+        self.cell = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(self.cell(self.words(x))[0])  # type: ignore[no-any-return]
+
+
+def padded_tokens() -> Tensor:
+    texts = torch.randint(1, WORDS, (4, 14), generator=torch.Generator().manual_seed(0))
+    return texts * (torch.arange(14) < torch.tensor([[14], [5], [9], [3]]))
+
+
+def next_padded(masked: bool, **options: Any) -> Any:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        x, y = batch[:, :-1], batch[:, 1:]
+        logits = model(x, x != 0) if masked else model(x)
+        losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), **options)
+        return losses if losses.dim() == 0 else (losses * (y != 0).flatten()).mean()
+
+    return loss
+
+
+def moved(begin: int, end: int, ahead: int) -> Any:
+    """Compare the outputs from `begin` on with tokens so far ahead of the first one."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        logits = model(batch)[:, begin:end]
+        targets = batch[:, ahead : ahead + logits.shape[1]]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return loss
+
+
+def of_one_sample(model: nn.Module, batch: Tensor) -> Tensor:
+    targets = batch[:, 1:].clone()
+    targets[1:] = -100
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets.flatten())
+
+
+PADS = padded_tokens()
+LONG = torch.randint(WORDS, (4, 30), generator=torch.Generator().manual_seed(0))
+NO_WEIGHT = torch.ones(WORDS).index_fill(0, torch.tensor(0), 0.0)
 T = tokens()
 SAME = T[:, :-1]
 IGNORED = (labelled()[0], torch.full((6,), -100))
@@ -132,6 +180,10 @@ FAULTS: dict[str, tuple[str, Callable[[], Case]]] = {
     "all labels ignored": ("GS606", lambda: (Rows(), IGNORED, classes)),
     "the input is overwritten": ("GS607", lambda: (Rows("noise"), labelled(), classes)),
     "times zero": ("GS607", lambda: (Rows("nothing"), labelled(), classes)),
+    "labels shifted twice": ("GS612", lambda: (Padded(), LONG, moved(0, -2, 2))),
+    "padding counts, by a mask": ("GS613", lambda: (Padded(), PADS, next_padded(True))),
+    "padding counts, by a layer": ("GS613", lambda: (Padded(0), PADS, next_padded(False))),
+    "one sample has labels": ("GS614", lambda: (Padded(), LONG, of_one_sample)),
     "evaluation mode": ("GS608", lambda: (Rows().eval(), labelled(), classes)),
 }  # fmt: skip
 ADJACENCY = (torch.rand(12, 12) > 0.6).float()
@@ -158,6 +210,12 @@ HEALTHY: dict[str, Callable[[], Case]] = {
     "soft targets": lambda: (Rows(), labelled(), _soft),
     "distilled": lambda: (Rows(), labelled(), distilled(logs)),
     "logits": lambda: (Rows(), labelled(), binary(lambda x: x)),
+    "the first two outputs left out": lambda: (Padded(), LONG, moved(1, -1, 2)),
+    "padding ignored, by a mask": lambda: (Padded(), PADS, next_padded(True, ignore_index=0)),
+    "padding ignored, by a layer": lambda: (Padded(0), PADS, next_padded(False, ignore_index=0)),
+    "padding without weight": lambda: (Padded(), PADS, next_padded(True, weight=NO_WEIGHT)),
+    "losses masked afterwards": lambda: (Padded(), PADS, next_padded(True, reduction="none")),
+    "padding that nothing declares": lambda: (Padded(), PADS, next_padded(False)),
     "some labels ignored": lambda: (Rows(), (labelled()[0], torch.tensor([0, 1, -100, 2, -100, 3])), classes),
     "frozen body in evaluation mode": lambda: (_frozen_body(), labelled(), classes),
     "single layers in evaluation mode": lambda: (_kept_statistics(), labelled(), classes),

@@ -322,7 +322,13 @@ CAUSAL = [
         exit_code=2,
         findings=["GS612"],
     ),
-    causal("labels as they are", COUNTING, "y = x", WITHOUT_MASK),
+    causal(
+        "labels as they are",
+        COUNTING,
+        "y = x",
+        WITHOUT_MASK,
+        never_says=["of the labels counted"],
+    ),
     causal(
         "sequences of one token",
         "x = torch.randint(2, 64, (8, 1)).expand(8, 24)",
@@ -423,6 +429,7 @@ CAUSAL = [
         "x, mask = batch()",
         "y = x.masked_fill((mask == 0) | (torch.arange(24) < 3), -100)",
         WITH_MASK,
+        says=["40% of the labels counted at the first step"],
     ),
     causal(
         "half of the labels ignored",
