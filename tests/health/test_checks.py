@@ -32,6 +32,7 @@ from gradsight.values.measured import (
     RankDigests,
     StepSignals,
 )
+from gradsight.values.networks import UnmovedNetwork
 from gradsight.values.steps import Step
 
 NAMES = [f"blocks.{index}.weight" for index in range(6)]
@@ -79,6 +80,15 @@ def run(steps: Steps, settings: object = True, **about: Any) -> dict[str, Findin
     judge = Judge(subject(**about), chosen(settings))
     for step in steps:
         judge.observe(step)
+    return {finding.code: finding for finding in judge.findings()}
+
+
+def with_networks(*unmoved: UnmovedNetwork) -> dict[str, Finding]:
+    """Usual steps, and at their end these networks that no optimizer has moved."""
+    judge = Judge(subject(), chosen(True))
+    for step in usual():
+        judge.observe(step)
+    judge.compare_networks(unmoved)
     return {finding.code: finding for finding in judge.findings()}
 
 
@@ -234,6 +244,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS303", lambda: run(looked(), memberships=[1, 2, 1, 1, 1, 1]), lambda: run(looked())),
     ("GS304", lambda: run(looked(ratio=[1e-3, 0, 1e-3, 1e-3, 1e-3, 1e-3])), lambda: run(looked(ratio=lambda n: 1e-3 if n < 20 else 0.0, lr=0.0))),
     ("GS305", lambda: run(usual(uncleared=True)), lambda: run(usual(uncleared=False))),
+    ("GS306", lambda: with_networks(UnmovedNetwork("critic", 4, 3)), lambda: with_networks()),
     ("GS307", lambda: run(usual(), frozen_adapters=(0, 1)), lambda: run(usual())),
     ("GS401", lambda: run(looked(ratio=0.9)), lambda: run(looked(ratio=[0.9, 0.01, 0.01, 0.01, 0.01, 0.01]))),
     ("GS402", lambda: run(looked(ratio=1e-9)), lambda: run(looked(ratio=1e-5))),

@@ -263,8 +263,10 @@ class Networks:
                 network.from_data |= not has_graph
 
         inner = unwrapped(module)
-        put = partial(put_module_hook, self._guard, inner.register_forward_pre_hook)
-        self._hooks.append(put(called, with_kwargs=True))
+        handle = put_module_hook(
+            self._guard, inner.register_forward_pre_hook, called, with_kwargs=True
+        )
+        self._hooks.append(handle)
 
     # At the end.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.calls import RecordedCall, is_suspended
-from gradsight.core.layouts import held_bytes, version
+from gradsight.core.layouts import held_bytes, versions
 from gradsight.incidents.loss_lines import Between
 
 
@@ -41,8 +41,8 @@ class KeptCall:
         self.loss = Between()
         """Where the loss lies that was made of this call."""
         self.tensors = tensors
-        self.versions = [version(tensor) for tensor in tensors]
-        self.bytes = sum(held_bytes(tensor) for tensor in tensors)
+        self.versions = versions(tensors)
+        self.bytes = held_bytes(tensors)
         self.buffer_versions: list[int] = []
         self.gradients: list[Tensor | None] = []
         """The gradients that came back to the tensors of the output, through whatever uses them."""
@@ -61,10 +61,7 @@ class KeptCall:
 
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""
-        return any(
-            version(tensor) != before
-            for tensor, before in zip(self.tensors, self.versions, strict=True)
-        )
+        return versions(self.tensors) != self.versions
 
 
 def around(

@@ -24,7 +24,7 @@ from gradsight.core.calls import CallNumber, RecordedCall
 from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
-from gradsight.core.layouts import held_bytes, version
+from gradsight.core.layouts import held_bytes, versions
 from gradsight.core.parameters import called_module
 from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
@@ -96,11 +96,9 @@ class KeptCalls:
         self._spectral = _spectral_buffers(model)
         # Running statistics change with every call; they are no sign of a changed model.
         normalising = {id(buffer) for buffer in _normalising_buffers(model)}
-        self._buffers = [
-            (name, buffer)
-            for name, buffer in model.named_buffers()
-            if id(buffer) not in normalising
-        ]
+        self._buffers = {
+            name: buffer for name, buffer in model.named_buffers() if id(buffer) not in normalising
+        }
 
     def start(self) -> None:
         """Begin to watch."""
@@ -209,7 +207,7 @@ class KeptCalls:
         )
         call = KeptCall(made, tensors, self._micro_batch)
         self._called_since_backward = True
-        call.buffer_versions = [version(buffer) for _, buffer in self._buffers]
+        call.buffer_versions = versions(self._buffers.values())
         self._held += call.bytes
         self.calls.append(call)
         while len(self.calls) > 1 and (
@@ -300,11 +298,12 @@ class KeptCalls:
             limit = f"{self._limits.gradient_bytes / 2**20:.0f} MiB"
             missing = "where they are missing, backward was not run again"
             yield f"gradients at the model's outputs beyond {limit} were not kept: {missing}"
-        pairs = zip(self._buffers, call.buffer_versions, strict=True)
+        now = versions(self._buffers.values())
+        counters = zip(self._buffers, now, call.buffer_versions, strict=True)
         changed = [
             name
-            for (name, buffer), before in pairs
-            if version(buffer) != before and name not in call.made.buffers
+            for name, now, before in counters
+            if now != before and name not in call.made.buffers
         ]
         if changed:
             yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
@@ -325,7 +324,7 @@ class KeptCalls:
             return
         known = call.gradients[place]
         call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
-        call.gradient_bytes += held_bytes(gradient) if known is None else 0
+        call.gradient_bytes += held_bytes([gradient]) if known is None else 0
         held = sum(each.gradient_bytes for each in self.calls)
         # The oldest go first; the call that has just got a gradient goes last.
         for each in [*(other for other in self.calls if other is not call), call]:

@@ -84,14 +84,13 @@ class LossLines:
             self._known[loss] = tuple(
                 line if line == other else None for line, other in zip(lines, known, strict=True)
             )
-        self.forget()
+        self._begun = self._noting = False
         return between
 
     def forget(self) -> None:
         """No loss is under way any more."""
         self._switch_off()
-        self._begun = False
-        self._noting = False
+        self._begun = self._noting = False
 
     def of(self, root: Tensor | None, between: Between) -> Mapping[Any, str]:
         """The line of every autograd node of a loss, where it is known."""

@@ -27,6 +27,11 @@ FORGOTTEN = [
         ],
     ),
     Situation(
+        "a network that was forgotten, and what the fix adds",
+        TWO_NETWORKS.format(more='optimizer.add_param_group({"params": b.parameters()})'),
+        models={"a+b": 60},
+    ),
+    Situation(
         "an optimizer that never steps",
         TWO_NETWORKS.format(more="idle = torch.optim.Adam(b.parameters(), lr=1e-2)"),
         exit_code=1,
