@@ -7,7 +7,6 @@ change them counts as one: an optimizer, an average over another network, an upd
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch

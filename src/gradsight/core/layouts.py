@@ -59,7 +59,4 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the version counters of tensors; one made in inference mode has none."""
-    found = []
-    for tensor in tensors:
-        found.append(0 if tensor.is_inference() else tensor._version)
-    return found
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

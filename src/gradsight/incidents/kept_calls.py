@@ -325,13 +325,18 @@ class KeptCalls:
         known = call.gradients[place]
         call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
         call.gradient_bytes += held_bytes([gradient]) if known is None else 0
-        held = sum(each.gradient_bytes for each in self.calls)
+        held = sum([each.gradient_bytes for each in self.calls])
         # The oldest go first; the call that has just got a gradient goes last.
-        for each in [*(other for other in self.calls if other is not call), call]:
+        if held > self._limits.gradient_bytes:
+            self._drop_gradients(held, call)
+
+    def _drop_gradients(self, held: int, newest: KeptCall) -> None:
+        """Drop those of the oldest calls first, and of the newest last, down to the limit."""
+        for call in [*(other for other in self.calls if other is not newest), newest]:
             if held <= self._limits.gradient_bytes:
                 return
-            held -= each.gradient_bytes
-            each.drop_gradients()
+            held -= call.gradient_bytes
+            call.drop_gradients()
 
     def before_backward(self, begun: BackwardPass) -> None:
         """A backward pass begins."""
