@@ -246,7 +246,6 @@ def test_every_fix_can_be_fitted_to_a_trainer(fix: str, library: Any) -> None:
         [True],
         ["Linear"],
         [False],
-        groups,
         optimizer=optimizer,
         trainer=trainer,
     )

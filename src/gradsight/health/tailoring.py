@@ -157,6 +157,8 @@ def _for_trainer(fix: str, trainer: Trainer, rate: float | None) -> str:
 def _parts(fix: str) -> list[str]:
     """The sections of a fix, each with its place."""
     places = [each.start() for each in _PLACE.finditer(fix)]
+    if not places and fix.strip():
+        return [fix]
     return [
         "\n" + fix[start:end].strip("\n") + "\n"
         for start, end in itertools.pairwise([*places, len(fix)])
