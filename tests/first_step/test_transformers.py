@@ -60,14 +60,22 @@ def masked() -> dict[str, Any]:
     }
 
 
+MASK = torch.cat([torch.zeros_like(IDS[:, :5]), ONES[:, 5:]], 1)
 PADDED = {
-    "input_ids": IDS,
-    "labels": IDS,
-    "attention_mask": torch.cat([torch.zeros_like(IDS[:, :5]), ONES[:, 5:]], 1),
+    "input_ids": IDS * MASK,
+    "labels": IDS.masked_fill(MASK == 0, -100),
+    "attention_mask": MASK,
 }
+SHIFTED = torch.cat([IDS[:, 1:], -100 * ONES[:, :1]], 1)
+FEW = torch.cat([IDS[:1], -100 * ONES[1:]])
+ENDED = IDS * (torch.arange(16) < torch.tensor([16, 9, 12, 5])[:, None])
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "GPT-2": (gpt2, {"input_ids": IDS, "labels": IDS}, []),
     "GPT-2, padded": (gpt2, PADDED, []),
+    "GPT-2, padding counts": (gpt2, PADDED | {"labels": IDS * MASK}, ["GS613"]),
+    "GPT-2, words are hidden": (gpt2, PADDED | {"input_ids": IDS, "labels": IDS}, []),
+    "GPT-2, shifted twice": (gpt2, {"input_ids": IDS, "labels": SHIFTED}, ["GS612"]),
+    "GPT-2, few samples": (gpt2, {"input_ids": IDS, "labels": FEW}, ["GS614"]),
     "GPT-2, evaluation mode": (lambda: gpt2().eval(), {"input_ids": IDS, "labels": IDS}, ["GS608"]),
     "GPT-2, no labels": (gpt2, {"input_ids": IDS, "labels": -100 * ONES}, ["GS606"]),
     "Llama": (llama, {"input_ids": IDS, "labels": IDS, "attention_mask": ONES}, []),
@@ -84,6 +92,8 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "BERT": (lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)), masked(), []),
     "T5": (t5, {"input_ids": IDS, "labels": IDS.flip(1)}, []),
     "T5, the same text": (t5, {"input_ids": IDS, "labels": IDS}, []),
+    "T5, padding": (t5, {"input_ids": IDS, "labels": ENDED.masked_fill(ENDED == 0, -100)}, []),
+    "T5, padding counts": (t5, {"input_ids": IDS, "labels": ENDED}, ["GS613"]),
     "ViT": (vit, {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4)}, []),
 }
 

@@ -489,6 +489,45 @@ with torch.no_grad():  # the last expert wins only where the noise is larger tha
 optimizer = torch.optim.Adam(model.parameters(), lr={lr})
 """
 CAUSAL = TOKENS.format(causal=", is_causal=True")
+SHIFTING = (
+    CAUSAL
+    + """
+class Shifting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = Attention()
+
+    def forward(self, x, labels):
+        logits = self.body(x)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+model = Shifting()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+)
+SHIFTED_BY_HAND = forward(
+    "F.cross_entropy(model(inputs)[:, :-1].flatten(0, 1), targets[:, 1:].flatten())"
+)
+PADDED = (
+    CAUSAL
+    + """
+class Padded(Attention):
+    def forward(self, x, attention_mask):
+        return super().forward(x)
+
+model = Padded()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+tokens.clamp_(min=1)
+tokens[torch.arange(9) >= torch.randint(3, 9, (len(tokens), 1))] = 0
+"""
+)
+ANSWERS_CUT_OFF = (
+    CAUSAL
+    + """
+dataset.tensors = (tokens[:, :-1], tokens[:, 1:].clone())
+dataset.tensors[1][torch.arange(len(tokens)) % 4 > 0] = -100  # fault
+"""
+)
 KL = "loss_fn = nn.KLDivLoss(reduction='batchmean')\n"
 WITH_SOFTMAX = "model.append(nn.Softmax(dim=1))\n"
 
@@ -661,6 +700,15 @@ FAULTS = [
     Fault("GS609", "four micro-batches", "", MICRO_BATCHES),
     Fault("GS610", "a sum", "loss_fn = nn.CrossEntropyLoss(reduction='sum')"),
     Fault("GS611", "cleared in every round", "", CLEARED_IN_EVERY_ROUND),
+    Fault("GS612", "a model that shifts", SHIFTING, forward("model(inputs, targets)")),
+    Fault("GS612", "a loss that shifts", CAUSAL, SHIFTED_BY_HAND),
+    Fault("GS613", "a mask", PADDED, forward("loss_fn(model(inputs, inputs != 0), targets)")),
+    Fault(
+        "GS614",
+        "answers cut off",
+        ANSWERS_CUT_OFF,
+        printed="Labels that count: [8, 0, 0, 0, 8,",
+    ),
 ]
 
 ON_RANKS = Fault("GS503", "sorted samples", BY_RANK, steps=80)

@@ -18,10 +18,13 @@ from gradsight.values.first_step import (
     ConstantLoss,
     CopiedTargets,
     CountedLabels,
+    DoubleShift,
     FedLoss,
     FirstStep,
     Leak,
+    PaddingLabels,
     RepeatedPass,
+    SampleLabels,
     StepPasses,
 )
 from gradsight.values.measured import (
@@ -271,6 +274,9 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS609", lambda: passed(repeated=RepeatedPass(4, 1.0)), lambda: passed(repeated=RepeatedPass(4, 0.25))),
     ("GS610", lambda: run(looked(ratio=0.3, passes=StepPasses(summed=64))), lambda: run(looked(ratio=0.01, passes=StepPasses(summed=64)))),
     ("GS611", lambda: passed(thrown_away=(3, "train.py:8")), lambda: passed(thrown_away=None)),
+    ("GS612", lambda: began(shifted_twice=DoubleShift(1.0, True)), lambda: began(shifted_twice=None)),
+    ("GS613", lambda: began(padding=PaddingLabels(20, 20, 60, 0)), lambda: began(padding=PaddingLabels(20, 0, 40, 0))),
+    ("GS614", lambda: began(samples=SampleLabels(4, 3, 96, 20)), lambda: began(samples=SampleLabels(4, 2, 24, 3))),
 ]  # fmt: skip
 
 
@@ -391,6 +397,23 @@ def test_a_loss_that_reaches_zero_is_left_alone(begins: int) -> None:
     now = (float(number in (begins, begins + 1)) for number in range(90))
     steps = (observed(number, norm, loss=norm) for number, norm in enumerate(now))
     assert "GS106" not in run(steps)
+
+
+def test_labels_that_are_few_by_design_are_left_alone() -> None:
+    """In masked language modelling of short texts most samples can be without a label."""
+    assert "GS614" not in began(samples=SampleLabels(16, 9, 64, 9))
+
+
+def test_padding_that_hardly_counts_is_left_alone() -> None:
+    assert "GS613" not in began(padding=PaddingLabels(40, 6, 60, 0))
+    assert "GS613" not in began(padding=PaddingLabels(6, 6, 600, 0))
+
+
+@pytest.mark.parametrize(("by_model", "severity"), [(True, "critical"), (False, "warning")])
+def test_a_double_shift_is_critical_where_the_model_shifts(by_model: bool, severity: str) -> None:
+    found = began(shifted_twice=DoubleShift(1.0, by_model))["GS612"]
+    assert found.severity == severity
+    assert ("the model shifts them" in found.evidence) is by_model
 
 
 def test_every_check_is_in_the_table() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,40 @@ def test_exact_grad_leaves_the_weights_of_plain_training(tmp_path: Path) -> None
     # Otherwise this model would not tell exact gradients from those that are summed by sample.
     assert not are_equal(plain, scored)
     assert gradsight.read_scores(tmp_path / "2" / "gradsight").num_rows == 44
+
+
+def unshifted(row: dict[str, Tensor]) -> Tensor:
+    return row["labels"]
+
+
+def shifted(row: dict[str, Tensor]) -> Tensor:
+    return torch.cat([row["labels"][1:], torch.tensor([-100])])
+
+
+def with_padding(row: dict[str, Tensor]) -> Tensor:
+    return row["input_ids"]
+
+
+def of_few_samples(row: dict[str, Tensor]) -> Tensor:
+    return row["labels"] if int(row["labels"][0]) < 8 else torch.full_like(row["labels"], -100)
+
+
+@pytest.mark.parametrize(
+    ("labels", "codes"),
+    [
+        (unshifted, []),
+        (shifted, ["GS612"]),
+        (with_padding, ["GS613"]),
+        (of_few_samples, ["GS614"]),
+    ],
+)
+def test_labels_are_judged_at_the_first_step(
+    labels: Callable[[dict[str, Tensor]], Tensor], codes: list[str], tmp_path: Path
+) -> None:
+    rows = [{**row, "labels": labels(row)} for row in token_rows(22)]
+    trainer_of(tmp_path, [GradsightCallback()], rows=rows, max_steps=2).train()
+    found = [each.code for each in gradsight.open_run(tmp_path / "gradsight").findings()]
+    assert [code for code in found if code.startswith("GS6")] == codes
 
 
 def test_resume_from_an_earlier_checkpoint(tmp_path: Path) -> None:

@@ -123,6 +123,22 @@ def ahead(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).reshape(-1, WORDS), batch[:, 1:].reshape(-1))
 
 
+def shifted_twice(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(batch[:, :-1])[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, WORDS), batch[:, 2:].reshape(-1))
+
+
+def of_few(model: nn.Module, batch: Tensor) -> Tensor:
+    few = torch.arange(len(batch))[:, None] % 4 == 0
+    targets = batch[:, 1:].masked_fill(~few, -100)
+    return F.cross_entropy(model(batch[:, :-1]).reshape(-1, WORDS), targets.reshape(-1))
+
+
+def of_answers(model: nn.Module, batch: Tensor) -> Tensor:
+    targets = batch[:, 1:].masked_fill(torch.arange(LENGTH) < LENGTH // 2, -100)
+    return F.cross_entropy(model(batch[:, :-1]).reshape(-1, WORDS), targets.reshape(-1))
+
+
 def same(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).reshape(-1, WORDS), batch[:, :-1].reshape(-1))
 
@@ -183,6 +199,8 @@ def silent_faults() -> Plans:
         ("accumulation not divided", "rnn", "GS609", {"micro": 4, "divided": False}),
         ("sum with a rate for a mean", "rnn", "GS610", plain | {"loss": summed, "lr": 0.3}),
         ("cleared too often", "rnn", "GS611", {"micro": 2, "lost": True}),
+        ("labels shifted twice", "gpt", "GS612", text | {"loss": shifted_twice}),
+        ("few samples have labels", "gpt", "GS614", text | {"loss": of_few}),
     ]  # fmt: skip
     for name, kind, code, changes in given:
         yield name, kind, {code}, lambda seed, changes=changes: Silent(seed, **changes)
@@ -199,6 +217,7 @@ def silent_healthy() -> Iterator[tuple[str, str, Callable[[int], Silent]]]:
         ("autoencoder of tokens", "gpt", whole | {"loss": same}),
         ("masked language model", "gpt", whole | {"loss": masked}),
         ("packed, kept apart", "gpt", apart),
+        ("half of the labels", "gpt", text | {"loss": of_answers}),
         ("BatchNorm and dropout", "rnn", {}),
         ("log_softmax and nll_loss", "rnn", {"loss": logarithms}),
         ("label smoothing", "rnn", {"loss": smoothed}),

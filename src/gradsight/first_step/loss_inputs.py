@@ -1,6 +1,7 @@
 """What a loss function was given, read from its values and from the operation that made them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,22 @@ _KEEPING = (
 """Operations that move entries and leave their values alone."""
 _ENTRIES = 4096
 """Entries of a loss's two sides that are compared."""
+_FURTHER = 24
 _COMPARING = frozenset({F.kl_div, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss})
 _FAR = 12
 LOGITS = "logits"
 PROBABILITIES = "probabilities"
 LOG_PROBABILITIES = "log-probabilities"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What was kept of one dimension of the scores."""
+
+    size: int
+    """How long the dimension was."""
+    start: int
+    end: int
 
 
 def what_was_fed(
@@ -96,9 +108,7 @@ def _some(values: Tensor) -> Tensor:
 def _classes(softmax: Any) -> int:
     """How many entries a node of a softmax has normalised together."""
     shape = softmax._input_metadata[0].shape
-    dim = softmax._saved_dim
-    # A negative dimension is kept as a large number.
-    return int(shape[dim - 2**64 if dim >= 2**63 else dim])
+    return int(shape[_signed(softmax._saved_dim)])
 
 
 def _rows(scores: Tensor) -> Tensor:
@@ -150,6 +160,29 @@ def _made_by(scores: Tensor) -> bool:
 def _softmax_of(scores: Tensor) -> Any:
     """The node of the softmax, or of its logarithm, that made these values; None without one."""
     return _maker(scores, ("SoftmaxBackward", "LogSoftmaxBackward"))
+
+
+def cuts_of(scores: Tensor) -> tuple[Cut, ...]:
+    """What was cut off these scores since a layer made them."""
+    node: Any = scores.grad_fn
+    cuts = []
+    for _ in range(_FURTHER):
+        if node is None or not node.name().startswith(_KEEPING):
+            break
+        if node.name().startswith("SliceBackward"):
+            sizes = node._saved_self_sym_sizes
+            dim, start, end = (
+                _signed(n) for n in (node._saved_dim, node._saved_start, node._saved_end)
+            )
+            size = int(sizes[dim])
+            cuts.append(Cut(size, *(n + size if n < 0 else min(n, size) for n in (start, end))))
+        node = node.next_functions[0][0] if node.next_functions else None
+    return tuple(cuts)
+
+
+def _signed(number: int) -> int:
+    """A number as it was given: autograd keeps a negative one as a large one."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _maker(scores: Tensor, names: tuple[str, ...]) -> Any:

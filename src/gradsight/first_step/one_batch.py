@@ -1,7 +1,7 @@
 """The loss of one batch, run beside training: what was seen of it, and its gradients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,6 +18,7 @@ from gradsight.core.parameters import unwrapped
 from gradsight.core.random_state import torch_states
 from gradsight.errors import UsageError, UserCodeError
 from gradsight.first_step.aside import AsideOptions, left_out, look_aside
+from gradsight.first_step.labels import look_at_labels
 from gradsight.first_step.modes import evaluating_parts
 from gradsight.first_step.operations import Operations
 from gradsight.first_step.recorder import SeenCall, SeenPass, called_modules
@@ -64,17 +65,14 @@ def look_at_batch(
         operations.constant,
     )
     first = _aside(seen)
+    of_labels = look_at_labels(seen)
     return BatchLook(
-        FirstStep(
+        replace(
+            first,
             fed=seen.fed,
             labels=seen.labels,
-            positions=first.positions,
-            rows=first.rows,
-            documents=first.documents,
-            copied=first.copied,
-            depends=first.depends,
-            independence=first.independence,
-            left_out=first.left_out,
+            **of_labels.findings(),
+            left_out=(*first.left_out, *of_labels.left_out),
         ),
         tuple(evaluating_parts(inner, learning).items()),
         float(loss.detach()),

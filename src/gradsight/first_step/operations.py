@@ -13,13 +13,21 @@ from gradsight.core.function_modes import drop_own_frame
 from gradsight.core.guard import Guard
 from gradsight.core.samples import LOSSES
 from gradsight.core.source import users_line
-from gradsight.first_step.loss_inputs import constant_loss, counted_labels, what_was_fed
+from gradsight.first_step.loss_inputs import (
+    Cut,
+    constant_loss,
+    counted_labels,
+    cuts_of,
+    what_was_fed,
+)
 from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss
 
 _MOST = 64
 """Calls of one pass that are looked at."""
 _GATHERS = frozenset({torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim})
 _CLASSIFYING = frozenset({F.cross_entropy, F.nll_loss})
+_CLASSIFYING_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction")
+"""What may follow the target, in this order."""
 _AS_FLOATS = frozenset({Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to})
 _CONVERSIONS = _AS_FLOATS | {Tensor.type, Tensor.type_as}
 
@@ -31,6 +39,14 @@ class SeenTargets:
     values: Tensor
     counts: Tensor
     """Which of them count; of the same shape."""
+    is_classes: bool = False
+    """Whether these are classes that a loss function was given."""
+    is_reduced: bool = False
+    """Whether the loss function adds them up itself, so that no mask can come after it."""
+    cuts: tuple[Cut, ...] = ()
+    """What was cut off the scores on their way to the loss."""
+    place: str | None = None
+    """File and line of the user's call."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,12 +124,27 @@ class Operations(TorchFunctionMode):
         if self.constant is None:
             self.constant = constant_loss(func, scores, target, kwargs, place)
         is_classes = func in _CLASSIFYING and not target.is_floating_point()
-        ignored = kwargs.get("ignore_index", -100)
         counts = torch.ones_like(target, dtype=torch.bool)
-        if is_classes:
-            counts = target.detach() != ignored
-            self.labels.append(counted_labels(func, target, counts, kwargs, place))
-        self.targets.append(SeenTargets(target.detach(), counts))
+        if not is_classes:
+            self.targets.append(SeenTargets(target.detach(), counts))
+            return
+        options = dict(zip(_CLASSIFYING_OPTIONS, args[2:], strict=False)) | dict(kwargs)
+        counts = target.detach() != options.get("ignore_index", -100)
+        weight = options.get("weight")
+        if isinstance(weight, Tensor):
+            # A class without weight is ignored, too.
+            counts &= (weight != 0)[target.detach().clamp(0, len(weight) - 1)]
+        self.labels.append(counted_labels(func, target, counts, kwargs, place))
+        self.targets.append(
+            SeenTargets(
+                target.detach(),
+                counts,
+                is_classes=True,
+                is_reduced=options.get("reduction", "mean") != "none",
+                cuts=cuts_of(scores),
+                place=place,
+            )
+        )
 
     def _see_gather(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Log-probabilities that are picked by their labels, where no loss function is called."""

@@ -56,7 +56,7 @@ def _placements(source: Tensor, targets: SeenTargets) -> Iterator[Placement]:
         given = source.transpose(0, 1) if time_first else source
         length = given.shape[1]
         for missing in range(min(3, length)):
-            placed = _placed(given, targets, length - missing, time_first)
+            placed = placed_targets(given, targets, length - missing, time_first)
             if placed is None:
                 continue
             values, counts = placed
@@ -67,7 +67,7 @@ def _placements(source: Tensor, targets: SeenTargets) -> Iterator[Placement]:
             break
 
 
-def _placed(
+def placed_targets(
     given: Tensor, targets: SeenTargets, length: int, time_first: bool
 ) -> tuple[Tensor, Tensor] | None:
     """The targets as [rows, time, ...], where they have that many entries."""

@@ -11,6 +11,7 @@ from gradsight.errors import UsageError
 from gradsight.health.judge import Judge
 from gradsight.health.subject import subject_of
 from gradsight.measure.rank_table import norms_now
+from gradsight.values.first_step import label_note
 from gradsight.values.health_report import HealthReport, ParameterCounts, make_report
 from gradsight.values.measured import MeasuredStep, Norms
 from gradsight.values.scaling import scaler_note
@@ -61,8 +62,11 @@ def verdict_of(judge: Judge, steps: int) -> HealthReport:
     findings = judge.findings()
     report = make_report(number, total, _counts(norms), findings, judge.abstentions(), steps)
     left_out = list(window.left_out) if "scale" in window.signals else []
-    note = scaler_note(left_out, window.step.step, findings)
-    return report if note is None else replace(report, notes=(note,))
+    notes = (
+        scaler_note(left_out, window.step.step, findings),
+        label_note(window.label_share),
+    )
+    return replace(report, notes=tuple(note for note in notes if note is not None))
 
 
 def _with_nan(measured: MeasuredStep) -> list[int]:

@@ -218,6 +218,7 @@ class Window:
     """The layer whose units were all dead then, by its name in the module that was called."""
     dead_shares: dict[int, float] = field(default_factory=dict)
     """By weight in which most units have been dead: their share, as last measured."""
+    label_share: float | None = None
     unlabelled: bool = False
     """Whether the first step had no label that counts."""
     masked: bool = False
@@ -368,6 +369,7 @@ class Window:
             self.input_ignored = signals.first.depends is False
             self.dead_layer = signals.first.dead_layer
             self.constant = signals.first.constant
+            self.label_share = signals.first.label_share
             labels = signals.first.labels
             counted = sum(each.counted for each in labels)
             self.unlabelled = bool(labels) and not counted

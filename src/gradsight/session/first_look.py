@@ -11,6 +11,7 @@ from gradsight.core import moments
 from gradsight.core.guard import Guard
 from gradsight.core.passes import BackwardPass
 from gradsight.first_step.aside import AsideOptions, left_out, look_aside
+from gradsight.first_step.labels import LABEL_CODES, LabelLook, look_at_labels
 from gradsight.first_step.recorder import NOTE, RECORDER, SeenCall, SeenPass
 from gradsight.session.pass_watch import PassWatch
 from gradsight.session.step_passes import PassesOnTheWay
@@ -20,7 +21,7 @@ _LEAST_SECONDS = 0.25
 """What a pass aside may take however short a step is."""
 _LATEST = 3
 """Steps after which nobody waits for a call any more."""
-_BY_OPERATIONS = ("GS605", "GS606")
+_BY_OPERATIONS = ("GS605", "GS606", *LABEL_CODES)
 """What is read from the operations of the training pass itself."""
 FIRST_SIGNALS = ("first step", "passes")
 """The names of the signals that come from here."""
@@ -60,6 +61,7 @@ class FirstLook:
         self._fed: list[FedLoss] = []
         self._labels: list[CountedLabels] = []
         self._constant: ConstantLoss | None = None
+        self._label_look: LabelLook | None = None
         self._steps = 0
         self._is_over = False
 
@@ -84,6 +86,10 @@ class FirstLook:
         self._fed += seen.fed
         self._labels += seen.labels
         self._constant = self._constant or seen.constant
+        look = self._extra.run(look_at_labels, seen)
+        if look is not None:
+            before = self._label_look
+            self._label_look = look if before is None else before.joined(look)
         if self._call is None:
             self._call = self._largest(seen)
             self._seen = seen
@@ -102,6 +108,9 @@ class FirstLook:
             labels=tuple(self._labels),
             constant=self._constant,
         )
+        if self._label_look is not None:
+            unjudged = (*first.left_out, *self._label_look.left_out)
+            first = replace(first, **self._label_look.findings(), left_out=unjudged)
         if self._seen is not None and self._seen.hidden is not None:
             unseen = left_out(self._seen.hidden, _BY_OPERATIONS).left_out
             first = replace(first, left_out=(*first.left_out, *unseen))

@@ -12,6 +12,7 @@ from gradsight.store.sinks.queue import SinkQueue
 from gradsight.store.store import Store
 from gradsight.store.tail_format import OPTIONAL, pack_statistics
 from gradsight.values.findings import Finding
+from gradsight.values.first_step import LABEL_SHARE
 from gradsight.values.health_report import Abstention
 from gradsight.values.measured import Floats, MeasuredStep
 
@@ -46,6 +47,9 @@ class RecordOutput:
                 self._store.add_step_scalars(number, {_WITHIN: details.share_within_a_tenth})
             if measured.experts:
                 self._store.add_experts(number, measured.experts)
+        share = None if measured.signals.first is None else measured.signals.first.label_share
+        if share is not None and share != 1:
+            self._store.add_step_scalars(number, {LABEL_SHARE: share})
         for finding in findings:
             self._store.add_finding(finding)
 

@@ -28,12 +28,15 @@ _OVERFIT_RATES = (1e-3, 1e-2)
 
 
 def preflight(model: nn.Module, batch: Any, loss_fn: Any = None) -> HealthReport:
-    """Judge a model and its loss by one batch: what no gradient norm shows (GS601 to GS608).
+    """Judge a model and its loss by one batch: what no gradient norm shows.
+
+    These are GS601 to GS608 and GS612 to GS614.
 
     Whether positions see later ones, rows or packed documents each other; whether targets are
-    moved ahead, labels count, the loss is fed what it takes and depends on the input; whether parts
-    that learn are in evaluation mode. Everything is left as it was found: weights, buffers,
-    gradients, generators, modes, hooks. What cannot be told is in the report's `abstained`.
+    moved ahead once, labels count and padding does not, the loss is fed what it takes and depends
+    on the input; whether parts that learn are in evaluation mode. Everything is left as it was
+    found: weights, buffers, gradients, generators, modes, hooks. What cannot be told is in the
+    report's `abstained`.
 
     model: the module that is to be trained, inside any wrapper.
     batch: one batch, as loss_fn takes it.

@@ -72,7 +72,7 @@ def watch(
     max_bytes: what the record may take, such as "2GB"; None has no limit. Old steps are then put
       together by their minimum and maximum, apart from those near findings.
     preflight: whether the first step is looked at for what no gradient norm shows: leaks, targets,
-      losses that are fed the wrong thing, modes, lost gradients (GS601 to GS611). What the pass
+      losses that are fed the wrong thing, modes, lost gradients (GS601 to GS614). What the pass
       itself does not show takes passes aside, on two rows, no longer than a step.
 
     With GRADSIGHT=0 in the environment nothing is watched and nothing is written.

@@ -14,6 +14,7 @@ from gradsight.values.causes import roots_of
 from gradsight.values.diagnoses import Incident
 from gradsight.values.dumps import DumpMetadata
 from gradsight.values.findings import Finding, Problem
+from gradsight.values.first_step import LABEL_SHARE, label_note
 from gradsight.values.health_report import (
     SEVERITIES,
     SIGNS,
@@ -206,5 +207,9 @@ def _health(run: ReadableRun, steps: list[Step], counts: ParameterCounts) -> Hea
     findings = list(run.findings())
     report = make_report(number, norm, counts, findings, list(run.abstentions()), len(steps))
     left_out = [step.step for step in steps if step.skipped and step.scale is not None]
-    note = scaler_note(left_out, steps[-1].step if steps else 0, findings)
-    return report if note is None else replace(report, notes=(note,))
+    shares = (step.scalars[LABEL_SHARE] for step in steps if LABEL_SHARE in step.scalars)
+    notes = (
+        scaler_note(left_out, steps[-1].step if steps else 0, findings),
+        label_note(next(shares, None)),
+    )
+    return replace(report, notes=tuple(note for note in notes if note is not None))

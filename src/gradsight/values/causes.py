@@ -37,7 +37,8 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     "GS204": ("GS606", *_TOO_LONG_STEPS, "GS403"),
     "GS205": ("GS302", *_TOO_LONG_STEPS, *_BROKEN, "GS403", "GS204"),
     "GS206": (
-        *("GS601", "GS604", "GS605", "GS606", "GS607", "GS611", "GS409", *_TOO_LONG_STEPS, "GS407"),
+        *("GS601", "GS604", "GS612", "GS605", "GS606", "GS614", "GS607", "GS611", "GS409"),
+        *(*_TOO_LONG_STEPS, "GS407"),
         *(*_BROKEN, "GS403", "GS404", "GS405", "GS402", "GS304", "GS106", "GS107", "GS301"),
         *("GS204", "GS205", "GS105", "GS203", "GS102", "GS101", "GS202", "GS302", "GS503"),
     ),

@@ -86,6 +86,45 @@ class CopiedTargets:
 
 
 @dataclass(frozen=True, slots=True)
+class DoubleShift:
+    """Targets that are the inputs two places ahead."""
+
+    share: float
+    """Of the labels that were compared."""
+    by_model: bool
+    """Whether the labels were one place ahead already when the model was given them."""
+    place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingLabels:
+    """Labels at places of padding."""
+
+    places: int
+    """Places of padding that were looked at."""
+    counted: int
+    """How many of them have a label that counts."""
+    labels: int
+    """How many labels count in all."""
+    token: int
+    """What pads the input."""
+    in_decoder: bool = False
+    """Whether these are the labels of a decoder, known as padding by their token alone."""
+    place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLabels:
+    """How labels that count are spread over samples."""
+
+    samples: int
+    empty: int
+    """Samples of which no label counts."""
+    labels: int
+    counted: int
+
+
+@dataclass(frozen=True, slots=True)
 class FirstStep:
     """What was seen of the first step; None where it could not be told."""
 
@@ -99,6 +138,9 @@ class FirstStep:
     documents: Leak | None = None
     """Whether packed documents see each other, where the script says that rows are packed."""
     copied: CopiedTargets | None = None
+    shifted_twice: DoubleShift | None = None
+    padding: PaddingLabels | None = None
+    samples: SampleLabels | None = None
     depends: bool | None = None
     """Whether what the model gives changes when its input does."""
     independence: str = ""
@@ -107,6 +149,36 @@ class FirstStep:
     """The layer whose units are all dead and so hide the input; empty: there is none."""
     left_out: tuple[tuple[str, str], ...] = ()
     """Codes that could not be judged, each with the reason."""
+
+    @property
+    def label_share(self) -> float | None:
+        """How many of the labels of classes count; None where there are none."""
+        labels = sum(each.labels for each in self.labels)
+        return sum(each.counted for each in self.labels) / labels if labels else None
+
+
+LABEL_SHARE = "first_step/label_share"
+"""The scalar of a record that has the share of labels that count, where it is not 1."""
+
+
+_NEARLY_ALL = 0.9
+
+
+def label_note(share: float | None) -> str | None:
+    """Say how many labels count, unless nearly all do.
+
+    Models that shift labels themselves ignore the last one of every sequence.
+
+    >>> label_note(0.15)
+    '15% of the labels counted at the first step'
+    """
+    if share is None or not 0 < share < _NEARLY_ALL:
+        return None
+    return f"{_percent(share)} of the labels counted at the first step"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
 
 
 @dataclass(frozen=True, slots=True)

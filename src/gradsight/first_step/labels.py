@@ -1,0 +1,370 @@
+# mypy: allow-untyped-calls
+"""Which places have a label, and which label: labels shifted twice, padding, empty samples."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsight.core.samples import tensors_in
+from gradsight.first_step.documents import is_positions, named_arguments
+from gradsight.first_step.operations import SeenTargets
+from gradsight.first_step.recorder import SeenCall, SeenPass
+from gradsight.first_step.targets import placed_targets
+from gradsight.values.first_step import DoubleShift, PaddingLabels, SampleLabels
+
+LABEL_CODES = ("GS612", "GS613", "GS614")
+"""What is read from the labels of the training pass itself."""
+_FEWEST = 8
+"""Labels that must be compared before anything is said."""
+_FEWEST_CLASSES = 4
+_FEWEST_PADDING = 4
+_SHORTEST = 4
+"""Places of a sequence."""
+_SHARE = 0.9
+_USUAL_SHARE = 0.5
+"""From here on a loss is an ordinary one as well: of the next token, or of the token itself."""
+_AT_THE_END = 3
+"""Padding at the end of a sequence of labels; one or two such tokens may mark the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelLook:
+    """What the labels of some passes tell; None where they tell nothing."""
+
+    shifted_twice: DoubleShift | None = None
+    is_usual: bool = False
+    """Whether a loss has the next input, or the input itself, as its target."""
+    padding: PaddingLabels | None = None
+    samples: SampleLabels | None = None
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def joined(self, other: "LabelLook") -> "LabelLook":
+        """Return what both tell together."""
+        is_usual = self.is_usual or other.is_usual
+        shifted = None if is_usual else self.shifted_twice or other.shifted_twice
+        return LabelLook(
+            shifted,
+            is_usual,
+            _joined_padding(self.padding, other.padding),
+            _joined_samples(self.samples, other.samples),
+            tuple(dict.fromkeys((*self.left_out, *other.left_out))),
+        )
+
+    def findings(self) -> dict[str, Any]:
+        """Return the fields of `FirstStep` that these are."""
+        return {
+            "shifted_twice": self.shifted_twice,
+            "padding": self.padding,
+            "samples": self.samples,
+        }
+
+
+def look_at_labels(seen: SeenPass) -> LabelLook:
+    """Compare the labels of a pass with the inputs and masks of its calls."""
+    classes = [each for each in seen.targets if each.is_classes]
+    if not classes:
+        return LabelLook()
+    sources = _distinct(seen.looked_up)
+    look = _shift(seen, sources, classes)
+    padding, reason = _padding(seen, sources, classes)
+    left_out = look.left_out if reason is None else (*look.left_out, ("GS613", reason))
+    samples = _samples(seen, sources, classes)
+    return replace(look, padding=padding, samples=samples, left_out=left_out)
+
+
+def _distinct(looked_up: Sequence[Tensor]) -> list[Tensor]:
+    """The sequences that were looked up, each once."""
+    found: list[Tensor] = []
+    for each in looked_up:
+        is_sequence = each.dim() == 2 and each.shape[1] >= _SHORTEST
+        if is_sequence and not any(_is_same(each, other) for other in found):
+            found.append(each)
+    return found
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.device == other.device and torch.equal(one, other)
+
+
+# Labels that are shifted twice.
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Laid:
+    """Targets beside the input that they may come from."""
+
+    given: Tensor
+    """[rows, time]"""
+    values: Tensor
+    counts: Tensor
+    missing: int
+    """How many places the targets are shorter."""
+
+    def share(self, ahead: int) -> float | None:
+        """How many targets are the input so far ahead.
+
+        Only places are compared whose input there is unlike those around it: in a sequence that
+        repeats itself every shift would fit. None where there are too few of them.
+        """
+        length = min(self.values.shape[1], self.given.shape[1] - ahead)
+        if length < 1:
+            return None
+        wanted = self.given[:, ahead : ahead + length]
+        counts = self.counts[:, :length].clone()
+        for other in range(-1, 5):
+            if other != ahead:
+                begin, end = max(0, -other), min(length, self.given.shape[1] - other)
+                if begin < end:
+                    around = self.given[:, begin + other : end + other]
+                    counts[:, begin:end] &= wanted[:, begin:end] != around
+        compared = int(counts.sum())
+        if compared < _FEWEST or len(wanted[counts].unique()) < _FEWEST_CLASSES:
+            return None
+        return float(((self.values[:, :length] == wanted) & counts).sum()) / compared
+
+
+def _laid(sources: Sequence[Tensor], targets: SeenTargets) -> Iterator[_Laid]:
+    for source in sources:
+        for time_first in (False, True):
+            given = source.transpose(0, 1) if time_first else source
+            for missing in range(min(3, given.shape[1])):
+                length = given.shape[1] - missing
+                placed = placed_targets(given, targets, length, time_first)
+                if placed is not None and length >= _SHORTEST:
+                    yield _Laid(given, *placed, missing)
+                    break
+
+
+def _shift(seen: SeenPass, sources: Sequence[Tensor], classes: Sequence[SeenTargets]) -> LabelLook:
+    found: DoubleShift | None = None
+    for targets in classes:
+        for laid in _laid(sources, targets):
+            if any((laid.share(ahead) or 0) > _USUAL_SHARE for ahead in (0, 1)):
+                return LabelLook(is_usual=True)
+            share = laid.share(2)
+            if share is None or share <= _SHARE or not _is_aligned(laid, targets):
+                continue
+            found = DoubleShift(share, _is_given_ahead(seen, laid.given), targets.place)
+    return LabelLook(shifted_twice=found)
+
+
+def _is_aligned(laid: _Laid, targets: SeenTargets) -> bool:
+    """Whether the first target is surely that of the first position.
+
+    Where scores are missing, they may have been left out at the beginning: then the targets are no
+    further ahead than they should be.
+    """
+    cuts = [cut for cut in targets.cuts if cut.size - (cut.end - cut.start)]
+    if not laid.missing:
+        return not any(cut.start for cut in cuts)
+    return [(cut.size, cut.start, cut.end) for cut in cuts] == [
+        (laid.given.shape[1], 0, laid.given.shape[1] - laid.missing)
+    ]
+
+
+def _is_given_ahead(seen: SeenPass, given: Tensor) -> bool:
+    """Whether a call got labels that were the next inputs already."""
+    for call in seen.calls:
+        for name, value in named_arguments(call.module, call.made).items():
+            if "label" not in name and "target" not in name:
+                continue
+            if isinstance(value, Tensor) and value.shape == given.shape:
+                laid = _Laid(given, value, (value >= 0).to(value.device), 0)
+                if (laid.share(1) or 0) > _SHARE:
+                    return True
+    return False
+
+
+# Padding that counts.
+
+
+def _padding(
+    seen: SeenPass, sources: Sequence[Tensor], classes: Sequence[SeenTargets]
+) -> tuple[PaddingLabels | None, str | None]:
+    """Labels at places of padding, and why they could not be judged."""
+    masked = [each for each in map(_masked, seen.calls) if each is not None]
+    if len(masked) > 1:
+        return None, "the model was called several times with an attention mask for one backward"
+    if not masked:
+        return _padding_of_decoder(seen.calls, classes, None), None
+    call, named, hidden = masked[0]
+    token = _padding_token(sources, named, hidden)
+    if _has_decoder(call.module, named):
+        return _padding_of_decoder(seen.calls, classes, token), None
+    if token is None or not _is_at_ends(hidden):
+        return None, None
+    inner = _inner(hidden)
+    rows, length = inner.shape
+    for targets in classes:
+        for missing in range(3):
+            if targets.values.numel() != rows * (length - missing) or length - missing < _SHORTEST:
+                continue
+            found = _counted_padding(targets, inner[:, : length - missing], token)
+            if found is None:
+                continue
+            if not targets.is_reduced:
+                return None, "the loss is not reduced by its function: a mask may come after it"
+            return found, None
+    return None, None
+
+
+def _masked(call: SeenCall) -> tuple[SeenCall, Mapping[str, Any], Tensor] | None:
+    """A call with an attention mask that hides something, and the places that it hides."""
+    named = named_arguments(call.module, call.made)
+    mask = named.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] < _SHORTEST:
+        return None
+    # A mask that is added hides by large negative numbers.
+    if mask.layout is not torch.strided or bool((mask < 0).any()):
+        return None
+    hidden = mask.detach() == 0
+    return (call, named, hidden) if bool(hidden.any()) and not bool(hidden.all()) else None
+
+
+def _padding_token(
+    sources: Sequence[Tensor], named: Mapping[str, Any], hidden: Tensor
+) -> int | None:
+    """The one token at all places that are hidden; None where there are several."""
+    for source in sources:
+        if source.shape != hidden.shape or is_positions(source, named):
+            continue
+        tokens = source[hidden.to(source.device)]
+        others = source[~hidden.to(source.device)]
+        if bool((tokens == tokens[0]).all()) and bool((others != others[0]).any()):
+            return int(tokens[0])
+    return None
+
+
+def _is_at_ends(hidden: Tensor) -> bool:
+    """Whether only the beginning or the end of rows is hidden."""
+    changes = (hidden[:, 1:] != hidden[:, :-1]).sum(1)
+    is_whole = ~hidden.any(1)
+    return bool((is_whole | (changes <= 1)).all())
+
+
+def _inner(hidden: Tensor) -> Tensor:
+    """Hidden places whose neighbours are hidden.
+
+    A label may lie at its input, or one place before it: at these places it is padding both ways.
+    The first token of padding behind a text may be its end, and so is left out.
+    """
+    edge = torch.ones_like(hidden[:, :1])
+    before = torch.cat([edge, hidden[:, :-1]], 1)
+    after = torch.cat([hidden[:, 1:], edge], 1)
+    return hidden & before & after
+
+
+def _counted_padding(targets: SeenTargets, inner: Tensor, token: int) -> PaddingLabels | None:
+    values = targets.values.reshape(inner.shape)
+    counts = targets.counts.reshape(inner.shape)
+    inner = inner.to(values.device)
+    chosen = values[inner & counts]
+    places = int(inner.sum())
+    # Labels that differ there are meant to be predicted: the mask hides words, not padding.
+    if places < _FEWEST_PADDING or (len(chosen) and bool((chosen != chosen[0]).any())):
+        return None
+    return PaddingLabels(places, len(chosen), int(counts.sum()), token, place=targets.place)
+
+
+def _has_decoder(module: nn.Module, named: Mapping[str, Any]) -> bool:
+    """Whether labels belong to a decoder, and the attention mask to the encoder."""
+    if any(name.startswith("decoder_") and value is not None for name, value in named.items()):
+        return True
+    return bool(getattr(_config(module), "is_encoder_decoder", False))
+
+
+def _config(module: nn.Module) -> Any:
+    """The configuration of a model of transformers, also inside others."""
+    found = (getattr(each, "config", None) for each in module.modules())
+    return next((each for each in found if hasattr(each, "is_encoder_decoder")), None)
+
+
+def _padding_of_decoder(
+    calls: Sequence[SeenCall], classes: Sequence[SeenTargets], token: int | None
+) -> PaddingLabels | None:
+    """Labels of a decoder that end in padding: no mask says where they do."""
+    if len(calls) != 1:
+        return None
+    (call,) = calls
+    named = named_arguments(call.module, call.made)
+    if not _has_decoder(call.module, named):
+        return None
+    if token is None:
+        token = getattr(_config(call.module), "pad_token_id", None)
+    given = [each for each in tensors_in(*named.values()) if each.dim() >= 2]
+    if not isinstance(token, int) or not given:
+        return None
+    count = given[0].shape[0]
+    for targets in classes:
+        values, size = targets.values, targets.values.numel()
+        if not targets.is_reduced or count < 2 or size % count or size // count < _SHORTEST:
+            continue
+        is_padding = ((values == token) & targets.counts).reshape(count, -1)
+        at_end = is_padding.flip(1).long().cumprod(1).sum(1)
+        if int((at_end >= _AT_THE_END).sum()) < 2 or bool((at_end == size // count).any()):
+            continue
+        places = int((at_end - 1).clamp(min=0).sum())
+        counted = int(targets.counts.sum())
+        return PaddingLabels(places, places, counted, token, in_decoder=True, place=targets.place)
+    return None
+
+
+def _joined_padding(one: PaddingLabels | None, other: PaddingLabels | None) -> PaddingLabels | None:
+    if one is None or other is None:
+        return one or other
+    return replace(
+        one,
+        places=one.places + other.places,
+        counted=one.counted + other.counted,
+        labels=one.labels + other.labels,
+    )
+
+
+# Samples without a label.
+
+
+def _samples(
+    seen: SeenPass, sources: Sequence[Tensor], classes: Sequence[SeenTargets]
+) -> SampleLabels | None:
+    """How labels are spread over samples; None where it is not known which are whose."""
+    if len(classes) != len(seen.targets):
+        return None  # another loss may be what a sample is there for
+    has_label: Tensor | None = None
+    labels = counted = 0
+    for targets in classes:
+        counts = _by_sample(seen, sources, targets)
+        if counts is None or (has_label is not None and len(has_label) != len(counts)):
+            return None
+        labels += counts.numel()
+        counted += int(counts.sum())
+        now = counts.any(1)
+        has_label = now if has_label is None else has_label | now.to(has_label.device)
+    if has_label is None:
+        return None
+    return SampleLabels(len(has_label), int((~has_label).sum()), labels, counted)
+
+
+def _by_sample(seen: SeenPass, sources: Sequence[Tensor], targets: SeenTargets) -> Tensor | None:
+    """[rows, time]: which labels count."""
+    is_of_transformers = any(_config(call.module) is not None for call in seen.calls)
+    for source in sources:
+        for laid in _laid([source], targets):
+            is_rows_first = laid.given is source
+            known = is_of_transformers and is_rows_first
+            if known or any((laid.share(ahead) or 0) > _SHARE for ahead in range(3)):
+                return laid.counts
+    return None
+
+
+def _joined_samples(one: SampleLabels | None, other: SampleLabels | None) -> SampleLabels | None:
+    if one is None or other is None:
+        return None
+    return SampleLabels(
+        one.samples + other.samples,
+        one.empty + other.empty,
+        one.labels + other.labels,
+        one.counted + other.counted,
+    )

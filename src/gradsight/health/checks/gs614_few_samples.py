@@ -1,0 +1,64 @@
+"""GS614: most samples have no label that counts."""
+
+from collections.abc import Iterator
+from math import comb
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+_MANY = 500
+"""Samples, as of which the probability hardly depends on their number, and is hard to compute."""
+
+
+@check(
+    "GS614",
+    "most samples have no label that counts",
+    "warning",
+    asked=Asked(when="first", needs=("first step",)),
+    advice=Advice(
+        recommendation=(
+            "Look at the samples without a label. Often the prompt is longer than the maximum "
+            "length, so that the answer is cut off, or the template that marks the answer is not "
+            "found in the text. Raise the maximum length, shorten prompts, or leave such samples "
+            "out of the data set."
+        ),
+        fix="""
+# before the loop: print how many labels of each sample are not -100
+for _, (inputs, targets) in zip(range(4), loader):
+    counts = (targets != -100).flatten(1).sum(1)
+    print("Labels that count:", counts.tolist())
+""",
+    ),
+)
+def few_samples(window: Window, *, share: float = 0.5, chance: float = 0.01) -> Iterator[Fact]:
+    """Most samples of the first batches have no label that counts.
+
+    Why: these samples cost as much as others and teach nothing, and a step learns from far fewer
+    samples than the batch size says. Labels that are few but lie all over the samples, as in masked
+    language modelling, are left alone: a sample is without one by chance there. Above a probability
+    of `chance` that labels lying anywhere leave so many samples empty, nothing is reported.
+    """
+    first = window.now.signals.first
+    seen = None if first is None else first.samples
+    if seen is None or seen.samples < 3 or not seen.counted:
+        return
+    if seen.empty <= share * seen.samples:
+        return
+    part = seen.counted / seen.labels
+    alone = (1 - part) ** (seen.labels / seen.samples)
+    if _at_least(seen.empty, seen.samples, alone) >= chance:
+        return
+    yield Fact(
+        f"{seen.empty} of {seen.samples} samples have no label that counts; "
+        f"{seen.counted} of {seen.labels} labels count in all ({part:.0%})"
+    )
+
+
+def _at_least(count: int, samples: int, alone: float) -> float:
+    """The probability that so many of the samples, or more, are what each is with this one."""
+    if samples > _MANY:
+        count, samples = count * _MANY // samples, _MANY
+    return sum(
+        comb(samples, number) * alone**number * (1 - alone) ** (samples - number)
+        for number in range(count, samples + 1)
+    )
