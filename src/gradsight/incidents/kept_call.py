@@ -22,6 +22,7 @@ class KeptCall:
         "gradient_bytes",
         "gradients",
         "loss",
+        "loss_values",
         "made",
         "micro_batch",
         "nodes",
@@ -40,6 +41,8 @@ class KeptCall:
         """What backward was called on after this call."""
         self.loss = Between()
         """Where the loss lies that was made of this call."""
+        self.loss_values: Any = None
+        """What autograd had saved of it, where it was not finite."""
         self.tensors = tensors
         self.versions = versions(tensors)
         self.bytes = held_bytes(tensors)

@@ -8,6 +8,7 @@ a device. The newest call is always kept; earlier ones of the same step as long 
 memory together than the limit.
 """
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from gradsight.core.calls import CallNumber, RecordedCall
 from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
-from gradsight.core.layouts import held_bytes, versions
+from gradsight.core.layouts import held_bytes, is_plain, versions
 from gradsight.core.parameters import called_module
 from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
@@ -36,7 +37,7 @@ from gradsight.incidents.kept_call import (
     around,
     is_not_training,
 )
-from gradsight.incidents.loss_lines import LossLines
+from gradsight.incidents.loss_lines import Between, LossLines, nodes_since
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
@@ -87,6 +88,8 @@ class KeptCalls:
         self._held = 0
         self._micro_batch = 0
         self._called_since_backward = False
+        self._loss_is_broken = False
+        """Whether the loss was not finite when backward began last."""
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._compiled: Any = None
@@ -282,6 +285,7 @@ class KeptCalls:
                     backward_caller=call.backward_caller,
                     loss_root=call.root,
                     loss_lines=self._loss_lines.of(call.root, call.loss),
+                    loss_values=call.loss_values,
                     number=number,
                 )
             )
@@ -354,11 +358,31 @@ class KeptCalls:
     def _end_losses(self, backward_caller: str | None) -> None:
         """The losses of the calls that no backward has begun for end here."""
         loss = self._loss_lines.backward_begins(self.root, backward_caller)
+        values = self._values_of_loss(loss)
         for call in self.calls:
             if call.backward_caller is None:
                 call.backward_caller = backward_caller
                 call.root = self.root
                 call.loss = loss
+                call.loss_values = values
+
+    def _values_of_loss(self, loss: Between) -> Any:
+        """What autograd has saved of a loss that is not finite, if the one before was."""
+        was_broken = self._loss_is_broken
+        self._loss_is_broken = _is_broken_on_cpu(self.root)
+        if self.root is None or was_broken or not self._loss_is_broken:
+            return None
+        # Here, because it imports much that a healthy run never needs.
+        from gradsight.incidents.loss_values import loss_values
+
+        return loss_values(self.root, nodes_since(self.root, loss.since))
+
+
+def _is_broken_on_cpu(loss: Tensor | None) -> bool:
+    """Whether a loss is not finite, where to ask waits for no device."""
+    if type(loss) is not Tensor or loss.device.type != "cpu" or loss.numel() != 1:
+        return False
+    return is_plain(loss) and not math.isfinite(abs(loss.detach().item()))
 
 
 def _numbers(used: Sequence[KeptCall], dropped: Counter[int]) -> list[CallNumber]:
