@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradsight.core.beside import is_compiled
 from gradsight.core.function_modes import take_off_ended
 from gradsight.core.guard import raise_as_gradsight_error
+from gradsight.core.moments import missed_passes
 from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
@@ -183,6 +184,12 @@ class BlockScorer:
             raise UsageError("this GhostEngine is closed")
         if self.is_open:
             raise UsageError("an observed block is still open: blocks cannot be nested")
+        if missed_passes():
+            raise GradsightError(
+                "samples cannot be scored in this process any more, because Gradsight failed "
+                "during an earlier backward pass: see standard error. Close every engine and every "
+                "watch, then make a new engine; or train without one."
+            )
         if self._group.sharded:
             # An evaluation before the block may have left it whole.
             reshard(self.model)
