@@ -112,7 +112,8 @@ def check(
                 health=health,
                 has_preflight=not no_preflight,
             )
-            for line in _next_commands(result, again):
+            following = _next_commands(result, again)
+            for line in ["", *following] if following else []:
                 print(line)
         return result.exit_code(fail_on)
 

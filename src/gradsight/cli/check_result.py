@@ -1,6 +1,7 @@
 """What a check came to: the runs it recorded, the script's own end, the verdict over all."""
 
 import json
+import signal
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,8 @@ class CheckResult:
         how = f"failed with exit code {self.code}"
         if self.code < 0:
             how = f"was killed by signal {-self.code}"
+        if self.code == -signal.SIGINT:
+            how = "was interrupted (Ctrl-C, or KeyboardInterrupt)"
         steps = max((len(summary.steps) for summary in self.judged.values()), default=0)
         when = f"after {counted(steps, 'optimizer step')}"
         if not steps:
@@ -132,13 +135,28 @@ class CheckResult:
         return max((step.lr for step in steps if step.lr is not None), default=None)
 
     def _clipping_and_scaling(self) -> list[str]:
-        """Whether gradients are clipped and scaled, as seen from the steps."""
-        steps = [step for summary in self.runs.values() for step in summary.steps]
+        """Whether gradients are clipped and scaled, as seen from the steps of each model."""
+        steps = {name: summary.steps for name, summary in self.runs.items() if summary.steps}
         if not steps:
             return []
-        clipped = sum(step.clip_coef is not None and step.clip_coef < 1 for step in steps)
-        scaled = "yes" if any(step.scale is not None for step in steps) else "no"
-        return [f"Clipping: {clipped} of {len(steps)} steps. Loss scaling: {scaled}."]
+        counts = {
+            name: (sum(step.clip_coef is not None and step.clip_coef < 1 for step in own), len(own))
+            for name, own in steps.items()
+        }
+        clipped = {name: count for name, count in counts.items() if count[0]}
+        if len(counts) == 1:
+            ((some, all_steps),) = counts.values()
+            text = f"{some} of {all_steps} steps"
+        elif clipped:
+            # A sum over models would count one step of the script several times.
+            text = ", ".join(
+                f"{name} in {some} of {all_steps} steps"
+                for name, (some, all_steps) in clipped.items()
+            )
+        else:
+            text = "none, in any model"
+        scaled = any(step.scale is not None for own in steps.values() for step in own)
+        return [f"Clipping: {text}. Loss scaling: {'yes' if scaled else 'no'}."]
 
     def forget_incidents(self) -> None:
         """The folder of this check is about to go: nothing may point there."""
