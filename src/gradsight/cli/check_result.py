@@ -62,7 +62,7 @@ class CheckResult:
         if self.code < 0:
             how = f"was killed by signal {-self.code}"
         if self.code == -signal.SIGINT:
-            how = "was interrupted (Ctrl-C, or KeyboardInterrupt)"
+            how = "was interrupted"
         steps = max((len(summary.steps) for summary in self.judged.values()), default=0)
         when = f"after {counted(steps, 'optimizer step')}"
         if not steps:
@@ -112,7 +112,9 @@ class CheckResult:
                 lines.append(f"{on_one_line(name)}:")
             lines += health_lines(summary.health, colour, failed=self.failure is not None)
         notes = [*self._optimizers(), *self._clipping_and_scaling()]
-        return [*lines, "", *(line for note in notes for line in _wrapped(note))]
+        if notes:
+            lines.append("")
+        return [*lines, *(line for note in notes for line in _wrapped(note))]
 
     def notes(self) -> list[str]:
         """How the script failed, and where its optimizers are."""
@@ -297,6 +299,8 @@ def _described(optimizer: Mapping[str, Any], largest_rate: float | None) -> str:
     steps = optimizer.get("steps")
     if steps:
         text += f", steps at {Path(steps[0]).name}:{steps[1]}"
+    elif made:
+        text += ", never stepped"
     rates = [rate for rate in (optimizer.get("lr"), largest_rate) if isinstance(rate, (int, float))]
     if optimizer.get("scheduler"):
         return (
