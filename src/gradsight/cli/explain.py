@@ -16,7 +16,7 @@ _WIDTH = 79
 _WHEN = {
     "step": "at every step",
     "stretch": "every ten steps",
-    "look": "at closer looks: often during the first steps, then every 50",
+    "look": "at steps measured in detail: often during the first steps, then every 50",
     "ranks": "whenever the gradients of ranks were compared",
     "digests": "when the checksums of all ranks have arrived, at three of the first nine steps",
     "networks": "at the end of a script under `gradsight check` or `gradsight run`",

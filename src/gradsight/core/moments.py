@@ -182,6 +182,11 @@ def inside_backward() -> bool:
     return current_task() != -1 and is_carried(PASS)
 
 
+def missed_passes() -> bool:
+    """Whether backward passes go unseen since an internal error, until all listeners have left."""
+    return _passes.guard.faults > 0
+
+
 def is_written_elsewhere(followed: FollowedParameters) -> bool:
     """Whether another thread is writing the gradients of these parameters now."""
     return _passes.is_written_elsewhere(followed)

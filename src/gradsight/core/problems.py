@@ -60,12 +60,14 @@ class Problems:
         return changed
 
 
-def say(message: str, stacklevel: int = 3) -> None:
+def say(
+    message: str, stacklevel: int = 3, category: type[GradsightWarning] = GradsightWarning
+) -> None:
     """Warn, also where warnings are errors: a warning must not end somebody's training loop."""
     log(message)
     try:
         with _without_source_line():
-            warnings.warn(message, GradsightWarning, stacklevel=stacklevel)
+            warnings.warn(message, category, stacklevel=stacklevel)
     except Exception:  # the warning itself, or what somebody's own way of showing it raised
         write_line(message)
 

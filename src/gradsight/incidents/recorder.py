@@ -45,8 +45,7 @@ _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "grads
 _OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
 """Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = (
-    "the model itself was not called in this step since it is watched: there is nothing to run "
-    "again"
+    "Gradsight saw no call of the whole model in this step, so it could not run the step again"
 )
 _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "

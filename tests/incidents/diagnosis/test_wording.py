@@ -24,7 +24,6 @@ def test_operation_and_sample() -> None:
         "input 16x10 float32, 0 .. 0.98",
         "sample 7 of micro-batch 2 holds 94% of the squared norm (its norm: 1.83e+03);",
         "  next sample 'doc-9' (row 1 of micro-batch 0, rank 1), 4%",
-        "diagnosed in 0.3 s",
     ]
 
 
@@ -46,7 +45,6 @@ def test_what_came_before_the_pass() -> None:
         "  model(x)`)",
         "it holds 16x4 float32, -2.3 .. 2.6, 4 NaN",
         "sample 7: gradient not finite, even as a batch of one",
-        "diagnosed in 0.0 s",
     ]
     weight = GuiltyOperation(
         "parameter", "before", "fc", None, None, (found,), 0, "fc.weight not finite before the pass"
