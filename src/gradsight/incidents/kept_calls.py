@@ -25,7 +25,7 @@ from gradsight.core.calls import CallNumber, RecordedCall
 from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
-from gradsight.core.layouts import held_bytes, is_plain, versions
+from gradsight.core.layouts import held_bytes, versions
 from gradsight.core.parameters import called_module
 from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
@@ -210,7 +210,8 @@ class KeptCalls:
         )
         call = KeptCall(made, tensors, self._micro_batch)
         self._called_since_backward = True
-        call.buffer_versions = versions(self._buffers.values())
+        if self._buffers:
+            call.buffer_versions = versions(self._buffers.values())
         self._held += call.bytes
         self.calls.append(call)
         while len(self.calls) > 1 and (
@@ -369,20 +370,20 @@ class KeptCalls:
     def _values_of_loss(self, loss: Between) -> Any:
         """What autograd has saved of a loss that is not finite, if the one before was."""
         was_broken = self._loss_is_broken
-        self._loss_is_broken = _is_broken_on_cpu(self.root)
-        if self.root is None or was_broken or not self._loss_is_broken:
+        root = self.root
+        # To ask a tensor on the CPU waits for no device.
+        self._loss_is_broken = (
+            type(root) is Tensor
+            and root.device.type == "cpu"
+            and root.numel() == 1
+            and not math.isfinite(abs(root.detach().item()))
+        )
+        if root is None or was_broken or not self._loss_is_broken:
             return None
         # Here, because it imports much that a healthy run never needs.
         from gradsight.incidents.loss_values import loss_values
 
-        return loss_values(self.root, nodes_since(self.root, loss.since))
-
-
-def _is_broken_on_cpu(loss: Tensor | None) -> bool:
-    """Whether a loss is not finite, where to ask waits for no device."""
-    if type(loss) is not Tensor or loss.device.type != "cpu" or loss.numel() != 1:
-        return False
-    return is_plain(loss) and not math.isfinite(abs(loss.detach().item()))
+        return loss_values(root, nodes_since(root, loss.since))
 
 
 def _numbers(used: Sequence[KeptCall], dropped: Counter[int]) -> list[CallNumber]:
