@@ -84,6 +84,6 @@ def test_real_diagnoses_fit() -> None:
         diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
     )
     assert lines[0].startswith("sqrt in faults.py:")
-    assert lines[-2] == "sample 11: gradient not finite, even as a batch of one"
+    assert "sample 11: gradient not finite, even as a batch of one" in lines
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 7
