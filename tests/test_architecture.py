@@ -183,7 +183,9 @@ def is_value(node: ast.ClassDef) -> bool:
             if keyword.arg == "frozen" and getattr(keyword.value, "value", False):
                 return True
     bases = {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
-    return any(base == "Protocol" or base.endswith(("Error", "Exception")) for base in bases)
+    return any(
+        base == "Protocol" or base.endswith(("Error", "Exception", "Warning")) for base in bases
+    )
 
 
 def annotated_names(function: ast.FunctionDef) -> set[str]:

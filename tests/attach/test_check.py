@@ -322,6 +322,73 @@ def test_only_what_stands_before_the_script_is_ours() -> None:
     assert split_tokens(["check", "--help"]) == ["check", "--help"]
 
 
+MODULE = """
+import sys
+from ..model import WIDTH
+import torch
+
+print(sys.argv[1:], sys.path[0], __name__, __package__, sys.stdin.read())
+model = torch.nn.Linear(WIDTH, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for _ in range(12):
+    optimizer.zero_grad()
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--nproc_per_node", "1"], marks=pytest.mark.slow)], ids=str
+)
+def test_a_module_runs_as_under_python_m(options: list[str], tmp_path: Path) -> None:
+    package = tmp_path / "project" / "inner"
+    package.mkdir(parents=True)
+    (package.parent / "model.py").write_text("WIDTH = 6\n")
+    (package / "train.py").write_text(MODULE)
+    given = ["-m", "project.inner.train", "--run_dir", "mine", "--json"]
+    plain = warm.run(given, capture_output=True, text=True, cwd=tmp_path, input="typed")
+    command = ["-m", "gradsight", "check", "--run_dir", "record", *options, *given]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=settings, input="typed"
+    )
+    assert done.returncode == plain.returncode == 0, done.stderr + plain.stderr
+    (line,) = plain.stdout.splitlines()
+    assert done.stdout.splitlines()[0] == line
+    assert "__main__ project.inner typed" in line
+    assert "healthy: no finding in 12 steps" in done.stdout
+    assert (tmp_path / "record" / "report.md").exists()
+    assert not (tmp_path / "mine").exists()
+
+
+def test_the_name_of_a_module_without_m_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "package.train"]) == 64
+    assert "for the module, type -m package.train" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_script_called_gradsight_runs_once(tmp_path: Path) -> None:
+    text = scripts.UNCLEARED.replace("optimizer.step()", "optimizer.step()\n    model.zero_grad()")
+    script = write(tmp_path, f"{text}\nprint('trained')\n", name="gradsight.py")
+    done = check(script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("trained") == 1
+    assert "healthy: no finding in 20 steps" in done.stdout
+    assert "cannot watch" not in done.stderr
+
+
+@pytest.mark.slow
+def test_arguments_of_torchrun_are_not_taken_for_gradsight_s(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys\nsys.exit(5)\n")
+    done = check("torchrun", "--standalone", "--nproc_per_node", "2", script)
+    assert done.returncode == 3
+    assert "went to the script" not in done.stdout
+
+
 OWN_UPDATES = """
 import torch
 weight = torch.randn(4, 1, requires_grad=True)

@@ -27,6 +27,7 @@ THEIR_OWN = {
     "show/serve/server.py": "the same",
     "train/launch.py": "the trainer's own process, which only passes signals on",
     "train/stop_request.py": "the trainer is the user here, and decides what SIGTERM means",
+    "first_step/dependence.py": "hooks for two calls of our own, taken away after each",
     "integrations/accelerate.py:note": "appends to a list, in the user's own call of load_state",
     "attach/site/sitecustomize.py:_guarded": "a guard of its own: Gradsight is not loaded by then",
     "core/hooks.py": "the two functions that put the guard around hooks",
@@ -100,8 +101,14 @@ def test_everything_registered_goes_through_the_guard() -> None:
 def handed_on(tree: ast.AST) -> Iterator[ast.expr]:
     """Register functions of torch's that are not called here, but given to somebody."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    compared = {
+        id(operand)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for operand in (node.left, *node.comparators)
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Name) and id(node) not in called:
+        if isinstance(node, ast.Attribute | ast.Name) and id(node) not in called | compared:
             name = node.attr if isinstance(node, ast.Attribute) else node.id
             if name.startswith("register_") and name.endswith("_hook"):
                 yield node

@@ -2,6 +2,8 @@
 without the engine.
 """
 
+from contextlib import closing
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -432,3 +434,33 @@ def test_a_model_may_catch_the_error_of_an_operation() -> None:
     assert not any(isinstance(error, GradsightError) for error in caught)
     assert len(engine.scores.total) == 4
     engine.close()
+
+
+def test_no_engine_is_silent_after_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("a mistake of Gradsight")
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    batch = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    first = GhostEngine(model, loss_fn, batch)
+    with monkeypatch.context() as broken:
+        broken.setattr("gradsight.core.passes.Passes.begin", fail)
+        first.loss(batch).backward()
+    assert "which gradients are written" in capsys.readouterr().err
+    second = GhostEngine(model, loss_fn, batch)
+    for engine in (first, second):
+        with pytest.raises(GradsightError, match="Close every engine"):
+            engine.loss(batch)
+        with pytest.raises(GradsightError, match="Close every engine"), engine.observe():
+            loss_fn(model, batch).backward()
+        engine.close()
+    with closing(GhostEngine(model, loss_fn, batch)) as third:
+        third.loss(batch).backward()
+        assert third.scores.total.shape == (4,)

@@ -143,7 +143,7 @@ def margin(bad: bool) -> Loop:
     """Triplets that are soon all apart: a loss and a gradient of exactly 0. Bad: both of a pair are
     the same point.
     """
-    model, centers = mlp(10, 64, 16), torch.randn(5, 10) * 3
+    model, centers = mlp(10, 64, 16), torch.randn(5, 10)
 
     def loss(step: int) -> Tensor:
         one = torch.randint(0, 5, (16,))

@@ -115,7 +115,7 @@ SEQUENCES: dict[str, tuple[Callable[[Norms, Losses], None], set[str]]] = {
     "NaN to the end": (nan_to_the_end, {"GS103", "GS407"}),
     "vanishing": (vanishing, {"GS203", "GS204"}),
     "exploding": (exploding, {"GS101", "GS102"}),
-    "dead layer": (dead_layer, {"GS205", "GS301"}),
+    "dead layer": (dead_layer, {"GS301"}),
     "alternating": (alternating, {"GS201"}),
     **{f"random events {seed}": (random_events(seed), {"GS201"}) for seed in range(4)},
 }

@@ -24,8 +24,10 @@ from gradsight.health.fixes import GIVEN
 from gradsight.health.judge import checks_at_work
 from gradsight.health.registry import CHECKS, Advice
 from gradsight.health.tailoring import fitted
-from gradsight.health.window import Window
+from gradsight.health.trainers import Trainer
+from gradsight.health.window import OnlyOptimizer, Subject, Window
 from gradsight.values.findings import Finding
+from gradsight.values.steps import Step
 from health.faults import FAULTS, SETUP, Fault
 from launch import run_ranks
 
@@ -161,6 +163,8 @@ def test_every_fix_is_pasted_into_a_script_with_its_fault() -> None:
     # Those need several processes: test_the_fix_of_a_rank_that_stands_apart has one of them, and
     # tests/session/test_record_ranks.py trains with and without what GS504 and GS505 add.
     tried |= {fix for fix, code in FIXES.items() if code in ("GS503", "GS504", "GS505")}
+    # It needs `gradsight check`: tests/attach/situations/networks.py has a script with its fix.
+    tried |= {fix for fix, code in FIXES.items() if code == "GS306"}
     assert {code for fix, code in FIXES.items() if fix not in tried} == set()
 
 
@@ -228,3 +232,25 @@ def test_a_run_that_clips_is_not_told_to_clip() -> None:
     assert clipped.recommendation.startswith("Clipping limited this update")
     assert "max_norm" not in clipped.fix
     assert "suspicious-" in clipped.fix
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+@pytest.mark.parametrize("fix", FIXES, ids=FIXES.values())
+def test_every_fix_can_be_fitted_to_a_trainer(fix: str, library: Any) -> None:
+    """It still is code that says where it goes."""
+    optimizer = OnlyOptimizer("Adam", False, 1e-3, "optimizer = torch.optim.Adam({given}, lr={lr})")
+    trainer = Trainer(library, "Trainer", sets_rate=True)
+    subject = Subject(
+        ["weight"],
+        [(2, 2)],
+        [True],
+        ["Linear"],
+        [False],
+        optimizer=optimizer,
+        trainer=trainer,
+    )
+    window = Window(subject)
+    window.step = Step(1, 0.0, lr=0.5)
+    code = fitted(Advice("Do this.", fix), window).fix
+    assert code.startswith("# ")
+    ast.parse(code)

@@ -325,7 +325,8 @@ def test_a_model_whose_parts_are_called_says_so() -> None:
         optimizer.step()
         (finding,) = [each for each in watch.report().findings if each.code == "GS103"]
     assert finding.diagnosis is not None
-    assert finding.diagnosis.notes[0].startswith("the model itself was not called in this step")
+    note = finding.diagnosis.notes[0]
+    assert note.startswith("Gradsight saw no call of the whole model in this step")
 
 
 def test_overflows_that_a_scaler_settles_are_not_diagnosed(tmp_path: Path) -> None:

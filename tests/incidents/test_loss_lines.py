@@ -246,17 +246,18 @@ def test_several_lines_that_may_have_done_it_are_all_given(
 ) -> None:
     text = """
 for step, x, y, bad in batches(logits):
-    loss = F.mse_loss(logits(x), x[:, :3] * (nan if bad else 1.0))
-    keep = loss.detach()
-    loss = loss * 2.0
+    z = logits(x)
+    near = (z * (0.0 if bad else 1.0)).abs().sum(1).sqrt()
+    keep = near.detach()
+    loss = near.mean() + (z + 1).norm()
     loss.backward()
 """
     script = tmp_path / "train.py"
     script.write_text(HEAD + text)
-    first = len(HEAD.splitlines()) + 3
+    first = len(HEAD.splitlines()) + 4
     operation = named(script, tmp_path / "run", monkeypatch)
     assert operation["place"] == f"{script}:{first}-{first + 2}"
-    likely = f"likely mse_loss (train.py:{first}) or mul (train.py:{first + 2})"
+    likely = f"likely sqrt (train.py:{first}) or linalg_vector_norm (train.py:{first + 2})"
     assert operation["detail"].endswith(likely)
 
 

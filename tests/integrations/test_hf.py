@@ -472,6 +472,71 @@ def test_texts_are_kept_where_data_was_asked_for(
     assert WORDS[tokens[0]] in capsys.readouterr().out
 
 
+class Unscorable(nn.Module):
+    """A classifier with dropout, whose samples have no gradient of their own."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.why = why
+        self.embedding = nn.Embedding(len(WORDS), 8)
+        self.norm = nn.BatchNorm1d(8) if why == "BatchNorm" else nn.LayerNorm(8)
+        self.head = nn.Linear(8, len(WORDS))
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        features = nn.functional.dropout(self.embedding(input_ids).mean(1), training=self.training)
+        logits = self.head(self.norm(features))
+        if self.why == "mixes samples":
+            loss = nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+        else:
+            loss = nn.functional.cross_entropy(logits, input_ids[:, 0])
+        if self.why == "regulariser":
+            loss = loss + 0.1 * self.head.weight.square().sum()
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("why", ["BatchNorm", "mixes samples", "regulariser"])
+def test_training_goes_on_where_samples_cannot_be_scored(why: str, tmp_path: Path) -> None:
+    trained, losses = [], []
+    for ghost in (None, True):
+        folder = tmp_path / str(ghost)
+        rows = [{**row, "id": number} for number, row in enumerate(token_rows(16))]
+        torch.manual_seed(4)
+        callback = GradsightCallback(folder, ghost=ghost)
+        trainer = trainer_of(folder, [callback], Unscorable(why), rows=rows, max_steps=3)
+        if ghost is None:
+            trainer.train()
+        else:
+            with pytest.warns(GradsightWarning, match=f"{why}.*Training goes on without scores"):
+                trainer.train()
+        trained.append(weights(trainer.model))
+        steps = recorded(folder)
+        losses.append([(step.loss, step.total_norm, step.gradient) for step in steps])
+    assert are_equal(*trained)
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+
+
+def test_a_training_without_a_step_warns_of_no_texts(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**row, "id": number} for number, row in enumerate(token_rows(16))]
+    callback = GradsightCallback(ghost=True)
+    trainer = trainer_of(tmp_path, [callback], rows=rows)
+    trainer.processing_class = tokenizer()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("before the first step")
+
+    trainer.training_step = fail
+    with pytest.raises(RuntimeError, match="before the first step"):
+        trainer.train()
+    said = capsys.readouterr().err + " ".join(str(warning.message) for warning in recwarn)
+    assert "texts" not in said
+
+
 class DeepSpeedEngine(nn.Module):
     """Of the same shape as DeepSpeed's: it wraps the model, and steps inside of its backward."""
 

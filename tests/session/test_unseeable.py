@@ -101,7 +101,7 @@ def test_the_sentences_are_those_that_were_agreed_on() -> None:
     )
     assert "gradient buffers of its own; nothing true can be seen" in unseeable.MEGATRON
     assert unseeable.FSDP1.endswith("Use FSDP2 (`fsdp_version: 2`).")
-    assert unseeable.CUDA_GRAPHS.endswith("Switch them off to be watched.")
+    assert unseeable.CUDA_GRAPHS.endswith("Switch them off to have steps recorded.")
 
 
 @pytest.mark.parametrize(

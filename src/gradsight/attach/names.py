@@ -57,10 +57,14 @@ def variable_of(thing: object) -> str | None:
 
 def _names_of_model(model: nn.Module) -> Iterator[str]:
     inner = unwrapped(model)
+    has_variable = False
     for each in (model, inner) if inner is not model else (model,):
-        yield from _variables(each)
-    # A library's class says less than the class of what it holds.
-    yield type(inner).__name__
+        for name in _variables(each):
+            has_variable = True
+            yield name
+    # Linear says less than the variable with a number.
+    if not has_variable or _is_users(type(inner)):
+        yield type(inner).__name__
 
 
 def _names_of_tensor(tensor: Tensor) -> Iterator[str]:

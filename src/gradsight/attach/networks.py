@@ -7,7 +7,6 @@ change them counts as one: an optimizer, an average over another network, an upd
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -263,8 +262,10 @@ class Networks:
                 network.from_data |= not has_graph
 
         inner = unwrapped(module)
-        put = partial(put_module_hook, self._guard, inner.register_forward_pre_hook)
-        self._hooks.append(put(called, with_kwargs=True))
+        handle = put_module_hook(
+            self._guard, inner.register_forward_pre_hook, called, with_kwargs=True
+        )
+        self._hooks.append(handle)
 
     # At the end.
 

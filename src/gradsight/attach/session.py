@@ -37,6 +37,7 @@ from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
 from gradsight.core.optimizers import calls_of_step, innermost_optimizer, wrapped_optimizers
 from gradsight.core.passes import BackwardPass
+from gradsight.core.problems import show_lines_of_the_script
 from gradsight.core.sharing import reshard
 from gradsight.core.source import users_frames
 from gradsight.core.switch import is_switched_off
@@ -164,6 +165,17 @@ class Session:
         self._known.append(known)
         self._by_id[id(optimizer)] = known
         self._places = {place for place in self._places if place[0] != id(optimizer)}
+
+    def models_of_optimizers(self) -> list[nn.Module]:
+        """The models whose parameters are in an optimizer."""
+        optimizers = [known.reference() for known in self._known]
+        modules = roots()
+        return [
+            model
+            for optimizer in optimizers
+            if optimizer is not None
+            for model in models_of(optimizer, modules)[0]
+        ]
 
     def _known_of(self, optimizer: Optimizer) -> _Known | None:
         known = self._by_id.get(id(optimizer))
@@ -578,7 +590,8 @@ def note_frozen_models(options: str | None = None) -> None:
     """The process ends: if nothing was watched because nothing can learn, note that."""
     if any(session.has_watched for session in _sessions):
         return
-    models = [model for model in roots() if next(model.parameters(), None) is not None]
+    held = [model for session in _sessions for model in session.models_of_optimizers()]
+    models = [model for model in held or roots() if next(model.parameters(), None) is not None]
     if not models or any(each.requires_grad for model in models for each in model.parameters()):
         return
     largest = max(models, key=lambda model: sum(each.numel() for each in model.parameters()))
@@ -611,5 +624,6 @@ def optimizer_made(
     was_loaded: whether load_state_dict has given a module its weights.
     """
     if not _sessions:
+        show_lines_of_the_script()
         _sessions.append(Session(told(options), was_loaded))
     _sessions[0].optimizer_made(optimizer)

@@ -112,7 +112,8 @@ def check(
                 health=health,
                 has_preflight=not no_preflight,
             )
-            for line in _next_commands(result, again):
+            following = _next_commands(result, again)
+            for line in ["", *following] if following else []:
                 print(line)
         return result.exit_code(fail_on)
 
@@ -203,7 +204,10 @@ def script_command(script: str, args: Sequence[str], ranks: int | None = None) -
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     launcher = shutil.which(script, path=folders)
     if launcher is None:
-        raise UsageError(f"there is no script {script}, and no launcher of that name")
+        text = f"there is no script {script}, and no launcher of that name"
+        if _is_module(script):
+            text += f"; for the module, type -m {script}"
+        raise UsageError(text)
     return [launcher, *args]
 
 
@@ -214,6 +218,12 @@ def _torchrun(ranks: int | None) -> list[str]:
     if ranks < 1:
         raise UsageError(f"--nproc_per_node must be 1 or more, got {ranks}")
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+
+
+def _is_module(name: str) -> bool:
+    """Whether this is the name of a module or package below the current directory."""
+    path = Path(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
 
 
 def _is_launcher(file: Path) -> bool:

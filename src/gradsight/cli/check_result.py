@@ -1,6 +1,7 @@
 """What a check came to: the runs it recorded, the script's own end, the verdict over all."""
 
 import json
+import signal
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,8 @@ class CheckResult:
         how = f"failed with exit code {self.code}"
         if self.code < 0:
             how = f"was killed by signal {-self.code}"
+        if self.code == -signal.SIGINT:
+            how = "was interrupted"
         steps = max((len(summary.steps) for summary in self.judged.values()), default=0)
         when = f"after {counted(steps, 'optimizer step')}"
         if not steps:
@@ -109,7 +112,9 @@ class CheckResult:
                 lines.append(f"{on_one_line(name)}:")
             lines += health_lines(summary.health, colour, failed=self.failure is not None)
         notes = [*self._optimizers(), *self._clipping_and_scaling()]
-        return [*lines, "", *(line for note in notes for line in _wrapped(note))]
+        if notes:
+            lines.append("")
+        return [*lines, *(line for note in notes for line in _wrapped(note))]
 
     def notes(self) -> list[str]:
         """How the script failed, and where its optimizers are."""
@@ -132,13 +137,28 @@ class CheckResult:
         return max((step.lr for step in steps if step.lr is not None), default=None)
 
     def _clipping_and_scaling(self) -> list[str]:
-        """Whether gradients are clipped and scaled, as seen from the steps."""
-        steps = [step for summary in self.runs.values() for step in summary.steps]
+        """Whether gradients are clipped and scaled, as seen from the steps of each model."""
+        steps = {name: summary.steps for name, summary in self.runs.items() if summary.steps}
         if not steps:
             return []
-        clipped = sum(step.clip_coef is not None and step.clip_coef < 1 for step in steps)
-        scaled = "yes" if any(step.scale is not None for step in steps) else "no"
-        return [f"Clipping: {clipped} of {len(steps)} steps. Loss scaling: {scaled}."]
+        counts = {
+            name: (sum(step.clip_coef is not None and step.clip_coef < 1 for step in own), len(own))
+            for name, own in steps.items()
+        }
+        clipped = {name: count for name, count in counts.items() if count[0]}
+        if len(counts) == 1:
+            ((some, all_steps),) = counts.values()
+            text = f"{some} of {all_steps} steps"
+        elif clipped:
+            # A sum over models would count one step of the script several times.
+            text = ", ".join(
+                f"{name} in {some} of {all_steps} steps"
+                for name, (some, all_steps) in clipped.items()
+            )
+        else:
+            text = "none, in any model"
+        scaled = any(step.scale is not None for own in steps.values() for step in own)
+        return [f"Clipping: {text}. Loss scaling: {'yes' if scaled else 'no'}."]
 
     def forget_incidents(self) -> None:
         """The folder of this check is about to go: nothing may point there."""
@@ -279,6 +299,8 @@ def _described(optimizer: Mapping[str, Any], largest_rate: float | None) -> str:
     steps = optimizer.get("steps")
     if steps:
         text += f", steps at {Path(steps[0]).name}:{steps[1]}"
+    elif made:
+        text += ", never stepped"
     rates = [rate for rate in (optimizer.get("lr"), largest_rate) if isinstance(rate, (int, float))]
     if optimizer.get("scheduler"):
         return (

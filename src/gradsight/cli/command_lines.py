@@ -26,11 +26,12 @@ class CheckCommand:
 
     def after_failure(self) -> list[str]:
         """How to run a script that failed without preflight, and without Gradsight."""
-        lines = ["To see whether Gradsight has a part in this failure, run the script without it:"]
-        if self.has_preflight:
-            command = self._with(preflight=False, health=self.health)
-            lines.append(f"   without preflight:  {command}")
-        return [*lines, f"   without Gradsight:  {_typed(self.plain)}"]
+        plain = f"   {_typed(self.plain)}"
+        goal = "To see whether Gradsight has a part in this failure, run"
+        if not self.has_preflight:
+            return [f"{goal} without it:", plain]
+        command = self._with(preflight=False, health=self.health)
+        return [f"{goal} without preflight:", f"   {command}", "or without Gradsight:", plain]
 
     def to_silence(self, codes: Sequence[str]) -> list[str]:
         """How to run the script again without the first of these checks."""
@@ -42,7 +43,7 @@ class CheckCommand:
         ]
 
     def _with(self, preflight: bool, health: Path | None) -> str:
-        command = ["gradsight", "check", *self.options]
+        command = [*_gradsight(), "check", *self.options]
         if not preflight:
             command.append("--no-preflight")
         if health is not None:
@@ -50,12 +51,27 @@ class CheckCommand:
         return shlex.join([*command, *self.script])
 
 
+def _gradsight() -> list[str]:
+    """Gradsight as you called it: python -m gradsight, or the program."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py" and called.parent.name == "gradsight":
+        return [_named(sys.executable), "-m", "gradsight"]
+    if called.stem == "gradsight" and shutil.which(called.name) is None:
+        return [str(called)]
+    return ["gradsight"]
+
+
 def _typed(command: Sequence[str]) -> str:
     """A command as you type it: a program by its name, if your shell finds the same one."""
     program, *rest = command
+    return shlex.join([_named(program), *rest])
+
+
+def _named(program: str) -> str:
+    """A program by its name if your shell finds it by that, else by its path."""
     name = "python" if program == sys.executable else os.path.basename(program)
     found = shutil.which(name)
     # The interpreters of several environments are links to one file: only their folders differ.
     if found is not None and Path(found).parent.resolve() == Path(program).parent.resolve():
-        program = name
-    return shlex.join([program, *rest])
+        return name
+    return program

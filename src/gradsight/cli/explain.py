@@ -16,9 +16,10 @@ _WIDTH = 79
 _WHEN = {
     "step": "at every step",
     "stretch": "every ten steps",
-    "look": "at closer looks: often during the first steps, then every 50",
+    "look": "at steps measured in detail: often during the first steps, then every 50",
     "ranks": "whenever the gradients of ranks were compared",
     "digests": "when the checksums of all ranks have arrived, at three of the first nine steps",
+    "networks": "at the end of a script under `gradsight check` or `gradsight run`",
     "first": "once, when the first step has been examined",
     "passes": "at steps whose backward passes are recorded: the first four, then two in every 25",
 }

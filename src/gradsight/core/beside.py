@@ -20,7 +20,7 @@ from gradsight.core.autocast import autocast_as
 from gradsight.core.calls import RecordedCall, is_suspended, suspended
 from gradsight.core.function_modes import drop_own_frame
 from gradsight.core.guard import lock, register_at_fork
-from gradsight.core.held_contents import contents_kept, hidden_modules
+from gradsight.core.held_contents import advanced_by, contents_kept, hidden_modules
 from gradsight.core.hooks import hook_that_notices
 from gradsight.core.parameters import clean_name
 from gradsight.core.random_state import (
@@ -207,6 +207,9 @@ def why_noticed(root: nn.Module) -> str | None:
     hook = hook_that_notices(named)
     if hook is not None:
         return f"the hook {hook} would see the extra passes and may remember them"
+    iterator = advanced_by(root)
+    if iterator is not None:
+        return f"the iterator {iterator} would be advanced by the extra passes"
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     for mode in modes:
         of_gradsight = type(mode).__module__.partition(".")[0] == "gradsight"

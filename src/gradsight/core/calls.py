@@ -70,6 +70,8 @@ class RecordedCall:
     """The tensor that backward was called on, while the process that made it runs."""
     loss_lines: Mapping[Any, str] | None = None
     """File and line that made the autograd nodes between the outputs and `loss_root`."""
+    loss_values: Any = None
+    """What autograd had saved of that loss, where it was not finite (incidents.loss_values)."""
     sample_ids: tuple[int | str, ...] | None = None
     number: CallNumber | None = None
     """None: each call is a micro-batch of its own, in the order of the calls."""

@@ -1,9 +1,12 @@
 """What modules hold beside parameters and buffers: containers, arrays, objects; put back."""
 
+import dis
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import ProxyTypes
 
@@ -15,6 +18,7 @@ from gradsight.core.shards import local_part
 from gradsight.core.source import owner_of
 
 PutBack = Callable[[], None]
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 OF_TORCH = frozenset(vars(nn.Module()))
 """Names of attributes that every module has: others keep those."""
 MOST_ENTRIES = 10_000
@@ -25,8 +29,12 @@ MOST_VALUES = 100_000
 
 @contextmanager
 def contents_kept(root: nn.Module) -> Iterator[None]:
-    """What a pass adds to or writes into the attributes of modules is taken back after it."""
-    held = list(_held_by(root))
+    """What a pass adds to or writes into the attributes of modules is taken back after it.
+
+    So is what code of the script that a pass may run writes to global names, to names of a
+    function around it and to attributes of classes.
+    """
+    held = [*_held_by(root), *_held_by_code(root)]
     try:
         yield
     finally:
@@ -55,11 +63,108 @@ def hidden_modules(root: nn.Module) -> list[nn.Module]:
     return found
 
 
+def advanced_by(root: nn.Module) -> str | None:
+    """Name an iterator that a pass may advance, and nothing can put back; None if there is none.
+
+    An open file is one too.
+    """
+    for name, module in root.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if attribute not in OF_TORCH and isinstance(value, Iterator):
+                return f"{attribute} of {f'module {name}' if name else 'the model'}"
+    for function in _code_of(root):
+        if any(isinstance(each, Iterator) for each in _reached_by(function)):
+            return f"that {function.__qualname__} uses"
+    return None
+
+
 def _held_by(root: nn.Module) -> Iterator[PutBack]:
     seen = _parts_of(root)
     for module in root.modules():
         for value in _attributes(module):
             yield from _held(value, seen)
+
+
+def _held_by_code(root: nn.Module) -> Iterator[PutBack]:
+    """How to put back what methods of modules, and functions that these call, write to."""
+    for kind in {kind for module in root.modules() for kind in type(module).__mro__}:
+        if _methods(kind):
+            yield _kept_attributes(kind)
+    seen: set[int] = set()
+    for function in _code_of(root):
+        yield from _kept_names(function.__globals__, _names(function.__code__, _STORES))
+        yield from (_kept_cell(cell) for cell in function.__closure__ or ())
+        for value in _reached_by(function):
+            if id(value) not in seen:
+                seen.add(id(value))
+                entries = vars(value) if _is_object_of_user(value) else value
+                is_container = isinstance(entries, list | dict | set | deque)
+                if is_container and len(entries) <= MOST_ENTRIES:
+                    yield _kept_entries(entries)
+
+
+def _code_of(root: nn.Module) -> list[FunctionType]:
+    """The script's own methods of modules, and its own functions that these use."""
+    kinds = {kind for module in root.modules() for kind in type(module).__mro__}
+    functions = [function for kind in kinds for function in _methods(kind)]
+    for function in functions:  # grows meanwhile
+        reached = (each for each in _reached_by(function) if isinstance(each, FunctionType))
+        functions += [each for each in reached if _is_of_user(each) and each not in functions]
+        if len(functions) > MOST_ENTRIES:
+            break
+    return functions
+
+
+def _methods(kind: type) -> list[FunctionType]:
+    """The methods of a class that are the script's own."""
+    functions = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
+    return [each for each in functions if _is_of_user(each)]
+
+
+def _reached_by(function: FunctionType) -> Iterator[Any]:
+    """What a function reaches by a global name, or by a name of a function around it."""
+    for name in _names(function.__code__, ("LOAD_GLOBAL",)):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a cell that nothing was put into yet
+            yield cell.cell_contents
+
+
+def _is_of_user(function: FunctionType) -> bool:
+    return owner_of(function.__code__.co_filename) == "user"
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType, instructions: tuple[str, ...]) -> frozenset[str]:
+    """The names that these instructions in a piece of code are given."""
+    found = (each for each in dis.get_instructions(code) if each.opname in instructions)
+    return frozenset(each.argval for each in found)
+
+
+def _kept_names(names: dict[str, Any], written: frozenset[str]) -> Iterator[PutBack]:
+    if written:
+        saved = {name: names[name] for name in written if name in names}
+        yield lambda: names.update(saved)
+
+
+def _kept_cell(cell: Any) -> PutBack:
+    try:
+        saved = cell.cell_contents
+    except ValueError:
+        return lambda: None
+    return lambda: setattr(cell, "cell_contents", saved)
+
+
+def _kept_attributes(kind: type) -> PutBack:
+    saved = dict(vars(kind))
+
+    def put_back() -> None:
+        for name, value in saved.items():
+            if vars(kind).get(name) is not value:
+                setattr(kind, name, value)
+
+    return put_back
 
 
 def _parts_of(root: nn.Module) -> set[int]:

@@ -1,5 +1,7 @@
 """Tensors that are no single block of memory: sparse, nested, quantized and MKL-DNN ones."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -40,17 +42,21 @@ def indices(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def held_bytes(tensor: Tensor) -> int:
-    """Return how much memory a tensor takes.
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how much memory these tensors take.
 
-    >>> held_bytes(torch.eye(2)), held_bytes(torch.eye(2).to_sparse())
+    >>> held_bytes([torch.eye(2)]), held_bytes([torch.eye(2).to_sparse()])
     (16, 40)
     """
-    if tensor.layout is torch.sparse_coo:  # the only layout for which torch has no nbytes
-        return int(tensor._indices().nbytes + tensor._values().nbytes)
-    return int(tensor.nbytes)
+    held = 0
+    for tensor in tensors:
+        if tensor.layout is torch.sparse_coo:  # the only layout for which torch has no nbytes
+            held += tensor._indices().nbytes + tensor._values().nbytes
+        else:
+            held += tensor.nbytes
+    return held
 
 
-def version(tensor: Tensor) -> int:
-    """Return the version counter of a tensor; one made in inference mode has none."""
-    return 0 if tensor.is_inference() else tensor._version
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the version counters of tensors; one made in inference mode has none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

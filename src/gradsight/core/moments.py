@@ -71,7 +71,7 @@ _Original = Callable[..., Any]
 """A function of torch's that one of ours stands in for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Ear:
     """One method of a listener's."""
 
@@ -164,11 +164,12 @@ def listen(
 def leave(listener: object) -> None:
     """Stop telling this listener; the last one to leave puts everything back."""
     with lock:
-        leaving = {
-            ear.followed for ears in _told.values() for ear in ears if ear.listener is listener
-        }
+        leaving = set()
         for ears in _told.values():
-            ears[:] = [ear for ear in ears if ear.listener is not listener]
+            for ear in tuple(ears):
+                if ear.listener is listener:
+                    ears.remove(ear)
+                    leaving.add(ear.followed)
         for followed in leaving:
             if followed is not None:
                 _passes.unfollow(followed)
@@ -180,6 +181,11 @@ def inside_backward() -> bool:
     """Whether this code runs inside a backward pass: in a hook, in whatever thread."""
     # Not what is carried alone: an interrupt may have left it behind.
     return current_task() != -1 and is_carried(PASS)
+
+
+def missed_passes() -> bool:
+    """Whether backward passes go unseen since an internal error, until all listeners have left."""
+    return _passes.guard.faults > 0
 
 
 def is_written_elsewhere(followed: FollowedParameters) -> bool:

@@ -5,6 +5,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from gradsight.core.notices import log, write_line
 from gradsight.errors import GradsightWarning
@@ -58,17 +60,20 @@ class Problems:
         return changed
 
 
-def say(message: str, stacklevel: int = 3) -> None:
+def say(
+    message: str, stacklevel: int = 3, category: type[GradsightWarning] = GradsightWarning
+) -> None:
     """Warn, also where warnings are errors: a warning must not end somebody's training loop."""
     log(message)
     try:
         with _without_source_line():
-            warnings.warn(message, GradsightWarning, stacklevel=stacklevel)
+            warnings.warn(message, category, stacklevel=stacklevel)
     except Exception:  # the warning itself, or what somebody's own way of showing it raised
         write_line(message)
 
 
-_PYTHONS_OWN = getattr(warnings, "_formatwarning_orig", None)
+_PYTHONS_OWN: Any = getattr(warnings, "_formatwarning_orig", None)
+_OURS = f"{Path(__file__).resolve().parents[1]}/"
 
 
 @contextlib.contextmanager
@@ -76,28 +81,43 @@ def _without_source_line() -> Iterator[None]:
     """Have Python print only the text of our warnings.
 
     Python adds the path and the source line of the caller, which is a line of Gradsight. A
-    formatter that the user has set stays in place, and other warnings are formatted as usual.
+    formatter that the user has set stays in place.
     """
     usual = warnings.formatwarning
     if usual is not _PYTHONS_OWN:
         yield
         return
-
-    def text_only(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        line: str | None = None,
-    ) -> str:
-        if issubclass(category, GradsightWarning):
-            return f"{category.__name__}: {message}\n"
-        text: str = usual(message, category, filename, lineno, line)
-        return text
-
-    warnings.formatwarning = text_only
+    warnings.formatwarning = _formatted
     try:
         yield
     finally:
-        if warnings.formatwarning is text_only:
+        if warnings.formatwarning is _formatted:
             warnings.formatwarning = usual
+
+
+def show_lines_of_the_script() -> None:
+    """From now on, show no warning with a line of Gradsight, for a process that it has entered.
+
+    torch names the caller of its function as the place of a warning. If that is a line of
+    Gradsight, the innermost line of the script is shown in its place.
+    """
+    if warnings.formatwarning is _PYTHONS_OWN:
+        warnings.formatwarning = _formatted
+
+
+def _formatted(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    if issubclass(category, GradsightWarning):
+        return f"{category.__name__}: {message}\n"
+    if filename.startswith(_OURS):
+        from gradsight.core.source import users_place  # it loads torch
+
+        filename, lineno = users_place() or (filename, lineno)
+        line = None
+    text: str = _PYTHONS_OWN(message, category, filename, lineno, line)
+    return text

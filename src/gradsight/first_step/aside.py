@@ -124,7 +124,7 @@ class _Look:
         self._options = options
         self._ends = perf_counter() + (options.seconds or 1e9)
         self._generator = torch.Generator().manual_seed(_SEED)
-        self._guard = Guard(None, "preflight", "an operation could not be looked at")
+        self._guard = Guard(None, "preflight", "an operation could not be examined")
         self._seen_so_far = FirstStep()
 
     def look(self) -> FirstStep:

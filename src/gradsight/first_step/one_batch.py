@@ -41,7 +41,7 @@ def look_at_batch(
 ) -> BatchLook:
     """Run loss_fn(model, batch) and its backward aside, and the model again by itself."""
     inner = unwrapped(model)
-    guard = Guard(None, "preflight", "the batch could not be looked at")
+    guard = Guard(None, "preflight", "the batch could not be examined")
     calls = _Calls(guard)
     operations = Operations(guard)
     try:

@@ -1,6 +1,5 @@
 """One observed block after another: directions, the traced pass, its scores."""
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 from gradsight.core.beside import is_compiled
 from gradsight.core.function_modes import take_off_ended
 from gradsight.core.guard import raise_as_gradsight_error
+from gradsight.core.moments import missed_passes
+from gradsight.core.problems import say
 from gradsight.core.samples import tensors_in
 from gradsight.core.sharing import ModelGroup, reshard
 from gradsight.errors import GradsightError, GradsightWarning, UsageError
@@ -183,6 +184,12 @@ class BlockScorer:
             raise UsageError("this GhostEngine is closed")
         if self.is_open:
             raise UsageError("an observed block is still open: blocks cannot be nested")
+        if missed_passes():
+            raise GradsightError(
+                "samples cannot be scored in this process any more, because Gradsight failed "
+                "during an earlier backward pass: see standard error. Close every engine and every "
+                "watch, then make a new engine; or train without one."
+            )
         if self._group.sharded:
             # An evaluation before the block may have left it whole.
             reshard(self.model)
@@ -353,11 +360,10 @@ class BlockScorer:
         if self._noticed_compiled or not is_compiled(self.model):
             return
         self._noticed_compiled = True
-        warnings.warn(
+        say(
             "the compiled model runs eagerly while its samples are scored. The scores are exact; "
             "only speed is lost.",
-            GradsightWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def _notice_slow(self, observation: Observation) -> None:
@@ -369,7 +375,7 @@ class BlockScorer:
                     "samples are scored by one backward pass each, which is exact but slower, "
                     f"because {observation.passes_by_sample}"
                 )
-                warnings.warn(text, GhostNotice, stacklevel=5)
+                say(text, 6, GhostNotice)
             return
         slow = observation.tracer.slow
         new = set(slow) - self._noticed
@@ -384,7 +390,7 @@ class BlockScorer:
             f"no fast rule for {', '.join(sorted(new))}: the scores of {listed} are exact, but "
             "take longer"
         )
-        warnings.warn(text, GhostNotice, stacklevel=5)
+        say(text, 6, GhostNotice)
 
 
 def fingerprint(batch: Any) -> Tensor:

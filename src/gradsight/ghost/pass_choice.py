@@ -7,9 +7,8 @@ n B + V. It also holds the activations of B + V rows at once, so V may not be mo
 MOST_VALIDATION times B.
 """
 
-import warnings
-
-from gradsight.errors import GradsightError, GradsightWarning
+from gradsight.core.problems import say
+from gradsight.errors import GradsightError
 from gradsight.ghost.one_pass import OnePassRefusal
 
 MOST_ROWS = 1.05
@@ -87,9 +86,8 @@ class PassChoice:
         if self._said:
             return
         self._said = True
-        warnings.warn(
+        say(
             f"samples are scored in mode 'two_pass', not in one pass: {reason}. The scores are "
             "the same.",
-            GradsightWarning,
-            stacklevel=6,
+            stacklevel=7,
         )

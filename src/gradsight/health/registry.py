@@ -147,7 +147,7 @@ MISSING = {
         "ranks were not compared: there is one process, the run was too short, or a rank did not "
         "answer"
     ),
-    "details": "no closer look was taken",
+    "details": "no step was measured in detail",
     "first step": "no call of the model was seen before its first backward passes",
     "passes": "no backward pass of the model was seen",
     "networks": (

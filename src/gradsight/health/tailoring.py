@@ -1,5 +1,6 @@
 """Advice that fits the run: its optimizer and learning rate, its trainer, its loss scaling."""
 
+import itertools
 import re
 
 from gradsight.health.fixes import (
@@ -155,10 +156,12 @@ def _for_trainer(fix: str, trainer: Trainer, rate: float | None) -> str:
 
 def _parts(fix: str) -> list[str]:
     """The sections of a fix, each with its place."""
-    starts = [each.start() for each in _PLACE.finditer(fix)]
-    ends = [*starts[1:], len(fix)]
+    places = [each.start() for each in _PLACE.finditer(fix)]
+    if not places and fix.strip():
+        return [fix]
     return [
-        "\n" + fix[start:end].strip("\n") + "\n" for start, end in zip(starts, ends, strict=True)
+        "\n" + fix[start:end].strip("\n") + "\n"
+        for start, end in itertools.pairwise([*places, len(fix)])
     ]
 
 

@@ -182,6 +182,8 @@ class Window:
     """Networks of the script that get gradients and that no optimizer moves."""
     updated_twice: set[int] = field(default_factory=set)
     """Parameters that two optimizers have updated by the same gradient."""
+    held_in_vain: set[int] = field(default_factory=set)
+    """Parameters that two optimizers hold, one of which has never found a gradient."""
     repeats: int = 0
     """How many steps in a row had exactly the gradient of the step before."""
     digests: RankDigests | None = None
@@ -355,6 +357,7 @@ class Window:
             self.signals.add("unigram")
         self._take_learning_rate()
         self.updated_twice.update(signals.updated_twice)
+        self.held_in_vain.update(signals.held_in_vain)
         if signals.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if signals.uncleared else 0

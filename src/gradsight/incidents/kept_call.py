@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.calls import RecordedCall, is_suspended
-from gradsight.core.layouts import held_bytes, version
+from gradsight.core.layouts import held_bytes, versions
 from gradsight.incidents.loss_lines import Between
 
 
@@ -22,6 +22,7 @@ class KeptCall:
         "gradient_bytes",
         "gradients",
         "loss",
+        "loss_values",
         "made",
         "micro_batch",
         "nodes",
@@ -40,9 +41,11 @@ class KeptCall:
         """What backward was called on after this call."""
         self.loss = Between()
         """Where the loss lies that was made of this call."""
+        self.loss_values: Any = None
+        """What autograd had saved of it, where it was not finite."""
         self.tensors = tensors
-        self.versions = [version(tensor) for tensor in tensors]
-        self.bytes = sum(held_bytes(tensor) for tensor in tensors)
+        self.versions = versions(tensors)
+        self.bytes = held_bytes(tensors)
         self.buffer_versions: list[int] = []
         self.gradients: list[Tensor | None] = []
         """The gradients that came back to the tensors of the output, through whatever uses them."""
@@ -61,10 +64,7 @@ class KeptCall:
 
     def changed(self) -> bool:
         """Whether somebody has changed an argument in place since."""
-        return any(
-            version(tensor) != before
-            for tensor, before in zip(self.tensors, self.versions, strict=True)
-        )
+        return versions(self.tensors) != self.versions
 
 
 def around(

@@ -8,6 +8,7 @@ a device. The newest call is always kept; earlier ones of the same step as long 
 memory together than the limit.
 """
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from gradsight.core.calls import CallNumber, RecordedCall
 from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
-from gradsight.core.layouts import held_bytes, version
+from gradsight.core.layouts import held_bytes, versions
 from gradsight.core.parameters import called_module
 from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
@@ -36,7 +37,7 @@ from gradsight.incidents.kept_call import (
     around,
     is_not_training,
 )
-from gradsight.incidents.loss_lines import LossLines
+from gradsight.incidents.loss_lines import Between, LossLines, nodes_since
 
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
@@ -87,6 +88,8 @@ class KeptCalls:
         self._held = 0
         self._micro_batch = 0
         self._called_since_backward = False
+        self._loss_is_broken = False
+        """Whether the loss was not finite when backward began last."""
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._compiled: Any = None
@@ -96,11 +99,9 @@ class KeptCalls:
         self._spectral = _spectral_buffers(model)
         # Running statistics change with every call; they are no sign of a changed model.
         normalising = {id(buffer) for buffer in _normalising_buffers(model)}
-        self._buffers = [
-            (name, buffer)
-            for name, buffer in model.named_buffers()
-            if id(buffer) not in normalising
-        ]
+        self._buffers = {
+            name: buffer for name, buffer in model.named_buffers() if id(buffer) not in normalising
+        }
 
     def start(self) -> None:
         """Begin to watch."""
@@ -209,7 +210,8 @@ class KeptCalls:
         )
         call = KeptCall(made, tensors, self._micro_batch)
         self._called_since_backward = True
-        call.buffer_versions = [version(buffer) for _, buffer in self._buffers]
+        if self._buffers:
+            call.buffer_versions = versions(self._buffers.values())
         self._held += call.bytes
         self.calls.append(call)
         while len(self.calls) > 1 and (
@@ -284,6 +286,7 @@ class KeptCalls:
                     backward_caller=call.backward_caller,
                     loss_root=call.root,
                     loss_lines=self._loss_lines.of(call.root, call.loss),
+                    loss_values=call.loss_values,
                     number=number,
                 )
             )
@@ -300,11 +303,12 @@ class KeptCalls:
             limit = f"{self._limits.gradient_bytes / 2**20:.0f} MiB"
             missing = "where they are missing, backward was not run again"
             yield f"gradients at the model's outputs beyond {limit} were not kept: {missing}"
-        pairs = zip(self._buffers, call.buffer_versions, strict=True)
+        now = versions(self._buffers.values())
+        counters = zip(self._buffers, now, call.buffer_versions, strict=True)
         changed = [
             name
-            for (name, buffer), before in pairs
-            if version(buffer) != before and name not in call.made.buffers
+            for name, now, before in counters
+            if now != before and name not in call.made.buffers
         ]
         if changed:
             yield f"buffers have changed since the model was called: {', '.join(changed[:3])}"
@@ -325,14 +329,19 @@ class KeptCalls:
             return
         known = call.gradients[place]
         call.gradients[place] = gradient.detach() if known is None else known + gradient.detach()
-        call.gradient_bytes += held_bytes(gradient) if known is None else 0
-        held = sum(each.gradient_bytes for each in self.calls)
+        call.gradient_bytes += held_bytes([gradient]) if known is None else 0
+        held = sum([each.gradient_bytes for each in self.calls])
         # The oldest go first; the call that has just got a gradient goes last.
-        for each in [*(other for other in self.calls if other is not call), call]:
+        if held > self._limits.gradient_bytes:
+            self._drop_gradients(held, call)
+
+    def _drop_gradients(self, held: int, newest: KeptCall) -> None:
+        """Drop those of the oldest calls first, and of the newest last, down to the limit."""
+        for call in [*(other for other in self.calls if other is not newest), newest]:
             if held <= self._limits.gradient_bytes:
                 return
-            held -= each.gradient_bytes
-            each.drop_gradients()
+            held -= call.gradient_bytes
+            call.drop_gradients()
 
     def before_backward(self, begun: BackwardPass) -> None:
         """A backward pass begins."""
@@ -350,11 +359,31 @@ class KeptCalls:
     def _end_losses(self, backward_caller: str | None) -> None:
         """The losses of the calls that no backward has begun for end here."""
         loss = self._loss_lines.backward_begins(self.root, backward_caller)
+        values = self._values_of_loss(loss)
         for call in self.calls:
             if call.backward_caller is None:
                 call.backward_caller = backward_caller
                 call.root = self.root
                 call.loss = loss
+                call.loss_values = values
+
+    def _values_of_loss(self, loss: Between) -> Any:
+        """What autograd has saved of a loss that is not finite, if the one before was."""
+        was_broken = self._loss_is_broken
+        root = self.root
+        # To ask a tensor on the CPU waits for no device.
+        self._loss_is_broken = (
+            type(root) is Tensor
+            and root.device.type == "cpu"
+            and root.numel() == 1
+            and not math.isfinite(abs(root.detach().item()))
+        )
+        if root is None or was_broken or not self._loss_is_broken:
+            return None
+        # Here, because it imports much that a healthy run never needs.
+        from gradsight.incidents.loss_values import loss_values
+
+        return loss_values(root, nodes_since(root, loss.since))
 
 
 def _numbers(used: Sequence[KeptCall], dropped: Counter[int]) -> list[CallNumber]:

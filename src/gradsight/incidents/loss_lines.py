@@ -76,7 +76,7 @@ class LossLines:
         self._switch_off()
         between = Between(self._since, self._caller, caller)
         if self._noting and root is not None:
-            nodes = _nodes_since(root, self._since)
+            nodes = nodes_since(root, self._since)
             loss = _loss(nodes, between)
             lines = tuple(_line_of(node, caller) for node in nodes)
             known = self._known.get(loss, lines)
@@ -84,20 +84,19 @@ class LossLines:
             self._known[loss] = tuple(
                 line if line == other else None for line, other in zip(lines, known, strict=True)
             )
-        self.forget()
+        self._begun = self._noting = False
         return between
 
     def forget(self) -> None:
         """No loss is under way any more."""
         self._switch_off()
-        self._begun = False
-        self._noting = False
+        self._begun = self._noting = False
 
     def of(self, root: Tensor | None, between: Between) -> Mapping[Any, str]:
         """The line of every autograd node of a loss, where it is known."""
         if root is None:
             return {}
-        nodes = _nodes_since(root, between.since)
+        nodes = nodes_since(root, between.since)
         lines = self._known.get(_loss(nodes, between), ())
         return {node: line for node, line in zip(nodes, lines, strict=False) if line is not None}
 
@@ -114,7 +113,7 @@ class LossLines:
             self._switched_on = False
 
 
-def _nodes_since(root: Tensor, since: int) -> list[Any]:
+def nodes_since(root: Tensor, since: int) -> list[Any]:
     """The autograd nodes below a tensor that were made since, in the order of their making."""
     nodes: dict[Any, int] = {}
     waiting = [root.grad_fn]

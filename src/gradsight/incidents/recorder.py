@@ -5,6 +5,7 @@ about to use it: in both cases the parameters are still those of the bad step. W
 for the judge's word.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from gradsight.core.beside import why_noticed
 from gradsight.core.calls import RecordedCall, micro_batches, suspended
 from gradsight.core.group import rank, world_size
 from gradsight.core.guard import Guard
@@ -43,8 +45,7 @@ _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "grads
 _OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
 """Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = (
-    "the model itself was not called in this step since it is watched: there is nothing to run "
-    "again"
+    "Gradsight saw no call of the whole model in this step, so it could not run the step again"
 )
 _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "
@@ -138,6 +139,8 @@ class FlightRecorder:
         self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
         """By code: what its first incident was found to come from, and where it is kept."""
         self._known: set[tuple[str, int]] = set()
+        self._failures: dict[str, str] = {}
+        """By what a step was run again for, the error that the code of the model raised then."""
 
     def start(self) -> None:
         """Begin to keep what the model is called with."""
@@ -249,9 +252,15 @@ class FlightRecorder:
 
         if not passes:
             return _nothing(_NOT_CALLED)
-        with suspended(), _own_hooks_silent(self._model):
+        with suspended(), _own_hooks_silent(self._model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script has had its own already
             options = DiagnosisOptions(
-                seconds=self._options.seconds, kind=kind, loss_root=root, scale=scale
+                seconds=self._options.seconds,
+                kind=kind,
+                loss_root=root,
+                scale=scale,
+                not_run=why_noticed(self._model),
+                failures=self._failures,
             )
             return diagnose(self._model, passes, options)
 

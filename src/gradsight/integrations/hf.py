@@ -1,15 +1,14 @@
 """Hugging Face's Trainer, and those that derive from it, such as TRL's."""
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gradsight.core.group import rank, world_size
 from gradsight.core.problems import say
-from gradsight.errors import MissingPackage
+from gradsight.errors import GradsightError, MissingPackage, UsageError, WrongPlace
 from gradsight.ghost.engine import GhostEngine
 from gradsight.integrations.broken_steps import BrokenSteps
 from gradsight.integrations.door import Door, caller_of
@@ -20,7 +19,7 @@ from gradsight.integrations.hf_samples import (
     open_engine,
     refuse_wrong_scores,
     say_packs,
-    scored,
+    scored_step,
     taken_ids,
 )
 from gradsight.memory.monitor import MemoryMonitor
@@ -63,6 +62,8 @@ class GradsightCallback(TrainerCallback):  # type: ignore[misc]
         self._door = Door(run_dir, options)
         self._ghost = ghost
         self._engine: GhostEngine | None = None
+        self._is_unscored = True
+        """Whether the engine has not scored any micro-batch yet."""
         self._broken: BrokenSteps | None = None
         self._trainer: Any = None
 
@@ -112,9 +113,8 @@ class GradsightCallback(TrainerCallback):  # type: ignore[misc]
         """Close the watch."""
         self.close()
 
-    @contextlib.contextmanager
-    def micro_batch(self, inputs: Any) -> Iterator[None]:
-        """What the Trainer does with one micro-batch, forward and backward."""
+    def training_step(self, original: Any, model: Any, inputs: Any, *args: Any) -> Any:
+        """Run the Trainer's own step on one micro-batch, forward and backward, and score it."""
         ids = taken_ids(inputs)
         watch = self._door.watch
         if watch is not None and ids is not None:
@@ -122,14 +122,28 @@ class GradsightCallback(TrainerCallback):  # type: ignore[misc]
         if self._engine is not None and watch is not None and is_packed(inputs):
             say_packs(watch.problems)
             self._close_engine()
+        step = functools.partial(original, model, inputs, *args)
         try:
-            with scored(self._engine, ids):
-                yield
+            if self._engine is None:
+                return step()
+            scored = scored_step(self._engine, ids, step, inputs, model, is_first=self._is_unscored)
+            self._is_unscored = False
+            if scored.refusal is not None:
+                self._train_without_scores(scored.refusal)
+            return scored.result
         except BaseException:
             # Other ranks may not come to this point.
             if watch is not None and world_size() == 1:
                 watch.finish_steps(on_disk=True)
             raise
+
+    def _train_without_scores(self, refusal: Exception) -> None:
+        """Say why samples are not scored; the watch goes on."""
+        watch = self._door.watch
+        self._close_engine()
+        if watch is not None:
+            reason = str(refusal).rstrip(".")
+            watch.problems.report("scores", f"{reason}. Training goes on without scores")
 
     def _score(self, trainer: Any, start_step: int) -> None:
         watch = self._door.watch
@@ -141,9 +155,16 @@ class GradsightCallback(TrainerCallback):  # type: ignore[misc]
                 run_dir=self._door.opened_in,
                 start_step=start_step,
             )
+        except UsageError:
+            self.close()
+            raise
+        except GradsightError as refusal:
+            self._train_without_scores(refusal)
+            return
         except BaseException:
             self.close()
             raise
+        self._is_unscored = True
         if self._engine is None and watch is not None:
             say_packs(watch.problems)
 
@@ -165,6 +186,8 @@ class GradsightCallback(TrainerCallback):  # type: ignore[misc]
             return
         try:
             keep_texts(self._trainer, self._door.opened_in)
+        except WrongPlace:
+            return  # Training ended before its first step: there is no record to keep texts in.
         except Exception as error:
             say(f"the texts of samples could not be kept: {type(error).__name__}: {error}")
 
@@ -284,11 +307,11 @@ def _surround_steps(trainer: Any) -> None:
     @functools.wraps(original)
     def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         callback = _watching_callback(trainer)
+        plain = functools.partial(original, **kwargs)
         if callback is None:
             taken_ids(inputs)
-            return original(model, inputs, *args, **kwargs)
-        with callback.micro_batch(inputs):
-            return original(model, inputs, *args, **kwargs)
+            return plain(model, inputs, *args)
+        return callback.training_step(plain, model, inputs, *args)
 
     training_step.is_surrounded = True  # type: ignore[attr-defined]
     trainer.training_step = training_step

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 
 from gradsight.core import rundir
 from gradsight.core.group import world_size
+from gradsight.core.passes import gradient_state, is_same
 from gradsight.core.random_state import set_torch_states, torch_states
-from gradsight.errors import UsageError
+from gradsight.errors import GradsightError, UsageError
 from gradsight.ghost.engine import GhostEngine
 from gradsight.store.reader import open_run
 from gradsight.store.sample_texts import write_sample_texts
 from gradsight.store.scores import read_scores
+from gradsight.values.findings import StopTraining
 
 ID_COLUMNS = ("id", "sample_id", "idx", "uid")
 """Columns of a dataset that are taken for ids; the first that it has."""
@@ -148,8 +151,8 @@ def _named_samples(run_dir: Path) -> set[str]:
         if finding.diagnosis is not None:
             named |= {str(sample.sample_id) for sample in finding.diagnosis.samples}
     if (run_dir / rundir.SCORES).exists():
-        table = read_scores(run_dir).group_by("sample_id").aggregate([("score", "sum")])
-        ranked = table.sort_by("score_sum")["sample_id"].to_pylist()
+        table = read_scores(run_dir).group_by("sample_id").aggregate([("score", "mean")])
+        ranked = table.sort_by("score_mean")["sample_id"].to_pylist()
         named |= {str(each) for each in (*ranked[:_SHOWN], *ranked[-_SHOWN:])}
     return named
 
@@ -211,14 +214,60 @@ def is_packed(inputs: Any) -> bool:
     return bool((positions[:, 1:] < positions[:, :-1]).any())
 
 
-@contextlib.contextmanager
-def scored(engine: GhostEngine | None, ids: Sequence[int | str] | None) -> Iterator[None]:
-    """The micro-batch inside is scored where there is an engine."""
-    if engine is None:
-        yield
-        return
-    with engine.observe(sample_ids=ids):
-        yield
+@dataclass(frozen=True, slots=True)
+class ScoredStep:
+    """A Trainer's step on one micro-batch that was to be scored."""
+
+    result: Any
+    """What the Trainer's own step returned."""
+    refusal: GradsightError | None = None
+    """Why its samples were not scored."""
+
+
+def scored_step(
+    engine: GhostEngine,
+    ids: Sequence[int | str] | None,
+    step: Callable[[], Any],
+    inputs: Any,
+    model: nn.Module,
+    *,
+    is_first: bool,
+) -> ScoredStep:
+    """Run a Trainer's step and score its samples.
+
+    An engine that refuses the step stops it. The step is then run again without scores, unless it
+    has changed gradients already, or other ranks would have to run it again too.
+    """
+    given = dict(inputs) if isinstance(inputs, MutableMapping) else None
+    # Almost all refusals come at the first micro-batch. Reading the states waits for a GPU.
+    states = torch_states() if is_first else None
+    parameters = list(model.parameters())
+    gradients = [gradient_state(each.grad) for each in parameters]
+    returned = []
+    try:
+        with engine.observe(sample_ids=ids):
+            returned.append(step())
+    except StopTraining:
+        raise
+    except GradsightError as error:
+        refusal = error
+    else:
+        return ScoredStep(returned[0])
+    if returned:
+        return ScoredStep(returned[0], refusal)
+    is_untouched = all(
+        is_same(parameter.grad, before)
+        for parameter, before in zip(parameters, gradients, strict=True)
+    )
+    if world_size() > 1 or not is_untouched:
+        raise refusal
+    if given is not None:
+        # Some trainers, such as TRL's, add entries to the batch.
+        inputs.clear()
+        inputs.update(given)
+    if states is not None:
+        set_torch_states(states)
+    return ScoredStep(step(), refusal)
 
 
 def say_packs(problems: Any) -> None:

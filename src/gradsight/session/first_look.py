@@ -123,9 +123,7 @@ class FirstLook:
         return first, passes
 
     def unseen(self) -> tuple[tuple[str, str], ...]:
-        """The signals that will not come any more, each with the reason."""
-        if not self.guard.faults:
-            return ()
+        """The signals that will not come any more after a fault, each with the reason."""
         return tuple((signal, _FAILED) for signal in FIRST_SIGNALS)
 
     def _aside(self) -> FirstStep:

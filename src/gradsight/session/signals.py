@@ -5,7 +5,7 @@ version numbers on every step, a few hundred entries of the batch on a few.
 """
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -162,14 +162,17 @@ class TrainingSignals:
         if self.first_look is not None:
             taken = self.first_look.guard.run(self.first_look.take)
             first, passes = taken or (None, None)
-            unseen = self.first_look.unseen()
+            if self.first_look.guard.faults:
+                unseen = self.first_look.unseen()
+        twice, in_vain = ((), ()) if self._repeated is None else self._repeated.take()
         signals = StepSignals(
+            updated_twice=twice,
+            held_in_vain=in_vain,
             uncleared=self._uncleared(),
             alike_batches=self._batches.alike,
             half=self._half,
             one_batch=self._batches.fixed,
             first=first,
-            updated_twice=() if self._repeated is None else self._repeated.take(),
             unseen=unseen,
         )
         return signals, SeenLoss(loss, guess, unigram, passes)
@@ -262,6 +265,10 @@ def _largest_part(model: nn.Module) -> nn.Module:
     return model
 
 
+_EMPTY_STEPS = 10
+"""Steps without any gradient after which an optimizer is taken to never find one."""
+
+
 class RepeatedUpdates:
     """Notices parameters that two optimizers update by the same gradient.
 
@@ -276,11 +283,17 @@ class RepeatedUpdates:
         self.since_pass: dict[int, frozenset[int]] = {}
         """The rows of each optimizer that has stepped since the last backward pass."""
         self._found: set[int] = set()
+        self._empty_steps: Counter[int] = Counter()
+        """How many steps an optimizer has made without a gradient, until it finds one."""
+        self._fed: set[int] = set()
+        """Optimizers that have found a gradient."""
+        self._in_vain: set[int] = set()
 
-    def take(self) -> tuple[int, ...]:
-        """Return the rows found since the last call."""
-        found = tuple(sorted(self._found))
+    def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the rows found since the last call: updated twice, and held in vain."""
+        found = tuple(sorted(self._found)), tuple(sorted(self._in_vain))
         self._found.clear()
+        self._in_vain.clear()
         return found
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -294,6 +307,20 @@ class RepeatedUpdates:
                 self._found |= updated & rows
         if rows:
             self.since_pass[id(optimizer)] = rows
+            if id(optimizer) not in self._fed:
+                self._look_for_gradients(optimizer, rows)
+
+    def _look_for_gradients(self, optimizer: Optimizer, rows: frozenset[int]) -> None:
+        key = id(optimizer)
+        held = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        if any(tensor.grad is not None for tensor in held):
+            self._fed.add(key)
+            return
+        self._empty_steps[key] += 1
+        if self._empty_steps[key] == _EMPTY_STEPS:
+            for other, (reference, _, held_by_other) in self._rows.items():
+                if other in self._fed and reference() is not None:
+                    self._in_vain |= rows & held_by_other
 
     def _rows_of(self, optimizer: Optimizer) -> frozenset[int]:
         size = sum(len(group["params"]) for group in optimizer.param_groups)

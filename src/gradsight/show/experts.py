@@ -103,7 +103,7 @@ def expert_table(experts: Mapping[str, ExpertNorms]) -> list[str]:
     lines = [
         "## Experts",
         "",
-        "Norms of each expert's gradient, as a share of an even one (1), at the last look.",
+        "Norms of each expert's gradient at the last measured step, as a share of an even one (1).",
         "",
         "| experts of | how many | without a gradient | least | largest | without, over time |",
         "| --- | ---: | ---: | ---: | ---: | --- |",

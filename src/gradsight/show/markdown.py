@@ -90,7 +90,7 @@ def _overview_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append((f"Steps left out by {who}", str(count)))
     within = [step.scalars[_WITHIN] for step in steps if _WITHIN in step.scalars]
     if within:
-        rows.append(("Entries within ±0.1", f"{within[-1]:.1%} at the last look"))
+        rows.append(("Entries within ±0.1", f"{within[-1]:.1%} at the last measured step"))
     parameters = summary.config.get("parameters", [])
     frozen = sum(not parameter.get("trainable", True) for parameter in parameters)
     if frozen:

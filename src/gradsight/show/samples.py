@@ -128,7 +128,10 @@ def _notes(influence: Influence) -> list[str]:
             f"{influence.steps_left_out:,} steps that predict no clear decrease.",
         ]
     if float(np.median(influence.seen)) < _OFTEN:
-        lines.append("Few looks at most samples: one score is mostly noise. Domains are surer.")
+        lines += [
+            "Most samples were scored only a few times, so one score is mostly noise. "
+            "Domains are more reliable."
+        ]
     if influence.not_finite:
         lines.append(f"{influence.not_finite:,} scores are NaN or infinite; they count nowhere.")
     others = [in_a_column(name) for name in influence.targets if name != influence.target]

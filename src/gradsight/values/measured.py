@@ -125,6 +125,8 @@ class StepSignals:
     """Looked for only where the gradient is not finite; None where none are known to be broken."""
     updated_twice: tuple[int, ...] = ()
     """The parameters that two optimizers have updated by the same gradient, by position."""
+    held_in_vain: tuple[int, ...] = ()
+    """Those that two optimizers hold, one of which has never found a gradient, by position."""
     scaled_limit: float | None = None
     """The limit of a clipping that came while a GradScaler's factor was in the gradients."""
     first: FirstStep | None = None

@@ -14,6 +14,8 @@ WIDTH = 80
 _SOURCE = 48
 _SAMPLES = 3
 _NOTES = 3
+_WORTH_A_LINE = 1.0
+"""From how many seconds on a report says how long the diagnosis took."""
 
 
 def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
@@ -27,7 +29,8 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     lines += [f"note: {note}" for note in diagnosis.notes[:_NOTES]]
     if (more := len(diagnosis.notes) - _NOTES) > 0:
         lines[-1] += f" ({more} more)"
-    lines.append(f"diagnosed in {diagnosis.seconds:.1f} s")
+    if diagnosis.seconds >= _WORTH_A_LINE:
+        lines.append(f"diagnosed in {diagnosis.seconds:.1f} s")
     return [
         row
         for line in lines

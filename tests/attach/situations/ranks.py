@@ -30,7 +30,42 @@ for step in range(12):
 dist.destroy_process_group()
 """
 
+LANGUAGE_MODEL = """
+import transformers
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+)
+model = nn.parallel.DistributedDataParallel(transformers.LlamaForCausalLM(config))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(rank)
+for step in range(40):
+    x = (torch.randint(60, (8, 1)) + torch.arange(24)) % 60
+    optimizer.zero_grad()
+    loss = model(input_ids=x, labels=x).loss
+    (loss * FACTOR).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
 SITUATIONS = [
+    Situation(
+        "a rank whose loss is multiplied by zero",
+        LANGUAGE_MODEL.replace("FACTOR", "(0.0 if rank == 1 else 1.0)"),
+        arguments=["--nproc_per_node", "2"],
+        exit_code=1,
+        findings=["GS503"],
+        says=["rank 1 brings next to nothing"],
+        never_says=["rank 0 brings"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks that train a language model",
+        LANGUAGE_MODEL.replace("FACTOR", "1.0"),
+        arguments=["--nproc_per_node", "2"],
+        slow=True,
+    ),
     Situation(
         "ranks accumulate with a divisor, and look for unused parameters",
         UNUSED_PARAMETERS.replace("DIVISOR", "4"),

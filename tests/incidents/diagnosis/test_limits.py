@@ -19,7 +19,9 @@ def test_no_pass() -> None:
 
 
 class SetClock:
-    """A clock that stands still until it is set."""
+    """A clock that stands still until it is set; no replay puts it back."""
+
+    __slots__ = ("now",)
 
     def __init__(self) -> None:
         self.now = 0.0

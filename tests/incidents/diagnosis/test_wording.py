@@ -24,7 +24,6 @@ def test_operation_and_sample() -> None:
         "input 16x10 float32, 0 .. 0.98",
         "sample 7 of micro-batch 2 holds 94% of the squared norm (its norm: 1.83e+03);",
         "  next sample 'doc-9' (row 1 of micro-batch 0, rank 1), 4%",
-        "diagnosed in 0.3 s",
     ]
 
 
@@ -46,7 +45,6 @@ def test_what_came_before_the_pass() -> None:
         "  model(x)`)",
         "it holds 16x4 float32, -2.3 .. 2.6, 4 NaN",
         "sample 7: gradient not finite, even as a batch of one",
-        "diagnosed in 0.0 s",
     ]
     weight = GuiltyOperation(
         "parameter", "before", "fc", None, None, (found,), 0, "fc.weight not finite before the pass"
@@ -86,6 +84,6 @@ def test_real_diagnoses_fit() -> None:
         diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite", loss_root=loss))
     )
     assert lines[0].startswith("sqrt in faults.py:")
-    assert lines[-2] == "sample 11: gradient not finite, even as a batch of one"
+    assert "sample 11: gradient not finite, even as a batch of one" in lines
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 7

@@ -182,11 +182,30 @@ def _give_callback(trainer: Any) -> None:
     give_lightning_callback(trainer)
 
 
+def _find_gradsight() -> None:
+    """Import this Gradsight, also where the script's folder has a file of that name.
+
+    Importing that file would run a script called gradsight.py a second time.
+    """
+    if _HOME not in sys.path:
+        sys.path.append(_HOME)
+    if "gradsight" in sys.modules:
+        return
+    spec = importlib.machinery.PathFinder.find_spec("gradsight", [_HOME])
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["gradsight"] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules["gradsight"]
+            raise
+
+
 def _guarded(action: Callable[[Any], None], given: Any) -> None:
     """Nothing of ours may reach the script."""
     try:
-        if _HOME not in sys.path:
-            sys.path.append(_HOME)
+        _find_gradsight()
         action(given)
     except Exception as error:
         print(

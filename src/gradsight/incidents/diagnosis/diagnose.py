@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from gradsight.core.samples import tensors_in
 from gradsight.core.shards import are_spread
 from gradsight.errors import GradsightError
 from gradsight.incidents.diagnosis.numbers import nonfinite_in
-from gradsight.incidents.diagnosis.operation import find_operation
+from gradsight.incidents.diagnosis.operation import broken_before, find_operation
 from gradsight.incidents.diagnosis.samples import SampleNorms, have_same_rows, measure_samples
 from gradsight.incidents.diagnosis.watcher import Budget, OutOfTime
 from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
@@ -39,6 +39,11 @@ class DiagnosisOptions:
     """How many samples are listed; None lists all."""
     micro_batches: int = 1
     """How many the step had."""
+    not_run: str | None = None
+    """Why nothing may be run again; None: it may."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """By what the model was run for, the error that its code raised then: it is not run for that
+    any more."""
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -59,6 +64,11 @@ def diagnose(
         return Diagnosis(None, (), budget.spent(), (refusal,), options.micro_batches)
     notes: list[str] = []
     operation = None
+    if options.not_run is not None:
+        notes.append(f"the step was not run again: {options.not_run}")
+        if options.kind == "nonfinite":
+            operation = next(filter(None, (broken_before(root, call) for call in calls)), None)
+        return Diagnosis(operation, (), budget.spent(), tuple(notes), options.micro_batches)
     if options.kind == "nonfinite":
         operation = _operation(root, calls, options, budget, notes)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -99,13 +109,19 @@ def _operation(
 ) -> GuiltyOperation | None:
     """The guilty operation of the first micro-batch that has one."""
     troubles: list[str] = []
+    if "operations" in options.failures:
+        notes.append(_failed_before("operations", options))
+        return next(filter(None, (broken_before(root, call) for call in calls)), None)
     for group in _by_micro_batch(calls):
         operation = _operation_of(root, group, options, budget, troubles)
         if operation is not None:
             notes += troubles
             return operation
-        if budget.is_over():
+        if budget.is_over() or "operations" in options.failures:
             break
+    if "operations" in options.failures:
+        notes += troubles
+        return next(filter(None, (broken_before(root, call) for call in calls)), None)
     notes += troubles or [
         "run again, everything was finite: the fault did not come back, or lies outside the model"
     ]
@@ -134,10 +150,12 @@ def _operation_of(
     """
     found = []
     for call in group[_first_suspect(group) :]:
+        if "operations" in options.failures:
+            break
         operation = None
         others = [other for other in group if other is not call]
         name = _name_of([call], options.micro_batches)
-        with _survived(f"{name} for its operations", budget, troubles):
+        with _survived(name, "operations", options, budget, troubles):
             operation = find_operation(
                 root, call, budget, others=others, loss_root=options.loss_root
             )
@@ -182,6 +200,9 @@ def _samples(
 
     first: the micro-batch of the guilty operation, and its call.
     """
+    if "samples" in options.failures:
+        notes.append(_failed_before("samples", options))
+        return ()
     units = [unit for group in _by_micro_batch(calls) for unit in _measured_together(root, group)]
     measured: list[tuple[Sequence[RecordedCall], SampleNorms]] = []
     troubles: list[str] = []
@@ -190,12 +211,11 @@ def _samples(
     for unit in sorted(units, key=lambda unit: first not in [_place(call) for call in unit]):
         norms = SampleNorms()
         measured.append((unit, norms))
-        with _survived(
-            f"{_name_of(unit, options.micro_batches)} for its samples", budget, troubles
-        ):
+        name = _name_of(unit, options.micro_batches)
+        with _survived(name, "samples", options, budget, troubles):
             measure_samples(root, unit, budget, norms)
         notes += norms.notes
-        if budget.is_over():
+        if budget.is_over() or "samples" in options.failures:
             break
     notes += troubles
     samples = list(_named(measured, options.scale))
@@ -279,9 +299,19 @@ def _learns(call: RecordedCall) -> bool:
     return gradients is None or any(gradient is not None for gradient in gradients)
 
 
+def _failed_before(purpose: str, options: DiagnosisOptions) -> str:
+    return (
+        f"the step was not run again for its {purpose}: that {options.failures[purpose]} at an "
+        "earlier step"
+    )
+
+
 @contextmanager
-def _survived(what: str, budget: Budget, troubles: list[str]) -> Iterator[None]:
+def _survived(
+    name: str, purpose: str, options: DiagnosisOptions, budget: Budget, troubles: list[str]
+) -> Iterator[None]:
     """Whatever goes wrong in here becomes a note."""
+    what = f"{name} for its {purpose}"
     try:
         yield
     except OutOfTime:
@@ -289,4 +319,6 @@ def _survived(what: str, budget: Budget, troubles: list[str]) -> Iterator[None]:
     except GradsightError as error:
         troubles.append(f"running {what}: {error}")
     except Exception as error:
-        troubles.append(f"running {what} raised {type(error).__name__}: {str(error)[:200]}")
+        raised = f"raised {type(error).__name__}: {str(error)[:200]}"
+        troubles.append(f"running {what} {raised}")
+        options.failures[purpose] = raised

@@ -3,17 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from gradsight.core.calls import CallNumber, RecordedCall
 from gradsight.core.samples import tensors_in
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import source_of
+from gradsight.incidents.loss_values import LossValues, function_of
 from gradsight.values.diagnoses import GuiltyOperation, TensorSummary
 from gradsight.values.wording import short_place
 
@@ -40,14 +41,6 @@ OPEN = frozenset(
     }
 )  # fmt: skip
 """Operations that carry on what is not finite in another operand: NaN labels, for example."""
-KNOWN: dict[str, Any] = {
-    "log": torch.log, "log2": torch.log2, "log10": torch.log10, "log1p": torch.log1p,
-    "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "exp": torch.exp, "expm1": torch.expm1,
-    "reciprocal": torch.reciprocal, "neg": torch.neg, "abs": torch.abs, "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh, "relu": torch.relu, "acos": torch.acos, "asin": torch.asin,
-    "atanh": torch.atanh, "acosh": torch.acosh, "square": torch.square,
-}  # fmt: skip
-"""Operations that can be computed again from their only input."""
 _MOST_NODES = 10_000
 
 
@@ -115,11 +108,19 @@ def _guess(
         where += f"; the loss is {state}"
     else:
         where += "; the loss is finite, so the fault is in a derivative"
+    values = call.loss_values
+    fault = None if values is None or not state else _first_fault(nodes, stops, values)
+    if fault is not None:
+        node, why, given = fault
+        inputs = () if given is None else (given,)
+        return Guess(_name(node), f"{why}; {where}", inputs, (node,))
     for node, value in _again(nodes, call.output_nodes or (), outputs):
-        if _breaks(_function(node), value):
-            return Guess(forward_name(node.name()), where, (summary(value),), (node,))
+        if _breaks(function_of(node), value):
+            return Guess(_name(node), where, (summary(value),), (node,))
     suspects = _suspects(nodes, call, state)
-    likely = list(dict.fromkeys(forward_name(node.name()) for node in suspects))
+    if state and values is not None:
+        suspects = [node for node in suspects if values.states.get(node) != ""]
+    likely = list(dict.fromkeys(_name(node) for node in suspects))
     if len(likely) == 1:
         sure = f"likely: no other operation of the loss can do it; {where}"
         if not any(map(_is_risky, suspects)):
@@ -130,12 +131,39 @@ def _guess(
     return Guess("loss", where, nodes=tuple(suspects or nodes))
 
 
+def _first_fault(
+    nodes: Sequence[Any], stops: Sequence[Any], values: LossValues
+) -> tuple[Any, str, TensorSummary | None] | None:
+    """The first operation that made something not finite: its node, why, and what it was given.
+
+    stops: the nodes of the model's outputs, which are finite.
+    """
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
+        name = _name(node)
+        if node in values.elsewhere:
+            return node, f"what {name} takes from elsewhere is not finite", values.elsewhere[node]
+        if node in values.zero_divisors:
+            return node, "it divides by 0", values.zero_divisors[node]
+        state = values.states.get(node)
+        sources = [source for source, _ in node.next_functions if source is not None]
+        if not state or not all(x in stops or values.states.get(x) == "" for x in sources):
+            continue
+        if state == "nan" and _is_open(node) and not _is_risky(node):
+            why = f"what {name} takes from elsewhere is then not finite"
+        else:
+            why = f"it makes {'NaN' if state == 'nan' else 'an infinity'} out of finite numbers"
+        return node, why, values.inputs.get(node)
+    return None
+
+
 def _suspects(nodes: Sequence[Any], call: RecordedCall, state: str) -> list[Any]:
     """The nodes that may have done it, in the order of their making."""
     ordered = list(reversed(nodes))
     risky = [node for node in ordered if _is_risky(node)]
     if not state:  # what is infinite itself would have shown in the loss
-        return [node for node in risky if forward_name(node.name()) in STEEP] or risky
+        own = [node for node in risky if isinstance(node, BackwardCFunction)]
+        steep = [node for node in risky if _name(node) in STEEP]
+        return own + steep or risky
     gradients = [each for each in call.output_gradients or () if each is not None]
     some_are_finite = any(bool(each.isfinite().any()) for each in gradients)
     return [
@@ -145,6 +173,19 @@ def _suspects(nodes: Sequence[Any], call: RecordedCall, state: str) -> list[Any]
         # What breaks a single number, breaks every gradient that flows through it.
         and not (some_are_finite and _is_of_one_number(node))
     ]
+
+
+def _name(node: Any) -> str:
+    """The operation of a node, as its user would write it.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> _name(torch.sqrt(x).grad_fn)
+    'sqrt'
+    """
+    name: str = node.name()
+    if isinstance(node, BackwardCFunction):
+        return f"{name.removesuffix('Backward')}.apply"
+    return forward_name(name)
 
 
 def _is_open(node: Any) -> bool:
@@ -174,7 +215,7 @@ def _with_lines(nodes: Sequence[Any], call: RecordedCall) -> list[str]:
     """The operations of nodes, each with the lines that made it where they are known."""
     lines: dict[str, dict[str, None]] = {}
     for node in nodes:
-        known = lines.setdefault(forward_name(node.name()), {})
+        known = lines.setdefault(_name(node), {})
         place = (call.loss_lines or {}).get(node)
         if place is not None:
             known[short_place(place)] = None
@@ -225,6 +266,8 @@ def _told_of_outputs(outputs: Sequence[Tensor]) -> str:
 
 
 def _is_risky(node: Any) -> bool:
+    if isinstance(node, BackwardCFunction):  # of the script's own: nobody knows what it does
+        return True
     name = forward_name(node.name())
     if name == "pow" and isinstance(node._saved_exponent, int | float):
         return bool(node._saved_exponent < 1)
@@ -273,34 +316,12 @@ def _again(
     values = {stop: y.detach() for stop, y in zip(stops, outputs, strict=False) if stop is not None}
     pairs = []
     for node in reversed(nodes):
-        function = _function(node)
+        function = function_of(node)
         sources = [source for source, _ in node.next_functions if source is not None]
         if function is not None and len(sources) == 1 and sources[0] in values:
             pairs.append((node, values[sources[0]]))
             values[node] = function(values[sources[0]])
     return pairs
-
-
-def _function(node: Any) -> Any:
-    """The function of its only input that a node computed; None where that is not known."""
-    # Of what a node has saved, settings outlive backward, tensors do not.
-    name = forward_name(node.name())
-    if name in KNOWN:
-        return KNOWN[name]
-    if name in {"softmax", "log_softmax"}:
-        return partial(getattr(torch, name), dim=_signed(node._saved_dim))
-    if name == "select":
-        return partial(torch.select, dim=_signed(node._saved_dim), index=_signed(node._saved_index))
-    if name == "pow" and isinstance(node._saved_exponent, int | float):
-        return partial(torch.pow, exponent=node._saved_exponent)
-    if name == "clamp" and node.name() == "ClampBackward1":  # the one whose limits are numbers
-        return partial(torch.clamp, min=node._saved_min, max=node._saved_max)
-    return None
-
-
-def _signed(number: int) -> int:
-    """Autograd shows negative settings as large ones."""
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _breaks(function: Any, value: Tensor) -> bool:

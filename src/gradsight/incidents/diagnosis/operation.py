@@ -73,6 +73,17 @@ def find_operation(
         return fault_in_loss(call, outputs, others, loss_root)
 
 
+def broken_before(root: nn.Module, call: RecordedCall) -> GuiltyOperation | None:
+    """What was not finite before a call, as far as that can be seen without running it again."""
+    number = call.number or CallNumber(0)
+    given = (tuple(call.args), dict(call.kwargs))
+    found = [event for _, event in _broken_before(root, number.micro_batch)]
+    for tensor, event in _broken_arguments(root, call, given, number):
+        if tensor.grad_fn is None:  # else another call may have made it
+            found.append(event)
+    return next((event.operation for event in found if event.certain), None)
+
+
 def _in_backward(
     targets: Sequence[Tensor], finder: Finder, pairs: Sequence[Pair], outputs: Sequence[Tensor]
 ) -> tuple[GuiltyOperation | None, bool]:

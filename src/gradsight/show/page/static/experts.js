@@ -17,7 +17,7 @@ export async function showExperts(groups) {
   const more = all.length > MOST_SHOWN ? ` The first ${MOST_SHOWN} of ${all.length} groups are drawn.` : "";
   const said = make("p", `Each expert's share of its group's gradient norm at the steps that were looked at: orange is more than an even share, blue less, up to ${2 ** SHOWN_DOUBLINGS} times.${more}`, { className: "quiet" });
   const fold = make("details");
-  fold.append(make("summary", "The last look as a table"), lastLook(all));
+  fold.append(make("summary", "The last measured step as a table"), lastLook(all));
   put(holder, said, legendOfExperts(), ...shown.map(each => each.box), fold);
   for (const each of shown) each.draw();
 }

@@ -1,0 +1,143 @@
+"""What the operations of a loss were given, read before backward of one that is not finite.
+
+Backward frees what autograd has saved of a forward pass, and the loss cannot be run again. So that
+is looked at before, once, at the first loss that is not finite: on the CPU, where to see that costs
+nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsight.core.calls import suspended
+from gradsight.core.layouts import is_plain
+from gradsight.incidents.diagnosis.finder import forward_name
+from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
+from gradsight.values.diagnoses import TensorSummary
+
+KNOWN: dict[str, Any] = {
+    "log": torch.log, "log2": torch.log2, "log10": torch.log10, "log1p": torch.log1p,
+    "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "exp": torch.exp, "expm1": torch.expm1,
+    "reciprocal": torch.reciprocal, "neg": torch.neg, "abs": torch.abs, "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh, "relu": torch.relu, "acos": torch.acos, "asin": torch.asin,
+    "atanh": torch.atanh, "acosh": torch.acosh, "square": torch.square,
+}  # fmt: skip
+"""Operations that can be computed again from their only input."""
+_TWO = {
+    "mul": ("self", "other"), "div": ("self", "other"), "atan2": ("self", "other"),
+    "pow": ("self", "exponent"), "mse_loss": ("self", "target"), "l1_loss": ("self", "target"),
+    "smooth_l1_loss": ("self", "target"), "huber_loss": ("self", "target"),
+    "binary_cross_entropy": ("self", "target"),
+    "binary_cross_entropy_with_logits": ("self", "target"), "xlogy": ("self", "other"),
+}  # fmt: skip
+"""Operations of two operands, and what autograd calls these."""
+_MOST_ENTRIES = 10**8
+
+
+@dataclass(frozen=True, slots=True)
+class LossValues:
+    """The values of a loss that is not finite, as far as autograd has saved them, by its nodes."""
+
+    states: dict[Any, str] = field(default_factory=dict)
+    """Whether an operation made a NaN ("nan"), an infinity ("inf") or neither ("")."""
+    inputs: dict[Any, TensorSummary] = field(default_factory=dict)
+    """What an operation was given that made something not finite."""
+    elsewhere: dict[Any, TensorSummary] = field(default_factory=dict)
+    """An operand that is not finite, and that no gradient flows to: labels, weights, constants."""
+    zero_divisors: dict[Any, TensorSummary] = field(default_factory=dict)
+    """What an operation divided by, where that is 0 somewhere."""
+
+
+def loss_values(loss: Tensor, nodes: Sequence[Any]) -> LossValues:
+    """Read what was saved by these autograd nodes, which are given in the order of their making."""
+    found = LossValues()
+    values: dict[Any, Tensor] = {loss.grad_fn: loss.detach()}
+    with suspended(), torch.no_grad():
+        for node in nodes:
+            _read(node, values, found)
+        for node in nodes:
+            _compute(node, values)
+        for node in nodes:
+            if node in values:
+                found.states[node] = nonfinite_in(values[node])
+            given = [values[source] for source, _ in node.next_functions if source in values]
+            if given and found.states.get(node):
+                found.inputs[node] = summary(given[0])
+    return found
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What autograd has saved of an operation under this name; None if there is no such thing."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # it was freed, or changed in place since
+        return None
+
+
+def _read(node: Any, values: dict[Any, Tensor], found: LossValues) -> None:
+    """Note the operands and the result of one operation."""
+    name = forward_name(node.name())
+    result = _saved(node, "result")
+    if _can_be_read(result):
+        values.setdefault(node, result.detach())
+    names = _TWO.get(name, ("self",) if function_of(node) is not None else ())
+    for place, operand in enumerate(names):
+        value = _saved(node, operand)
+        if not _can_be_read(value):
+            continue
+        source, output = node.next_functions[place] if place < len(node.next_functions) else (0, 0)
+        if source == 0 or source is None:
+            if nonfinite_in(value):
+                found.elsewhere[node] = summary(value)
+        elif output == 0:
+            values.setdefault(source, value.detach())
+        if name == "div" and operand == "other" and bool((value == 0).any()):
+            found.zero_divisors[node] = summary(value)
+
+
+def _can_be_read(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == "cpu"
+        and is_plain(value)
+        and 0 < value.numel() < _MOST_ENTRIES
+    )
+
+
+def _compute(node: Any, values: dict[Any, Tensor]) -> None:
+    """Compute the result of an operation from operands that are known."""
+    sources = [source for source, _ in node.next_functions]
+    if node in values or not sources or any(source not in values for source in sources):
+        return
+    function = function_of(node)
+    name = forward_name(node.name())
+    if function is None and len(sources) == 2 and name in ("mul", "div"):
+        function = torch.mul if name == "mul" else torch.div
+    if function is not None:
+        values[node] = function(*[values[source] for source in sources])
+
+
+def function_of(node: Any) -> Any:
+    """The function of its only input that a node computed; None where that is not known."""
+    # Of what a node has saved, settings outlive backward, tensors do not.
+    name = forward_name(node.name())
+    if name in KNOWN:
+        return KNOWN[name]
+    if name in {"softmax", "log_softmax"}:
+        return partial(getattr(torch, name), dim=_signed(node._saved_dim))
+    if name == "select":
+        return partial(torch.select, dim=_signed(node._saved_dim), index=_signed(node._saved_index))
+    if name == "pow" and isinstance(node._saved_exponent, int | float):
+        return partial(torch.pow, exponent=node._saved_exponent)
+    if name == "clamp" and node.name() == "ClampBackward1":  # the one whose limits are numbers
+        return partial(torch.clamp, min=node._saved_min, max=node._saved_max)
+    return None
+
+
+def _signed(number: int) -> int:
+    """Autograd shows negative settings as large ones."""
+    return number - 2**64 if number >= 2**63 else number

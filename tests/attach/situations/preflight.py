@@ -1,0 +1,180 @@
+"""What is decided in the first step: leaks into the past, targets that are given to the model."""
+
+from attach.situations import Situation
+
+GRU = """
+T, V = {length}, 64
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(V, 32)
+        self.mix = nn.GRU(32, 32, batch_first=True, bidirectional={both})
+        self.head = nn.Linear(64 if {both} else 32, V)
+
+    def forward(self, x):
+        return self.head(self.mix(self.embed(x))[0])
+
+
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, s):
+        return F.cross_entropy(self.net(s[:, :-1]).transpose(1, 2), s[:, 1:])
+
+
+model = Wrapper()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(12):
+    optimizer.zero_grad()
+    model(torch.randint(V, (8, T + 1))).backward()
+    optimizer.step()
+"""
+
+LEAKS = [
+    Situation(
+        "as many positions as classes, and a causal model",
+        GRU.format(length=64, both=False),
+        models={"model": 12},
+        not_skipped=["GS601"],
+    ),
+    Situation(
+        "as many positions as classes, and a model that sees the future",
+        GRU.format(length=64, both=True),
+        exit_code=2,
+        findings=["GS601"],
+    ),
+    Situation(
+        "fewer positions than classes, and a model that sees the future",
+        GRU.format(length=48, both=True),
+        exit_code=2,
+        findings=["GS601"],
+    ),
+]
+
+ATTENTION = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x):
+        h = self.embed(x)
+        mask = {mask}
+        return self.head(h + self.attention(h, h, h, attn_mask=mask{more})[0])
+
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(20):
+    s = torch.randint(50, (8, 17))
+    optimizer.zero_grad()
+    F.cross_entropy(model(s[:, :-1]).flatten(0, 1), s[:, 1:].flatten()).backward()
+    optimizer.step()
+"""
+
+
+def attention(mask: str, more: str = "") -> str:
+    """Return a script whose attention has this mask."""
+    return ATTENTION.format(mask=mask, more=more)
+
+
+MASKS = [
+    Situation(
+        "a mask of numbers that is added to the scores",
+        attention("torch.ones(16, 16).tril()"),
+        exit_code=2,
+        findings=["GS601"],
+        says=["attention is given a float mask of zeros and ones, which is added to the scores"],
+        never_says=["tril()"],
+    ),
+    Situation("a mask of True for what is hidden", attention("torch.ones(16, 16).bool().triu(1)")),
+    Situation(
+        "a mask of True for what may be seen",
+        attention("torch.ones(16, 16).bool().tril()", ", need_weights=False"),
+        exit_code=2,
+        findings=["GS601"],
+    ),
+]
+
+DECODER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.transformer = nn.Transformer(32, 2, 1, 1, 64, batch_first=True)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x, y):
+        mask = nn.Transformer.generate_square_subsequent_mask(y.shape[1])
+        h = self.transformer(self.embed(x), self.embed(y), tgt_mask=mask)
+        return F.log_softmax(self.head(h), -1).view(-1, 50)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    s, q = torch.randint(50, (16, 13)), torch.randint(50, (16, 9))
+    optimizer.zero_grad()
+    {body}
+    optimizer.step()
+"""
+
+TARGETS = [
+    Situation(
+        "a decoder that is fed its own target",
+        DECODER.format(
+            body="x, y = s[:, :-1], s[:, 1:]; F.nll_loss(model(x, y), y.reshape(-1)).backward()"
+        ),
+        exit_code=2,
+        findings=["GS604"],
+    ),
+    Situation(
+        "a decoder that is fed the targets before its own",
+        DECODER.format(
+            body="y = s[:, 1:]; F.nll_loss(model(q, s[:, :-1]), y.reshape(-1)).backward()"
+        ),
+    ),
+]
+
+HOOKS = [
+    Situation(
+        "hooks that expect one backward pass for each call",
+        """
+open_calls = []
+
+
+def called(module, inputs, output):
+    if module.training:
+        assert not open_calls, "the module was called twice before backward"
+        open_calls.append(inputs[0])
+
+
+def went_back(module, grad_input, grad_output):
+    open_calls.pop()
+
+
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+model[0].register_forward_hook(called)
+model[0].register_full_backward_hook(went_back)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    x = torch.randn(32, 8)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+    optimizer.step()
+assert not open_calls
+""",
+        models={"model": 12},
+        reasons={"GS602": "called"},
+        says=["train.py:30: UserWarning: Full backward hook is firing"],
+        never_says=["moments.py"],
+    ),
+]
+
+SITUATIONS = [*LEAKS, *MASKS, *TARGETS, *HOOKS]
