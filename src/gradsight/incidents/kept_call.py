@@ -26,6 +26,7 @@ class KeptCall:
         "made",
         "micro_batch",
         "nodes",
+        "part",
         "root",
         "tensors",
         "too_large",
@@ -34,6 +35,7 @@ class KeptCall:
 
     def __init__(self, made: RecordedCall, tensors: list[Tensor], micro_batch: int) -> None:
         self.made = made
+        self.part = made.part
         self.micro_batch = micro_batch
         """How many backward passes came between the first call of the step and this one."""
         self.backward_caller: str | None = None

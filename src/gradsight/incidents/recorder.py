@@ -45,8 +45,8 @@ _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "grads
 _OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
 """Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = (
-    "the model itself was not called in this step since it is watched: there is nothing to run "
-    "again"
+    "no module with these parameters was called in this step, as model(x) does: the step cannot "
+    "be run again"
 )
 _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "
@@ -252,7 +252,7 @@ class FlightRecorder:
         from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 
         if not passes:
-            return _nothing(_NOT_CALLED)
+            return self._without_calls()
         with suspended(), _own_hooks_silent(self._model), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script has had its own already
             options = DiagnosisOptions(
@@ -264,6 +264,14 @@ class FlightRecorder:
                 failures=self._failures,
             )
             return diagnose(self._model, passes, options)
+
+    def _without_calls(self) -> Diagnosis:
+        """What is known of a step in which no module was called."""
+        from gradsight.incidents.diagnosis.loss import fault_in_graph
+
+        graph = self.calls.graph()
+        fault = None if graph is None else fault_in_graph(graph)
+        return replace(_nothing(_NOT_CALLED), operation=fault)
 
     def _stage(
         self, passes: list[RecordedCall], refusal: str | None = None

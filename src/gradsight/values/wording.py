@@ -27,7 +27,8 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     lines += [f"note: {note}" for note in diagnosis.notes[:_NOTES]]
     if (more := len(diagnosis.notes) - _NOTES) > 0:
         lines[-1] += f" ({more} more)"
-    lines.append(f"diagnosed in {diagnosis.seconds:.1f} s")
+    if lines and (diagnosis.seconds or not diagnosis.notes):
+        lines.append(f"diagnosed in {diagnosis.seconds:.1f} s")
     return [
         row
         for line in lines

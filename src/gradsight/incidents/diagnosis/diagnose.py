@@ -234,7 +234,9 @@ def _measured_together(
 ) -> list[Sequence[RecordedCall]]:
     """The calls of a micro-batch, as one where a sample has the same row in all of them."""
     learning = [call for call in group if _learns(call)]
-    if any(_number(call).continues for call in learning) and have_same_rows(root, learning):
+    several = len({call.part for call in learning}) > 1
+    continued = any(_number(call).continues for call in learning)
+    if (several or continued) and have_same_rows(root, learning):
         return [learning]
     return [[call] for call in learning]
 

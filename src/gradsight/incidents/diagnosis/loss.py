@@ -14,6 +14,7 @@ from gradsight.core.samples import tensors_in
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import source_of
+from gradsight.incidents.kept_calls import BackwardGraph
 from gradsight.incidents.loss_values import LossValues, function_of
 from gradsight.values.diagnoses import GuiltyOperation, TensorSummary
 from gradsight.values.wording import short_place
@@ -87,6 +88,17 @@ def fault_in_loss(
     )
 
 
+def fault_in_graph(graph: BackwardGraph) -> GuiltyOperation | None:
+    """The guilty operation of a step in which no module was called, if that is sure."""
+    fault = None if graph.values is None else _first_fault(graph.nodes, (), graph.values)
+    if fault is None:
+        return None
+    node, why, given = fault
+    place = graph.lines.get(node, graph.backward_caller)
+    inputs = () if given is None else (given,)
+    return GuiltyOperation(_name(node), "forward", None, place, source_of(place), inputs, 0, why)
+
+
 def _guess(
     call: RecordedCall,
     outputs: Sequence[Tensor],
@@ -146,7 +158,7 @@ def _first_fault(
             return node, "it divides by 0", values.zero_divisors[node]
         state = values.states.get(node)
         sources = [source for source, _ in node.next_functions if source is not None]
-        if not state or not all(x in stops or values.states.get(x) == "" for x in sources):
+        if not state or not all(x in stops or _is_finite(x, values) for x in sources):
             continue
         if state == "nan" and _is_open(node) and not _is_risky(node):
             why = f"what {name} takes from elsewhere is then not finite"
@@ -154,6 +166,12 @@ def _first_fault(
             why = f"it makes {'NaN' if state == 'nan' else 'an infinity'} out of finite numbers"
         return node, why, values.inputs.get(node)
     return None
+
+
+def _is_finite(source: Any, values: LossValues) -> bool:
+    if source.name().endswith("AccumulateGrad"):
+        return not nonfinite_in(source.variable)
+    return values.states.get(source) == ""
 
 
 def _suspects(nodes: Sequence[Any], call: RecordedCall, state: str) -> list[Any]:
