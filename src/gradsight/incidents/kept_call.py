@@ -21,6 +21,7 @@ class KeptCall:
         "bytes",
         "gradient_bytes",
         "gradients",
+        "is_clean",
         "loss",
         "loss_values",
         "made",
@@ -57,6 +58,8 @@ class KeptCall:
         # nobody wants any more.
         self.gradient_bytes = 0
         self.too_large = False
+        self.is_clean = False
+        """Whether the gradient of the model was still finite after it."""
 
     def drop_gradients(self) -> None:
         """They take too much memory."""

@@ -308,6 +308,16 @@ class KeptCalls:
         """
         return [call for call in self.calls if call.nodes] or self.calls
 
+    def note_clean(self) -> None:
+        """The gradient is still finite after the calls so far."""
+        for call in self.used():
+            call.is_clean = True
+
+    def clean(self) -> int:
+        """How many of the first calls left a finite gradient."""
+        used = self.used()
+        return next((place for place, call in enumerate(used) if not call.is_clean), len(used))
+
     def passes(self, everything: bool = False) -> tuple[list[RecordedCall], list[str]]:
         """The calls of this step with the gradients that came back to their outputs, and what is
         missing or in doubt.
@@ -412,20 +422,38 @@ class KeptCalls:
         tensors = begun.tensors
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
+        self._forget_cleared()
         if self.calls or self._without_calls:
             self._end_losses(users_line())
         if self._called_since_backward:
             self._called_since_backward = False
             self._micro_batch += 1
 
+    def after_backward(self, begun: BackwardPass, _: object) -> None:
+        """It has returned; a gradient may still come to some calls."""
+        if self._thread in (None, begun.thread) and any(not call.nodes for call in self.calls):
+            self._loss_lines.loss_goes_on()
+
+    def _forget_cleared(self) -> None:
+        """Let go of calls whose gradients were cleared: they are no part of the step.
+
+        A critic is called for its generator's step too.
+        """
+        if not any(call.nodes for call in self.calls):
+            return
+        if all(parameter.grad is None for parameter in self.model.parameters()):
+            self.calls[:] = [call for call in self.calls if not call.nodes]
+            self._held = sum(call.bytes for call in self.calls)
+            self.dropped.clear()
+
     def _end_losses(self, backward_caller: str | None) -> None:
-        """The losses of the calls that no backward has begun for end here."""
+        """The losses of the calls that no gradient has come to may end here."""
         loss = self._loss_lines.backward_begins(self.root, backward_caller)
         values = self._values_of_loss(loss)
         if not self.calls:
             self._graph = (loss, values, backward_caller)
         for call in self.calls:
-            if call.backward_caller is None:
+            if not call.nodes:
                 call.backward_caller = backward_caller
                 call.root = self.root
                 call.loss = loss

@@ -134,7 +134,6 @@ class FlightRecorder:
         if run_dir is not None:
             self._writer = IncidentWriter(run_dir, self._model, options.with_batch)
         self._incidents_seen = 0
-        self._clean_calls = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
         self._findings: dict[str, Finding] = {}
         self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
@@ -156,7 +155,7 @@ class FlightRecorder:
 
     def gradients_are_finite(self) -> None:
         """The gradient is still finite after the calls so far."""
-        self._clean_calls = len(self.calls.used())
+        self.calls.note_clean()
 
     def not_finite(self, step: int, code: str, scale: float) -> None:
         """A gradient that is not finite begins an incident; a scaler's factor is in it."""
@@ -178,7 +177,6 @@ class FlightRecorder:
 
     def end_step(self, step: int) -> None:
         """The step is made."""
-        self._clean_calls = 0
         self.calls.end_step(step)
         if self.guard.faults:
             self.calls.release()
@@ -202,7 +200,7 @@ class FlightRecorder:
     def _diagnose(self, step: int, kind: Kind, code: str, scale: float) -> None:
         self._forget()
         passes, notes = self.calls.passes()
-        first = self._clean_calls if kind == "nonfinite" else 0
+        first = self.calls.clean() if kind == "nonfinite" else 0
         facts: dict[str, Any] = {"kind": kind, "scale": scale, "first_pass": first}
         # Staged before it is run again: the batch and the parameters as training left them.
         pending = _Pending(step, code, None, self._stage(passes), facts)

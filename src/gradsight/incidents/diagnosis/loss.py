@@ -120,6 +120,10 @@ def _guess(
         where += f"; the loss is {state}"
     else:
         where += "; the loss is finite, so the fault is in a derivative"
+    weights = [each for each in map(_broken_parameter, nodes) if each is not None]
+    if weights:
+        told = f"it goes through another model, whose weights are not finite; {where}"
+        return Guess("loss", told, tuple(map(summary, weights[:1])), tuple(nodes))
     values = call.loss_values
     fault = None if values is None or not state else _first_fault(nodes, stops, values)
     if fault is not None:
@@ -166,6 +170,41 @@ def _first_fault(
             why = f"it makes {'NaN' if state == 'nan' else 'an infinity'} out of finite numbers"
         return node, why, values.inputs.get(node)
     return None
+
+
+def fault_beside_outputs(
+    calls: Sequence[RecordedCall], loss_root: Tensor | None
+) -> GuiltyOperation | None:
+    """The guilty operation of a finite loss, where what broke did not come through an output.
+
+    That is so for a penalty of a gradient: it reaches the parameters by a way of its own.
+    """
+    for call in calls:
+        root = loss_root if call.loss_root is None else call.loss_root
+        lines = call.loss_lines or {}
+        if root is None or not lines or nonfinite_in(root):
+            continue
+        steep = [node for node in lines if _name(node) in STEEP and _is_risky(node)]
+        names = {_name(node) for node in steep}
+        place = _range([lines[node] for node in steep])
+        if len(names) == 1 and place is not None:
+            number = call.number or CallNumber(0)
+            detail = (
+                "likely: no other operation of the loss has such a derivative; run again, the "
+                "model is finite, and so is the loss"
+            )
+            return GuiltyOperation(
+                names.pop(), "loss", None, place, source_of(place), (), number.micro_batch, detail
+            )
+    return None
+
+
+def _broken_parameter(node: Any) -> Tensor | None:
+    """The parameter that a node adds a gradient to, if it is not finite."""
+    if not node.name().endswith("AccumulateGrad") or not nonfinite_in(node.variable):
+        return None
+    variable: Tensor = node.variable
+    return variable
 
 
 def _is_finite(source: Any, values: LossValues) -> bool:
