@@ -436,17 +436,20 @@ class KeptCalls:
 
     def after_backward(self, begun: BackwardPass, _: object) -> None:
         """It has returned; a gradient may still come to some calls."""
-        if self._thread in (None, begun.thread) and any(not call.nodes for call in self.calls):
-            self._loss_lines.loss_goes_on()
+        if self._thread not in (None, begun.thread):
+            return
+        for call in self.calls:
+            if not call.nodes:
+                self._loss_lines.loss_goes_on()
+                return
 
     def _forget_cleared(self) -> None:
         """Let go of calls whose gradients were cleared: they are no part of the step.
 
         A critic is called for its generator's step too.
         """
-        if not any(call.nodes for call in self.calls):
-            return
-        if all(parameter.grad is None for parameter in self.model.parameters()):
+        reached = [call for call in self.calls if call.nodes]
+        if reached and all(parameter.grad is None for parameter in self.model.parameters()):
             self.calls[:] = [call for call in self.calls if not call.nodes]
             self._held = sum(call.bytes for call in self.calls)
             self.dropped.clear()
