@@ -416,6 +416,17 @@ def test_a_double_shift_is_critical_where_the_model_shifts(by_model: bool, sever
     assert ("the model shifts them" in found.evidence) is by_model
 
 
+def long_tailed(number: int) -> float:
+    """High norms come now and then, as at the ends of episodes."""
+    return jittered(number) * (8 if number % 17 == 11 else 1) * (20 if number == 50 else 1)
+
+
+def test_a_jump_is_no_spike_where_high_norms_are_usual() -> None:
+    assert "GS201" not in run(of(long_tailed))
+    assert "GS201" in run(of(lambda n: jittered(n) * (20 if n == 50 else 1)))
+    assert "GS201" in run(of(lambda n: long_tailed(n) * (3 if n == 50 else 1)))
+
+
 def test_every_check_is_in_the_table() -> None:
     assert sorted(CHECKS) == [code for code, _, _ in CASES]
 

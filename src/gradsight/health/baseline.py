@@ -64,6 +64,15 @@ class Baseline:
             )  # nothing at all has no multiple
         return self._bounds[key]
 
+    def highest(self) -> Floats | None:
+        """Return the highest `logarithms` of the last steps, without the first steps of the run."""
+        if self._ring is None:
+            return None
+        rows = self._ring[: self._count]
+        if self._count <= LENGTH:
+            rows = rows[WARM_UP:]
+        return np.asarray(rows.max(axis=0)) if len(rows) else None
+
     def enter(self, row: Floats, finite: bool) -> None:
         """Take in the `logarithms` of a step, unless they are far outside or not finite."""
         if not finite or self._is_outlier(row):

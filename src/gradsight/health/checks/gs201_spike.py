@@ -92,9 +92,10 @@ def spike(
     """The gradient jumped far above what is usual for this run.
 
     A jump is sudden: `factor` times the usual norm, and `jump` times that of the step before. Other
-    checks find a norm that grows step by step. A single parameter counts only if its norm is
-    `total_factor` times the usual norm of the whole gradient, because a layer that wakes up is no
-    accident. A total norm below `least` never counts.
+    checks find a norm that grows step by step. It is also `jump` times the highest norm of the last
+    50 steps, because high norms are usual in some runs, as in reinforcement learning. A single
+    parameter counts only if its norm is `total_factor` times the usual norm of the whole gradient,
+    because a layer that wakes up is no accident. A total norm below `least` never counts.
 
     Why: single batches push the weights far away: corrupt data, or a learning rate at the edge.
     """
