@@ -31,14 +31,23 @@ NOT_PUBLIC = {
         *("capture", "commit", "discard", "dump_alone", "is_closed", "stage", "wants"),
         *("wants_finding", "dump_on", "enabled", "failed", "schedule", "skipped", "written"),
     },
-    "GradsightCallback": {"close", "micro_batch", "numbers_for_the_log"},
+    "GradsightCallback": {"close", "micro_batch", "numbers_for_the_log", "training_step"},
     "Run": {
         *("expert_looks", "histogram_steps", "histograms_at", "measured_parameters"),
         *("measured_steps", "next_step", "score_table", "stat_chunks"),
     },
     "Watch": {
-        *("add_optimizer", "also_optimized_by", "also_writes_to", "asked_to_stop", "finish_steps"),
-        *("give_way", "go_to", "is_incomplete", "is_open", "log_under_way", "problems"),
+        *("add_optimizer", "also_optimized_by", "also_writes_to", "asked_to_stop"),
+        *(
+            "compare_networks",
+            "finish_steps",
+            "give_way",
+            "go_to",
+            "is_incomplete",
+            "is_open",
+            "log_under_way",
+            "problems",
+        ),
         *("step_to_log", "step_under_way"),
     },
 }

@@ -317,7 +317,7 @@ def test_without_a_run_directory_the_report_still_knows() -> None:
     assert finding.incident is None
 
 
-def test_a_model_whose_parts_are_called_says_so() -> None:
+def test_parts_that_are_called_in_place_of_the_model_are_run_again() -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 2)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradsight.watch(model, optimizer) as watch:
@@ -325,8 +325,24 @@ def test_a_model_whose_parts_are_called_says_so() -> None:
         optimizer.step()
         (finding,) = [each for each in watch.report().findings if each.code == "GS103"]
     assert finding.diagnosis is not None
-    note = finding.diagnosis.notes[0]
-    assert note.startswith("Gradsight saw no call of the whole model in this step")
+    assert finding.diagnosis.operation is not None
+    assert finding.diagnosis.operation.detail == "argument input of one, all rows"
+
+
+def test_a_step_without_a_call_names_what_broke_in_its_graph() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    model = nn.ParameterDict({"weight": weight})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsight.watch(model, optimizer) as watch:
+        for x in (1.0, math.nan):
+            (torch.full((1, 2), x) @ weight).sum().backward()
+            optimizer.step()
+        (finding,) = [each for each in watch.report().findings if each.code == "GS103"]
+    assert finding.diagnosis is not None
+    assert finding.diagnosis.operation is not None
+    assert finding.diagnosis.operation.operation == "mm"
+    assert finding.diagnosis.operation.detail == "what mm takes from elsewhere is not finite"
+    assert finding.diagnosis.notes[0].startswith("no module with these parameters was called")
 
 
 def test_overflows_that_a_scaler_settles_are_not_diagnosed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from gradsight.core.function_modes import drop_own_frame
 from gradsight.core.guard import lock, register_at_fork
 from gradsight.core.held_contents import advanced_by, contents_kept, hidden_modules
 from gradsight.core.hooks import hook_that_notices
-from gradsight.core.parameters import clean_name
+from gradsight.core.parameters import called_module, clean_name
 from gradsight.core.random_state import (
     randomness_kept,
     set_source_state,
@@ -265,6 +265,25 @@ def is_compiled(root: nn.Module) -> bool:
         or hasattr(vars(m).get("forward"), "_torchdynamo_orig_callable")
         for m in root.modules()
     )
+
+
+def called_modules(root: nn.Module) -> list[nn.Module]:
+    """The module and those below it that may be called in its place.
+
+    A box of several models, Lightning's modules and whoever writes `model.encode(x)` never call the
+    root itself.
+    """
+    if is_compiled(root):
+        return [root]
+    found = [root]
+    waiting = list(root.children())
+    while waiting:
+        module = waiting.pop()
+        if type(module) in (nn.ModuleList, nn.ModuleDict, nn.Module):
+            waiting += list(module.children())
+        else:
+            found.append(called_module(module))
+    return found
 
 
 def process_compiles() -> bool:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradsight.core.carried import carried, carry, drop, is_carried
 
@@ -73,8 +73,15 @@ class RecordedCall:
     loss_values: Any = None
     """What autograd had saved of that loss, where it was not finite (incidents.loss_values)."""
     sample_ids: tuple[int | str, ...] | None = None
+    part: str = ""
+    """The module that was called, where it was a part of the model and not the model itself."""
     number: CallNumber | None = None
     """None: each call is a micro-batch of its own, in the order of the calls."""
+
+
+def module_of(root: nn.Module, call: RecordedCall) -> nn.Module:
+    """Return the module that was called: the model, or a part of it."""
+    return root.get_submodule(call.part)
 
 
 def numbered(calls: Sequence[RecordedCall]) -> list[RecordedCall]:

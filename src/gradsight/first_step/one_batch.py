@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.autocast import current_autocast
-from gradsight.core.beside import replaying
+from gradsight.core.beside import called_modules, replaying
 from gradsight.core.calls import RecordedCall
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_module_hook
@@ -21,7 +21,7 @@ from gradsight.first_step.aside import AsideOptions, left_out, look_aside
 from gradsight.first_step.labels import look_at_labels
 from gradsight.first_step.modes import evaluating_parts
 from gradsight.first_step.operations import Operations
-from gradsight.first_step.recorder import SeenCall, SeenPass, called_modules
+from gradsight.first_step.recorder import SeenCall, SeenPass
 from gradsight.values.first_step import FirstStep
 
 

@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
-from gradsight.core.beside import is_compiled, process_compiles
+from gradsight.core.beside import called_modules, is_compiled, process_compiles
 from gradsight.core.calls import RecordedCall, is_suspended
 from gradsight.core.carried import current_task
 from gradsight.core.devices import accelerators
@@ -221,25 +221,6 @@ class PassRecorder:
             # back to it.
             end_mode(ours)
         take_off_ended()
-
-
-def called_modules(root: nn.Module) -> list[nn.Module]:
-    """The module and those below it that may be called in its place.
-
-    A box of several models, Lightning's modules and whoever writes `model.encode(x)` never call the
-    root itself.
-    """
-    if is_compiled(root):
-        return [root]
-    found = [root]
-    waiting = list(root.children())
-    while waiting:
-        module = waiting.pop()
-        if type(module) in (nn.ModuleList, nn.ModuleDict, nn.Module):
-            waiting += list(module.children())
-        else:
-            found.append(called_module(module))
-    return found
 
 
 def _what_hides(module: nn.Module) -> str | None:

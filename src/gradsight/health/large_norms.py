@@ -18,6 +18,7 @@ Where they are next to nothing, no loss can show that all is well.
 """
 _STEPS_UNTIL_THE_LOSS_TELLS = 50
 _FALLEN = 0.01
+_MANY_PASSES = 8
 
 
 def is_only_a_unit(window: Window) -> bool:
@@ -29,7 +30,7 @@ def is_only_a_unit(window: Window) -> bool:
         return False
     if window.steps_seen <= _STEPS_UNTIL_THE_LOSS_TELLS:
         return True
-    if not window.losses:
+    if not window.losses or _sums_episodes(window):
         # An optimizer that divides the gradient's size away has no use for its unit.
         return window.subject.normalising
     return _has_fallen(window)
@@ -42,6 +43,14 @@ def steps_are_short(window: Window) -> bool:
     ratios = window.details[-1]["update_ratio"]
     known = ratios[~np.isnan(ratios) & ~window.started_at_zero]
     return len(known) > 0 and bool(_SHORT[0] < np.median(known) < _SHORT[1])
+
+
+def _sums_episodes(window: Window) -> bool:
+    """Return whether a step adds up one backward pass for each moment of an episode.
+
+    The norm then grows with the episodes, and the loss of one moment tells nothing.
+    """
+    return len(window.pass_counts) > 1 and max(window.pass_counts) >= _MANY_PASSES
 
 
 def _has_fallen(window: Window) -> bool:

@@ -180,6 +180,8 @@ class Window:
     """
     unmoved: tuple[UnmovedNetwork, ...] = ()
     """Networks of the script that get gradients and that no optimizer moves."""
+    pass_counts: set[int] = field(default_factory=set)
+    """How many backward passes have made the gradients of the steps that were looked at."""
     updated_twice: set[int] = field(default_factory=set)
     """Parameters that two optimizers have updated by the same gradient."""
     held_in_vain: set[int] = field(default_factory=set)
@@ -377,6 +379,7 @@ class Window:
         if signals.passes is not None:
             self.signals.add("passes")
             self.cut_by_checkpoint |= signals.passes.cut_by_checkpoint
+            self.pass_counts.add(signals.passes.count)
         if signals.guess is not None and signals.loss is not None and self.steps_seen <= 3:
             self.signals.add("guess")
             self.starts.append((signals.loss, signals.guess))

@@ -48,6 +48,7 @@ def _pack_pass(each: RecordedCall, name: str, tensors: dict[str, Tensor]) -> dic
         "caller": each.caller,
         "backward_caller": each.backward_caller,
         "sample_ids": None if each.sample_ids is None else list(each.sample_ids),
+        "part": each.part,
         "number": plain(each.number),
     }
 
@@ -103,6 +104,7 @@ def _unpack_pass(each: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Reco
         output_gradients=None if gradients is None else _unpack(gradients, tensors),
         backward_caller=each["backward_caller"],
         sample_ids=None if ids is None else tuple(ids),
+        part=read_value(str, each.get("part", ""), "part"),
         number=None if number is None else read_record(CallNumber, number, "number"),
     )
 

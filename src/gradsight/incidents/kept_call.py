@@ -21,11 +21,13 @@ class KeptCall:
         "bytes",
         "gradient_bytes",
         "gradients",
+        "is_clean",
         "loss",
         "loss_values",
         "made",
         "micro_batch",
         "nodes",
+        "part",
         "root",
         "tensors",
         "too_large",
@@ -34,6 +36,7 @@ class KeptCall:
 
     def __init__(self, made: RecordedCall, tensors: list[Tensor], micro_batch: int) -> None:
         self.made = made
+        self.part = made.part
         self.micro_batch = micro_batch
         """How many backward passes came between the first call of the step and this one."""
         self.backward_caller: str | None = None
@@ -55,6 +58,8 @@ class KeptCall:
         # nobody wants any more.
         self.gradient_bytes = 0
         self.too_large = False
+        self.is_clean = False
+        """Whether the gradient of the model was still finite after it."""
 
     def drop_gradients(self) -> None:
         """They take too much memory."""

@@ -11,7 +11,7 @@ memory together than the limit.
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from gradsight.core import moments
 from gradsight.core.autocast import current_autocast
+from gradsight.core.beside import called_modules
 from gradsight.core.calls import CallNumber, RecordedCall
 from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
 from gradsight.core.layouts import held_bytes, versions
-from gradsight.core.parameters import called_module
+from gradsight.core.parameters import called_module, unwrapped
 from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
 from gradsight.core.samples import tensors_in
@@ -63,8 +64,19 @@ class FinishedStep:
 
     step: int
     calls: list[KeptCall]
-    dropped: Counter[int]
+    dropped: Counter[tuple[int, str]]
     root: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardGraph:
+    """What a backward pass went through, where no module was called."""
+
+    nodes: Sequence[Any]
+    values: Any
+    """What autograd had saved of it, if the loss was not finite (incidents.loss_values)."""
+    lines: Mapping[Any, str]
+    backward_caller: str | None
 
 
 class KeptCalls:
@@ -72,9 +84,10 @@ class KeptCalls:
 
     def __init__(self, model: nn.Module, limits: KeptLimits, guard: Guard) -> None:
         self.model = called_module(model)
+        self._whole = unwrapped(model)
         self.calls: list[KeptCall] = []
-        self.dropped: Counter[int] = Counter()
-        """By micro-batch: calls of this step that were let go."""
+        self.dropped: Counter[tuple[int, str]] = Counter()
+        """By micro-batch and part of the model: calls of this step that were let go."""
         self.root: Tensor | None = None
         """What backward was last called on in this step."""
         self.last: FinishedStep | None = None
@@ -88,10 +101,15 @@ class KeptCalls:
         self._held = 0
         self._micro_batch = 0
         self._called_since_backward = False
+        self._without_calls = False
+        """Whether no module was called in the step before."""
+        self._graph: tuple[Between, Any, str | None] | None = None
         self._loss_is_broken = False
         """Whether the loss was not finite when backward began last."""
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
+        self._part_handles: list[Any] = []
+        self._inside_parts = 0
         self._compiled: Any = None
         self._thread: int | None = None  # that called the model last
         self._looks_away = False
@@ -118,18 +136,29 @@ class KeptCalls:
             put(ours)
             guard.at_end(put_back, [], None, get, put, (ours, compiled))
             return
-        before_call = self.model.register_forward_pre_hook
-        self._handles = [
-            put_module_hook(guard, before_call, self.before, with_kwargs=True),
-            put_module_hook(guard, self.model.register_forward_hook, self.after),
+        self._handles = self._hook(self.model, self.before, self.after)
+        # A box of several networks is never called, nor is a module of Lightning's.
+        names = {id(module): name for name, module in self._whole.named_modules()}
+        for part in called_modules(self.model)[1:]:
+            before = partial(self._before_part, names.get(id(part), ""))
+            self._part_handles += self._hook(part, before, self._after_part)
+
+    def _hook(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+    ) -> list[Any]:
+        register = module.register_forward_pre_hook
+        return [
+            put_module_hook(self._guard, register, before, with_kwargs=True),
+            put_module_hook(self._guard, module.register_forward_hook, after),
         ]
 
     def stop(self) -> None:
         """Leave everything as it was found."""
         moments.leave(self)
-        for handle in self._handles:
+        for handle in [*self._handles, *self._part_handles]:
             handle.remove()
         self._handles.clear()
+        self._part_handles.clear()
         if self._compiled is not None:
             self.model._compiled_call_impl = self._compiled
             self._compiled = None
@@ -147,11 +176,14 @@ class KeptCalls:
         """The step is over."""
         self.made_step = step
         self.last = None
+        self._without_calls = not self.calls and self.root is not None
         if self.calls and self._devices:
             self.last = FinishedStep(step, list(self.calls), self.dropped.copy(), self.root)
         self._step_is_over = True
         if not self._limits.lasting:
             self.release()
+        if self._without_calls:
+            self._loss_lines.model_returned(None)  # all that follows is like a loss
 
     def release(self) -> None:
         """Hold on to nothing."""
@@ -161,8 +193,10 @@ class KeptCalls:
         self.dropped.clear()
         self._held = 0
         self._micro_batch = 0
+        self._graph = None
         self._called_since_backward = False
         self._step_is_over = False
+        self._inside_parts = 0
 
     def name_samples(self, ids: Sequence[int | str] | Tensor) -> None:
         """What the samples of the next call are called."""
@@ -180,10 +214,13 @@ class KeptCalls:
         """The model is about to be called."""
         if self._looks_away or is_not_training():
             return
+        for handle in self._part_handles:
+            handle.remove()
+        self._part_handles.clear()
         if self._step_is_over:
             self.release()
         if torch.is_grad_enabled():
-            self._before(args, kwargs)
+            self._before("", args, kwargs)
 
     def after(self, args: tuple[Any, ...], output: Any) -> None:
         """It has returned."""
@@ -192,7 +229,27 @@ class KeptCalls:
         if torch.is_grad_enabled() and not is_not_training():
             self._after(output)
 
-    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before_part(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A part of the model is about to be called, and the model never was."""
+        if self._looks_away or is_not_training():
+            return
+        self._inside_parts += 1
+        if self._inside_parts > 1:
+            return
+        if self._step_is_over:
+            self.release()
+            self._inside_parts = 1
+        if torch.is_grad_enabled():
+            self._before(name, args, kwargs)
+
+    def _after_part(self, args: tuple[Any, ...], output: Any) -> None:
+        if self._looks_away or is_not_training():
+            return
+        self._inside_parts -= 1
+        if self._inside_parts == 0:
+            self.after(args, output)
+
+    def _before(self, part: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._loss_lines.model_called()
         self._thread = this_thread()
         ids = self._ids
@@ -207,6 +264,7 @@ class KeptCalls:
             training=self.model.training,
             caller=users_line(),
             sample_ids=ids,
+            part=part,
         )
         call = KeptCall(made, tensors, self._micro_batch)
         self._called_since_backward = True
@@ -219,7 +277,7 @@ class KeptCalls:
         ):
             oldest = self.calls.pop(0)
             self._held -= oldest.bytes
-            self.dropped[oldest.micro_batch] += 1
+            self.dropped[oldest.micro_batch, oldest.part] += 1
 
     def _devices_of(self, tensors: Iterable[Tensor]) -> list[torch.device]:
         """The accelerators that a call may draw random numbers on: of the model and its batch."""
@@ -249,6 +307,16 @@ class KeptCalls:
         """
         return [call for call in self.calls if call.nodes] or self.calls
 
+    def note_clean(self) -> None:
+        """The gradient is still finite after the calls so far."""
+        for call in self.used():
+            call.is_clean = True
+
+    def clean(self) -> int:
+        """How many of the first calls left a finite gradient."""
+        used = self.used()
+        return next((place for place, call in enumerate(used) if not call.is_clean), len(used))
+
     def passes(self, everything: bool = False) -> tuple[list[RecordedCall], list[str]]:
         """The calls of this step with the gradients that came back to their outputs, and what is
         missing or in doubt.
@@ -265,7 +333,7 @@ class KeptCalls:
         return self._recorded(used, step.dropped)
 
     def _recorded(
-        self, used: Sequence[KeptCall], dropped: Counter[int]
+        self, used: Sequence[KeptCall], dropped: Counter[tuple[int, str]]
     ) -> tuple[list[RecordedCall], list[str]]:
         notes: dict[str, None] = {}
         made: list[RecordedCall] = []
@@ -291,6 +359,15 @@ class KeptCalls:
                 )
             )
         return made, list(notes)
+
+    def graph(self) -> BackwardGraph | None:
+        """What is known of the last backward pass of a step in which no module was called."""
+        if self.calls or self.root is None or self._graph is None:
+            return None
+        loss, values, backward_caller = self._graph
+        nodes = nodes_since(self.root, loss.since)
+        lines = self._loss_lines.of(self.root, loss)
+        return BackwardGraph(nodes, values, lines, backward_caller)
 
     def _doubts(self, call: KeptCall) -> Iterator[str]:
         """Why running this call again may not be what it was."""
@@ -350,18 +427,41 @@ class KeptCalls:
         tensors = begun.tensors
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         self.root = next((root for root in reversed(roots) if isinstance(root, Tensor)), None)
-        if self.calls:
+        self._forget_cleared()
+        if self.calls or self._without_calls:
             self._end_losses(users_line())
         if self._called_since_backward:
             self._called_since_backward = False
             self._micro_batch += 1
 
+    def after_backward(self, begun: BackwardPass, _: object) -> None:
+        """It has returned; a gradient may still come to some calls."""
+        if self._thread not in (None, begun.thread):
+            return
+        for call in self.calls:
+            if not call.nodes:
+                self._loss_lines.loss_goes_on()
+                return
+
+    def _forget_cleared(self) -> None:
+        """Let go of calls whose gradients were cleared: they are no part of the step.
+
+        A critic is called for its generator's step too.
+        """
+        reached = [call for call in self.calls if call.nodes]
+        if reached and all(parameter.grad is None for parameter in self.model.parameters()):
+            self.calls[:] = [call for call in self.calls if not call.nodes]
+            self._held = sum(call.bytes for call in self.calls)
+            self.dropped.clear()
+
     def _end_losses(self, backward_caller: str | None) -> None:
-        """The losses of the calls that no backward has begun for end here."""
+        """The losses of the calls that no gradient has come to may end here."""
         loss = self._loss_lines.backward_begins(self.root, backward_caller)
         values = self._values_of_loss(loss)
+        if not self.calls:
+            self._graph = (loss, values, backward_caller)
         for call in self.calls:
-            if call.backward_caller is None:
+            if not call.nodes:
                 call.backward_caller = backward_caller
                 call.root = self.root
                 call.loss = loss
@@ -386,25 +486,20 @@ class KeptCalls:
         return loss_values(root, nodes_since(root, loss.since))
 
 
-def _numbers(used: Sequence[KeptCall], dropped: Counter[int]) -> list[CallNumber]:
+def _numbers(used: Sequence[KeptCall], dropped: Counter[tuple[int, str]]) -> list[CallNumber]:
     """Which micro-batch each call was in, and which of its calls it was."""
-    made = dropped + Counter(call.micro_batch for call in used)
-    micro_batches = sorted(made)
+    made = dropped + Counter((call.micro_batch, call.part) for call in used)
+    micro_batches = sorted({micro_batch for micro_batch, _ in made})
     seen = dropped.copy()
     earlier: set[Any] = set()
     numbers = []
     for call in used:
         # Two calls of one graph: the outputs of the earlier one, before the arguments of the later.
-        continues = made[call.micro_batch] > 1 and _reaches(call.tensors, earlier)
-        numbers.append(
-            CallNumber(
-                micro_batches.index(call.micro_batch),
-                seen[call.micro_batch],
-                made[call.micro_batch],
-                continues,
-            )
-        )
-        seen[call.micro_batch] += 1
+        continues = bool(earlier) and _reaches(call.tensors, earlier)
+        key = (call.micro_batch, call.part)
+        place = micro_batches.index(call.micro_batch)
+        numbers.append(CallNumber(place, seen[key], made[key], continues))
+        seen[key] += 1
         earlier.update(call.nodes.values())
     return numbers
 

@@ -53,6 +53,7 @@ class LossLines:
         self._caller: str | None = None
         self._begun = False
         self._noting = False
+        self._was_noting = False
         self._switched_on = False
 
     def model_called(self) -> None:
@@ -84,8 +85,16 @@ class LossLines:
             self._known[loss] = tuple(
                 line if line == other else None for line, other in zip(lines, known, strict=True)
             )
+        self._was_noting = self._noting
         self._begun = self._noting = False
         return between
+
+    def loss_goes_on(self) -> None:
+        """That backward was of another loss: what follows may still be this one's."""
+        self._begun = True
+        self._noting = self._was_noting
+        if self._noting:
+            self._switch_on()
 
     def forget(self) -> None:
         """No loss is under way any more."""

@@ -28,6 +28,7 @@ KNOWN: dict[str, Any] = {
 }  # fmt: skip
 """Operations that can be computed again from their only input."""
 _TWO = {
+    "mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec"),
     "mul": ("self", "other"), "div": ("self", "other"), "atan2": ("self", "other"),
     "pow": ("self", "exponent"), "mse_loss": ("self", "target"), "l1_loss": ("self", "target"),
     "smooth_l1_loss": ("self", "target"), "huber_loss": ("self", "target"),

@@ -45,7 +45,8 @@ _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "grads
 _OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
 """Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = (
-    "Gradsight saw no call of the whole model in this step, so it could not run the step again"
+    "no module with these parameters was called in this step, as model(x) does: the step cannot "
+    "be run again"
 )
 _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "
@@ -133,7 +134,6 @@ class FlightRecorder:
         if run_dir is not None:
             self._writer = IncidentWriter(run_dir, self._model, options.with_batch)
         self._incidents_seen = 0
-        self._clean_calls = 0  # calls of this step after which the gradient was still finite
         self._pending: _Pending | None = None
         self._findings: dict[str, Finding] = {}
         self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
@@ -155,7 +155,7 @@ class FlightRecorder:
 
     def gradients_are_finite(self) -> None:
         """The gradient is still finite after the calls so far."""
-        self._clean_calls = len(self.calls.used())
+        self.calls.note_clean()
 
     def not_finite(self, step: int, code: str, scale: float) -> None:
         """A gradient that is not finite begins an incident; a scaler's factor is in it."""
@@ -177,7 +177,6 @@ class FlightRecorder:
 
     def end_step(self, step: int) -> None:
         """The step is made."""
-        self._clean_calls = 0
         self.calls.end_step(step)
         if self.guard.faults:
             self.calls.release()
@@ -201,7 +200,7 @@ class FlightRecorder:
     def _diagnose(self, step: int, kind: Kind, code: str, scale: float) -> None:
         self._forget()
         passes, notes = self.calls.passes()
-        first = self._clean_calls if kind == "nonfinite" else 0
+        first = self.calls.clean() if kind == "nonfinite" else 0
         facts: dict[str, Any] = {"kind": kind, "scale": scale, "first_pass": first}
         # Staged before it is run again: the batch and the parameters as training left them.
         pending = _Pending(step, code, None, self._stage(passes), facts)
@@ -251,7 +250,7 @@ class FlightRecorder:
         from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 
         if not passes:
-            return _nothing(_NOT_CALLED)
+            return self._without_calls()
         with suspended(), _own_hooks_silent(self._model), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script has had its own already
             options = DiagnosisOptions(
@@ -263,6 +262,14 @@ class FlightRecorder:
                 failures=self._failures,
             )
             return diagnose(self._model, passes, options)
+
+    def _without_calls(self) -> Diagnosis:
+        """What is known of a step in which no module was called."""
+        from gradsight.incidents.diagnosis.loss import fault_in_graph
+
+        graph = self.calls.graph()
+        fault = None if graph is None else fault_in_graph(graph)
+        return replace(_nothing(_NOT_CALLED), operation=fault)
 
     def _stage(
         self, passes: list[RecordedCall], refusal: str | None = None

@@ -18,13 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradsight.core import moments
 from gradsight.core.autocast import is_autocast_to
+from gradsight.core.beside import called_modules
 from gradsight.core.calls import is_suspended
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
 from gradsight.core.optimizers import is_inside_another_step, parameters_of
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
-from gradsight.first_step.recorder import called_modules
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.first_look import FirstLook
 from gradsight.session.guess import TargetCounts, TargetFrequencies, loss_of_a_guess, target_counts

@@ -120,6 +120,7 @@ class PassHistory:
         self._used.update(each.lines for each in passes)
         scale = 1.0 if step.scale is None else step.scale.number()
         made = StepPasses(
+            count=len(passes),
             evaluating=step.evaluating,
             repeated=_repeated(passes, scale),
             summed=_summed(passes, scale) if self._takes_as_is else None,

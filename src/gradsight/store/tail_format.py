@@ -55,6 +55,7 @@ def pack_step(step: Step, layout: int, statistics: bytes) -> bytes:
     """One step; `statistics` comes from `pack_statistics`, or is empty."""
     values = [getattr(step, name) for name in _OPTIONAL]
     present = sum(1 << position for position, value in enumerate(values) if value is not None)
+    numbers = [0.0 if value is None else value for value in values]
     gradient = step.gradient.encode()
     scalars = b""
     if step.scalars:
@@ -62,7 +63,7 @@ def pack_step(step: Step, layout: int, statistics: bytes) -> bytes:
     head = _STEP.pack(
         step.step,
         step.time,
-        *(0.0 if value is None else value for value in values),
+        *numbers,
         step.skipped,
         present,
         layout,

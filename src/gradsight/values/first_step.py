@@ -195,6 +195,8 @@ class RepeatedPass:
 class StepPasses:
     """What the backward passes of one step were like."""
 
+    count: int = 1
+    """How many have made its gradient."""
     evaluating: tuple[tuple[str, str], ...] = ()
     """Parts in evaluation mode whose parameters learn: name, and what that switches off."""
     repeated: RepeatedPass | None = None

@@ -29,7 +29,7 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     lines += [f"note: {note}" for note in diagnosis.notes[:_NOTES]]
     if (more := len(diagnosis.notes) - _NOTES) > 0:
         lines[-1] += f" ({more} more)"
-    if diagnosis.seconds >= _WORTH_A_LINE:
+    if lines and diagnosis.seconds >= _WORTH_A_LINE:
         lines.append(f"diagnosed in {diagnosis.seconds:.1f} s")
     return [
         row

@@ -26,4 +26,24 @@ SITUATIONS = [
         first="GS105",
         models={"model": 40},
     ),
+    Situation(
+        "one backward pass for each moment of an episode",
+        """
+import random
+random.seed(0)
+policy = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.Adam(policy.parameters(), lr=2e-4)
+for episode in range(100):
+    returns, losses = 0.0, []
+    for moment in range(random.randint(10, 60)):
+        actions = torch.distributions.Categorical(logits=policy(torch.randn(4)))
+        losses.append(-actions.log_prob(actions.sample()))
+    optimizer.zero_grad()
+    for loss in reversed(losses):
+        returns = 10 + 0.98 * returns
+        (loss * returns).backward()
+    optimizer.step()
+""",
+        models={"policy": 100},
+    ),
 ]

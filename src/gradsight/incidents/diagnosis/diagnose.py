@@ -15,6 +15,7 @@ from gradsight.core.parameters import unwrapped
 from gradsight.core.samples import tensors_in
 from gradsight.core.shards import are_spread
 from gradsight.errors import GradsightError
+from gradsight.incidents.diagnosis.loss import fault_beside_outputs
 from gradsight.incidents.diagnosis.numbers import nonfinite_in
 from gradsight.incidents.diagnosis.operation import broken_before, find_operation
 from gradsight.incidents.diagnosis.samples import SampleNorms, have_same_rows, measure_samples
@@ -122,6 +123,10 @@ def _operation(
     if "operations" in options.failures:
         notes += troubles
         return next(filter(None, (broken_before(root, call) for call in calls)), None)
+    if not troubles and not budget.is_over():
+        operation = fault_beside_outputs(calls, options.loss_root)
+        if operation is not None:
+            return operation
     notes += troubles or [
         "run again, everything was finite: the fault did not come back, or lies outside the model"
     ]
@@ -234,7 +239,9 @@ def _measured_together(
 ) -> list[Sequence[RecordedCall]]:
     """The calls of a micro-batch, as one where a sample has the same row in all of them."""
     learning = [call for call in group if _learns(call)]
-    if any(_number(call).continues for call in learning) and have_same_rows(root, learning):
+    several = len({call.part for call in learning}) > 1
+    continued = any(_number(call).continues for call in learning)
+    if (several or continued) and have_same_rows(root, learning):
         return [learning]
     return [[call] for call in learning]
 

@@ -14,6 +14,7 @@ from gradsight.core.samples import tensors_in
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import source_of
+from gradsight.incidents.kept_calls import BackwardGraph
 from gradsight.incidents.loss_values import LossValues, function_of
 from gradsight.values.diagnoses import GuiltyOperation, TensorSummary
 from gradsight.values.wording import short_place
@@ -87,6 +88,17 @@ def fault_in_loss(
     )
 
 
+def fault_in_graph(graph: BackwardGraph) -> GuiltyOperation | None:
+    """The guilty operation of a step in which no module was called, if that is sure."""
+    fault = None if graph.values is None else _first_fault(graph.nodes, (), graph.values)
+    if fault is None:
+        return None
+    node, why, given = fault
+    place = graph.lines.get(node, graph.backward_caller)
+    inputs = () if given is None else (given,)
+    return GuiltyOperation(_name(node), "forward", None, place, source_of(place), inputs, 0, why)
+
+
 def _guess(
     call: RecordedCall,
     outputs: Sequence[Tensor],
@@ -108,6 +120,10 @@ def _guess(
         where += f"; the loss is {state}"
     else:
         where += "; the loss is finite, so the fault is in a derivative"
+    weights = [each for each in map(_broken_parameter, nodes) if each is not None]
+    if weights:
+        told = f"it goes through another model, whose weights are not finite; {where}"
+        return Guess("loss", told, tuple(map(summary, weights[:1])), tuple(nodes))
     values = call.loss_values
     fault = None if values is None or not state else _first_fault(nodes, stops, values)
     if fault is not None:
@@ -146,7 +162,7 @@ def _first_fault(
             return node, "it divides by 0", values.zero_divisors[node]
         state = values.states.get(node)
         sources = [source for source, _ in node.next_functions if source is not None]
-        if not state or not all(x in stops or values.states.get(x) == "" for x in sources):
+        if not state or not all(x in stops or _is_finite(x, values) for x in sources):
             continue
         if state == "nan" and _is_open(node) and not _is_risky(node):
             why = f"what {name} takes from elsewhere is then not finite"
@@ -154,6 +170,47 @@ def _first_fault(
             why = f"it makes {'NaN' if state == 'nan' else 'an infinity'} out of finite numbers"
         return node, why, values.inputs.get(node)
     return None
+
+
+def fault_beside_outputs(
+    calls: Sequence[RecordedCall], loss_root: Tensor | None
+) -> GuiltyOperation | None:
+    """The guilty operation of a finite loss, where what broke did not come through an output.
+
+    That is so for a penalty of a gradient: it reaches the parameters by a way of its own.
+    """
+    for call in calls:
+        root = loss_root if call.loss_root is None else call.loss_root
+        lines = call.loss_lines or {}
+        if root is None or not lines or nonfinite_in(root):
+            continue
+        steep = [node for node in lines if _name(node) in STEEP and _is_risky(node)]
+        names = {_name(node) for node in steep}
+        place = _range([lines[node] for node in steep])
+        if len(names) == 1 and place is not None:
+            number = call.number or CallNumber(0)
+            detail = (
+                "likely: no other operation of the loss has such a derivative; run again, the "
+                "model is finite, and so is the loss"
+            )
+            return GuiltyOperation(
+                names.pop(), "loss", None, place, source_of(place), (), number.micro_batch, detail
+            )
+    return None
+
+
+def _broken_parameter(node: Any) -> Tensor | None:
+    """The parameter that a node adds a gradient to, if it is not finite."""
+    if not node.name().endswith("AccumulateGrad") or not nonfinite_in(node.variable):
+        return None
+    variable: Tensor = node.variable
+    return variable
+
+
+def _is_finite(source: Any, values: LossValues) -> bool:
+    if source.name().endswith("AccumulateGrad"):
+        return not nonfinite_in(source.variable)
+    return values.states.get(source) == ""
 
 
 def _suspects(nodes: Sequence[Any], call: RecordedCall, state: str) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradsight.core.beside import copied_arguments, replaying
-from gradsight.core.calls import CallNumber, RecordedCall
+from gradsight.core.calls import CallNumber, RecordedCall, module_of
 from gradsight.core.layouts import entries, is_plain
 from gradsight.core.parameters import clean_name, named_parameters
 from gradsight.core.samples import NotSeparable, find_samples, tensors_in
@@ -53,7 +53,7 @@ def find_operation(
         for tensor, event in _broken_arguments(root, call, (args, kwargs), number):
             finder.expect(tensor, event)
         with finder:
-            outputs = run_model(root, args, kwargs)
+            outputs = run_model(module_of(root, call), args, kwargs)
         pairs = _cotangents(call, outputs)
         targets = trained_parameters(root)
         if others:
@@ -200,7 +200,8 @@ def _broken_arguments(
     root: nn.Module, call: RecordedCall, given: tuple[tuple[Any, ...], Any], number: CallNumber
 ) -> Iterator[tuple[Tensor, Event]]:
     """Arguments with NaN or an infinity; -inf alone may be a mask."""
-    parameters = list(inspect.signature(root.forward).parameters)
+    parameters = list(inspect.signature(module_of(root, call).forward).parameters)
+    of_part = f" of {call.part}" if call.part else ""
     for position, (path, tensor) in enumerate(tree_flatten_with_path(given)[0]):
         if not isinstance(tensor, Tensor) or not nonfinite_in(tensor):
             continue
@@ -212,7 +213,9 @@ def _broken_arguments(
             source=source_of(call.caller),
             inputs=(summary(tensor),),
             micro_batch=number.micro_batch,
-            detail=f"argument {_argument_name(path, parameters)}{_rows(root, call, position)}",
+            detail=(
+                f"argument {_argument_name(path, parameters)}{of_part}{_rows(root, call, position)}"
+            ),
             call=number.named_call,
             calls=number.calls,
         )
@@ -234,7 +237,7 @@ def _rows(root: nn.Module, call: RecordedCall, position: int) -> str:
     """The samples in which an argument is not finite, in words."""
     size = len(call.sample_ids) if call.sample_ids else None
     try:
-        batch = find_samples(call.args, call.kwargs, size, None, root)
+        batch = find_samples(call.args, call.kwargs, size, None, module_of(root, call))
     except NotSeparable:
         return ""
     dim = batch.dims.get(position)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.beside import copied_arguments, replaying
-from gradsight.core.calls import RecordedCall
+from gradsight.core.calls import RecordedCall, module_of
 from gradsight.core.devices import widest_float
 from gradsight.core.layouts import is_plain
 from gradsight.core.per_sample import BatchOutputs
@@ -100,7 +100,10 @@ class _OwnRandomness(Exception):
 def have_same_rows(root: nn.Module, calls: Sequence[RecordedCall]) -> bool:
     """Whether all calls were given the same number of samples."""
     try:
-        sizes = {find_samples(call.args, call.kwargs, None, None, root).batch for call in calls}
+        sizes = {
+            find_samples(call.args, call.kwargs, None, None, module_of(root, call)).batch
+            for call in calls
+        }
     except NotSeparable:
         return False
     return len(sizes) == 1
@@ -169,7 +172,7 @@ def _run_batch(root: nn.Module, call: RecordedCall, budget: Budget) -> BatchPass
     budget.check()
     tape = RandomTape(budget)
     size = None if call.sample_ids is None else len(call.sample_ids)
-    arguments = find_samples(call.args, call.kwargs, size, None, root)
+    arguments = find_samples(call.args, call.kwargs, size, None, module_of(root, call))
     with replaying(root, call), tape.writes_undone(), tape:
         outputs = _forward(root, call)
         rowed = _rowed(outputs)
@@ -222,7 +225,7 @@ def _run_alone(root: nn.Module, batch: BatchPass, row: int) -> list[Tensor | Non
 def _forward(root: nn.Module, call: RecordedCall) -> PassOutputs:
     loss_inputs: list[Tensor] = []
     with collecting_loss_inputs(loss_inputs):
-        own = run_model(root, *copied_arguments(call))
+        own = run_model(module_of(root, call), *copied_arguments(call))
     return PassOutputs(own, loss_inputs)
 
 
