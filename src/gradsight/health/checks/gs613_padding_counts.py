@@ -18,11 +18,14 @@ _DECODER = (
 
 
 def _advice(recommendation: str, given: str, token: int) -> Advice:
+    note = f"if token {token} also ends texts, use attention_mask == 0 instead"
+    if given == "targets":
+        note = f"token {token} pads here"  # the mask is one of the encoder's inputs
     return Advice(
         recommendation,
         f"""
 # in the loop, before the forward pass: the loss ignores the label -100
-# (if token {token} also ends texts, use attention_mask == 0 instead)
+# ({note})
 targets = targets.masked_fill({given} == {token}, -100)
 """,
     )
