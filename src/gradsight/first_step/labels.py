@@ -305,7 +305,7 @@ def _counted_padding(
         # Labels that differ there are meant to be predicted: the mask hides words, not padding.
         if places < _FEWEST_PADDING or (len(chosen) and bool((chosen != chosen[0]).any())):
             continue
-        if not targets.is_reduced:
+        if len(chosen) and not targets.is_reduced:
             return None, "the loss is not reduced by its function: a mask may come after it"
         found = PaddingLabels(places, len(chosen), int(counts.sum()), hidden.token)
         return replace(found, place=targets.place), None

@@ -8,7 +8,8 @@ from gradsight.health.window import Window
 _RECOMMENDATION = (
     "Give padding the label -100, which the loss ignores: labels = input_ids.clone(), then "
     "labels[attention_mask == 0] = -100. transformers.DataCollatorForLanguageModeling(tokenizer, "
-    "mlm=False) does the same for text, DataCollatorForTokenClassification for labels of tokens."
+    "mlm=False) does the same for text, DataCollatorForTokenClassification for labels of tokens. "
+    "The former ignores the end token as well if that is what pads: use another token for padding."
 )
 _DECODER = (
     "Give padding the label -100, which the loss ignores: labels[labels == tokenizer.pad_token_id] "
@@ -17,11 +18,14 @@ _DECODER = (
 
 
 def _advice(recommendation: str, given: str, token: int) -> Advice:
+    note = f"if token {token} also ends texts, use attention_mask == 0 instead"
+    if given == "targets":
+        note = f"token {token} pads here"  # the mask is one of the encoder's inputs
     return Advice(
         recommendation,
         f"""
 # in the loop, before the forward pass: the loss ignores the label -100
-# (token {token} pads here)
+# ({note})
 targets = targets.masked_fill({given} == {token}, -100)
 """,
     )
