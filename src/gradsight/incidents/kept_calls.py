@@ -235,13 +235,10 @@ class KeptCalls:
         """A part of the model is about to be called, and the model never was."""
         if self._looks_away or is_not_training():
             return
-        self._inside_parts += 1
-        if self._inside_parts > 1:
-            return
         if self._step_is_over:
             self.release()
-            self._inside_parts = 1
-        if torch.is_grad_enabled():
+        self._inside_parts += 1
+        if self._inside_parts == 1 and torch.is_grad_enabled():
             self._before(name, args, kwargs)
 
     def _after_part(self, args: tuple[Any, ...], output: Any) -> None:

@@ -548,7 +548,13 @@ LAYOUTS = {"": ".to_sparse()", " of compressed rows": ".to_sparse_csr()"}
 
 SPARSE = [
     *(
-        healthy(f"a sparse adjacency matrix{kind}", graph(layout, CROSS_ENTROPY), model=30)
+        Situation(
+            f"a sparse adjacency matrix{kind}",
+            graph(layout, CROSS_ENTROPY),
+            models={"model": 30},
+            never_says=["GradsightWarning"],
+            not_skipped=["GS601", "GS603", "GS607"],
+        )
         for kind, layout in LAYOUTS.items()
     ),
     *(
@@ -583,7 +589,16 @@ SPARSE = [
         "NaN in the model's input: argument adj",
         never=("outside the model",),
     ),
-    healthy("sparse gradients of embeddings", SKIP_GRAM.replace("BREAK", "-1"), model=40),
+    Situation(
+        "sparse gradients of embeddings",
+        SKIP_GRAM.replace("BREAK", "-1"),
+        models={"model": 40},
+        never_says=["GradsightWarning"],
+        reasons={
+            "GS305": "no optimizer was watched from one step to the next that has a dense gradient",
+            "GS603": "the model returns single numbers, such as its loss",
+        },
+    ),
     nan(
         "NaN in sparse gradients of embeddings",
         SKIP_GRAM.replace("BREAK", "20"),
