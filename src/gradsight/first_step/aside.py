@@ -144,6 +144,11 @@ class _Look:
             self._check_time()
             probes = [*inputs, *operations.probes]
             outputs = with_rows(tensors_in(output), operations.scores)
+            if not outputs and any(each.requires_grad for each in tensors_in(output)):
+                return left_out(
+                    "the model returns single numbers, such as its loss, and no known loss "
+                    "function in it was given scores"
+                )
             if not outputs:
                 return left_out("the model gives nothing that a gradient could come back to")
             placements = self._placements(self._seen.looked_up, self._seen.targets)

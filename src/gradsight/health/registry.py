@@ -137,7 +137,10 @@ MISSING = {
     "guess": "the loss is no plain cross-entropy, so it is not known where it should start",
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",
-    "clearing": "no optimizer was watched from one step to the next",
+    "clearing": (
+        "no optimizer was watched from one step to the next that has a dense gradient of a "
+        "backward pass"
+    ),
     "batches": "no call of the model with tensors was seen in training mode",
     "ranks": (
         "no rank's own gradients were seen: there is one process, or no DistributedDataParallel "

@@ -141,15 +141,20 @@ class KeptCalls:
         names = {id(module): name for name, module in self._whole.named_modules()}
         for part in called_modules(self.model)[1:]:
             before = partial(self._before_part, names.get(id(part), ""))
-            self._part_handles += self._hook(part, before, self._after_part)
+            # Also after an error: else all that follows would seem to run inside of the part.
+            self._part_handles += self._hook(part, before, self._after_part, always_call=True)
 
     def _hook(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+        self,
+        module: nn.Module,
+        before: Callable[..., None],
+        after: Callable[..., None],
+        **options: Any,
     ) -> list[Any]:
         register = module.register_forward_pre_hook
         return [
             put_module_hook(self._guard, register, before, with_kwargs=True),
-            put_module_hook(self._guard, module.register_forward_hook, after),
+            put_module_hook(self._guard, module.register_forward_hook, after, **options),
         ]
 
     def stop(self) -> None:
@@ -233,13 +238,10 @@ class KeptCalls:
         """A part of the model is about to be called, and the model never was."""
         if self._looks_away or is_not_training():
             return
-        self._inside_parts += 1
-        if self._inside_parts > 1:
-            return
         if self._step_is_over:
             self.release()
-            self._inside_parts = 1
-        if torch.is_grad_enabled():
+        self._inside_parts += 1
+        if self._inside_parts == 1 and torch.is_grad_enabled():
             self._before(name, args, kwargs)
 
     def _after_part(self, args: tuple[Any, ...], output: Any) -> None:

@@ -227,6 +227,22 @@ WITHOUT_A_CALL = [
 """,
     ),
     nan(
+        "NaN in the data of a part of the model after a call that failed",
+        "try: model.loss(x[:, :5], y)\nexcept RuntimeError: pass\n"
+        "if bad: x[2] = float('nan')\nmodel.loss(x, y).backward()",
+        "NaN in the model's input: argument input of a, row 2",
+        model="Net()",
+        before="""class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def loss(self, x, y):
+        return F.mse_loss(self.b(self.a(x).tanh()), y)
+""",
+        never_says=["outside the model"],
+    ),
+    nan(
         "NaN in the data of the first of two networks of one optimizer",
         "if bad: x[3, 2] = float('nan')\nh = encoder(x)\nF.mse_loss(model(h), y).backward()",
         "NaN in the model's input: argument input of encoder, row 3; called in train.py:19",

@@ -27,6 +27,7 @@ from gradsight.core.samples import (
     tensors_in,
     tolerance,
 )
+from gradsight.errors import GradsightError
 from gradsight.incidents.diagnosis.random_tape import RandomTape
 from gradsight.incidents.diagnosis.rerun import (
     NoGradient,
@@ -208,7 +209,13 @@ def _run_alone(root: nn.Module, batch: BatchPass, row: int) -> list[Tensor | Non
     alone = replace(batch.call, args=args, kwargs=kwargs)
     batch.tape.row = (row, batch.outputs.size)
     with replaying(root, batch.call), batch.tape.writes_undone(), batch.tape:
-        outputs = _forward(root, alone)
+        try:
+            outputs = _forward(root, alone)
+        except GradsightError:
+            raise
+        except Exception as error:  # nodes of a graph are no samples, for example
+            message = f"{type(error).__name__}: {str(error)[:200]}"
+            raise NotSeparable(f"one sample alone raised {message}") from error
         if batch.tape.unknown:
             raise _OwnRandomness
         rows = batch.rowed.of(outputs)
