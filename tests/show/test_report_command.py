@@ -38,6 +38,16 @@ def test_a_folder_of_runs_leads_to_serve(
     assert f"gradsight serve {tmp_path / 'runs'}" in error
 
 
+def test_a_failed_script_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(tmp_path / "run", plain_norms(20, 14))
+    script = {"command": ["python", "a.py"], "exit_code": 1, "error": "ValueError: no rows"}
+    (run.path / "check.json").write_text(json.dumps({"script": script}))
+    assert main(["report", str(run.path)]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.endswith("failed with exit code 1 after 20 optimizer steps: ValueError: no rows")
+    assert second == "✅ no finding in 20 steps"
+
+
 @pytest.mark.parametrize(("severity", "code"), [(None, 0), ("warning", 1), ("critical", 2)])
 def test_json_is_one_strict_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], severity: str | None, code: int

@@ -20,7 +20,7 @@ from gradsight.show.terminal import health_lines
 from gradsight.show.text import json_text, wants_colour
 from gradsight.store.reader import open_run
 from gradsight.train.sample_texts import SampleTexts
-from gradsight.values.health_report import SEVERITIES
+from gradsight.values.health_report import SEVERITIES, SIGNS
 from gradsight.values.plain import plain
 from gradsight.values.texts import for_terminal
 
@@ -92,6 +92,8 @@ def _lines(run_dir: Path, summary: Summary) -> list[str]:
     lines = [for_terminal(each) for each in (summary.verdict, *summary.health.notes)]
     if summary.health.findings:
         lines = health_lines(summary.health, wants_colour(sys.stdout))
+    if summary.failure is not None:
+        lines.insert(0, for_terminal(f"{SIGNS['critical']} {summary.failure}"))
     others = [memory_line(summary.memory), dumps_line(summary.dumps)]
     others += [f"report: {run_dir / rundir.REPORT}", f"page:   {run_dir / rundir.PAGE}"]
     return lines + [for_terminal(line) for line in others if line is not None]

@@ -60,9 +60,7 @@ class Problems:
         return changed
 
 
-def say(
-    message: str, stacklevel: int = 3, category: type[GradsightWarning] = GradsightWarning
-) -> None:
+def say(message: str, stacklevel: int = 3, category: type[Warning] = GradsightWarning) -> None:
     """Warn, also where warnings are errors: a warning must not end somebody's training loop."""
     log(message)
     try:

@@ -104,7 +104,66 @@ NOT_CHOSEN = (
 ASKED = ("nothing to judge", "no optimizer step was seen", "torch optimizer and step it")
 AGAIN = "gradsight check --no-preflight FOLDER/train.py or without Gradsight:"
 
+SAM = """
+class SAM(torch.optim.Optimizer):
+    def __init__(self, parameters, base, **options):
+        super().__init__(parameters, options)
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["moved"] = 0.05 * parameter.grad
+                parameter.add_(self.state[parameter]["moved"])
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.state[parameter]["moved"])
+        self.base.step()
+
+
+network = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+sam = SAM(network.parameters(), torch.optim.SGD, lr=0.05)
+for step in range(60):
+    x = torch.randn(32, 8)
+    F.cross_entropy(network(x), x[:, :4].argmax(1)).backward()
+    sam.first_step()
+    F.cross_entropy(network(x), x[:, :4].argmax(1)).backward()  # adds to the first gradient
+    sam.second_step()
+    sam.zero_grad()
+"""
+
+DETACHED_ACTION = """
+actor = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+critic = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
+actor_optimizer = torch.optim.Adam(actor.parameters(), lr=1e-3)
+critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
+for step in range(60):
+    state = torch.randn(64, 8)
+    mean, size = actor(state).chunk(2, -1)
+    choice = torch.distributions.Normal(mean, size.clamp(-5, 2).exp())
+    action = choice.rsample()
+    both = torch.cat([state, action.detach()], 1)
+    critic_optimizer.zero_grad()
+    F.mse_loss(critic(both), (state[:, :2] * action.detach()).sum(1, keepdim=True)).backward()
+    critic_optimizer.step()
+    actor_optimizer.zero_grad()
+    (0.2 * choice.log_prob(action).sum(1, keepdim=True) - critic(both)).mean().backward()
+    actor_optimizer.step()
+"""
+
 SITUATIONS = [
+    # Two faults that docs/health.md lists as undecidable. A check that finds one changes that list.
+    Situation("undecidable: gradients not cleared between the passes of SAM", SAM),
+    Situation(
+        "undecidable: an action detached before the critic",
+        DETACHED_ACTION,
+        models={"actor": 60, "critic": 60},
+    ),
     Situation(
         "a script that dies at an import",
         "import a_package_that_is_not_installed\n",
@@ -161,6 +220,28 @@ SITUATIONS = [
         models={"classifier": 12},
         says=["The script was interrupted after 12 optimizer steps"],
         never_says=["healthy", "To see whether"],
+    ),
+    Situation(
+        "a script that ends with os._exit(0)",
+        TRAINING + "import os\nos._exit(0)\n",
+        models={"classifier": 20},
+        says=["healthy: no finding in 20 steps"],
+    ),
+    Situation(
+        "a script with an excepthook of its own",
+        "import sys\nsys.excepthook = lambda kind, error, trace: print('my own hook')\n"
+        + TRAINING
+        + "raise ValueError('too late')\n",
+        exit_code=3,
+        models={"classifier": 20},
+        says=["my own hook", "after 20 optimizer steps: ValueError: too late"],
+    ),
+    Situation(
+        "a script that turns warnings into errors",
+        "import warnings\nwarnings.simplefilter('error')\n"
+        + TRAINING.replace("    loss.backward()", "    if step % 5: loss.backward()"),
+        models={"classifier": 20},
+        says=["no finding in 20 steps"],
     ),
     Situation(
         "a rate that is too large and decays to zero",
