@@ -57,7 +57,19 @@ def test_a_share_is_a_fraction_and_nothing_else() -> None:
     """Settings that compare two sizes have other names."""
     with_share = {code for code, check in CHECKS.items() if "share" in check.defaults}
     assert with_share == {
-        *("GS107", "GS205", "GS401", "GS403", "GS404", "GS405", "GS407", "GS604", "GS610")
+        *(
+            "GS107",
+            "GS205",
+            "GS401",
+            "GS403",
+            "GS404",
+            "GS405",
+            "GS407",
+            "GS604",
+            "GS610",
+            "GS613",
+            "GS614",
+        )
     }
     for code in with_share:
         assert 0 < CHECKS[code].defaults["share"] <= 1
