@@ -57,6 +57,7 @@ class _Network:
     name: str
     variable: str | None
     samples: list[tuple[weakref.ref[Tensor], Tensor]]
+    shapes: list[torch.Size]
     first_look: int
     """How many steps the script's optimizers had made."""
     first_step: int
@@ -73,6 +74,10 @@ class _Network:
     from_trained: bool = False
     """Whether it was called with the output of another network."""
     from_data: bool = False
+
+    def tensors(self) -> list[Tensor]:
+        """Return its parameters that still exist."""
+        return [tensor for tensor in (ref() for ref, _ in self.samples) if tensor is not None]
 
     def notice_changes(self) -> None:
         """Note whether any weight has changed."""
@@ -245,6 +250,7 @@ class Networks:
             name,
             variable,
             [(weakref.ref(tensor), _sample(tensor)) for tensor in tensors],
+            [tensor.shape for tensor in tensors],
             self._steps,
             self._step,
             module is None or any(each.training for each in _owners(module, tensors)),
@@ -298,14 +304,16 @@ class Networks:
 
     def _is_forgotten(self, network: _Network, was_cut: bool) -> bool:
         least = _STEPS_WITHOUT_OPTIMIZER if network.idle is None else _STEPS_WITH_IDLE_OPTIMIZER
-        if was_cut:
+        tensors = network.tensors()
+        exists = len(tensors) == len(network.samples)
+        if was_cut or not exists:
             least = max(least, _STEPS_OF_A_CUT_RUN)
-        tensors = [tensor for tensor in (ref() for ref, _ in network.samples) if tensor is not None]
+        # The function that trains has returned, and what it made is gone.
+        end = self._steps if exists else max(network.looks, default=0)
         return (
-            self._steps - network.first_look >= least
+            end - network.first_look >= least
             and len(network.looks) > 1
             and not network.moved
-            and len(tensors) == len(network.samples)
             and not any(map(self._is_moved, tensors))
             and network.in_training_mode
             and not network.was_loaded
@@ -315,12 +323,12 @@ class Networks:
 
     def _reported(self, network: _Network) -> UnmovedNetwork | None:
         """Describe it, with the network that has its place; None if that may be on purpose."""
-        mine = [tensor for tensor in (ref() for ref, _ in network.samples) if tensor is not None]
+        mine = network.tensors()
         held = trained = None
         for each in self._trained:
             tensors = [tensor for tensor in each.model.parameters() if tensor.requires_grad]
             is_other = not {id(tensor) for tensor in tensors} & {id(tensor) for tensor in mine}
-            has_shapes = [each.shape for each in tensors] == [each.shape for each in mine]
+            has_shapes = [each.shape for each in tensors] == network.shapes
             if not (self._is_moved_model(each) and is_other and has_shapes):
                 continue
             if not each.has_gradient:

@@ -107,10 +107,7 @@ def spiking(
     with np.errstate(invalid="ignore"):
         high = high & ~(norms < limits["jump"] * before)
     # Where norms have long tails, as in reinforcement learning, a high one is usual.
-    highest = baseline.highest()
-    if highest is not None:
-        tail = highest if len(highest) == len(norms) else highest[-1:]
-        high = high & (norms > limits["jump"] * np.exp(tail))
+    high &= norms > limits["jump"] * baseline.highest_total()
     # A parameter counts only where it alone exceeds the usual whole: one that wakes up is no fault.
     high &= norms > limits["total_factor"] * np.exp(usual[-1])
     return high

@@ -64,14 +64,14 @@ class Baseline:
             )  # nothing at all has no multiple
         return self._bounds[key]
 
-    def highest(self) -> Floats | None:
-        """Return the highest `logarithms` of the last steps, without the first steps of the run."""
+    def highest_total(self) -> float:
+        """Return the highest total of the last steps, without the first steps of the run."""
         if self._ring is None:
-            return None
-        rows = self._ring[: self._count]
+            return 0.0
+        totals = self._ring[: self._count, -1]
         if self._count <= LENGTH:
-            rows = rows[WARM_UP:]
-        return np.asarray(rows.max(axis=0)) if len(rows) else None
+            totals = totals[WARM_UP:]
+        return exp(totals.max()) if len(totals) else 0.0
 
     def enter(self, row: Floats, finite: bool) -> None:
         """Take in the `logarithms` of a step, unless they are far outside or not finite."""

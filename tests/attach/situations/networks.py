@@ -47,6 +47,63 @@ FORGOTTEN = [
     ),
 ]
 
+INSIDE_MAIN = """
+import copy
+
+
+def main():
+    q = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    {second}
+    optimizer = torch.optim.Adam({trained}.parameters(), lr=1e-3)
+    for step in range(100):
+        x, following = torch.randn(32, 8), torch.randn(32, 8)
+        wanted = x.sum(1, keepdim=True) + 0.9 * {bootstrap}
+        optimizer.zero_grad()
+        F.smooth_l1_loss(q(x), wanted).backward()
+        optimizer.step()
+
+
+main()
+"""
+TARGET = "target = copy.deepcopy(q)"
+
+GONE_AT_THE_END = [
+    Situation(
+        "a function that trains the target in place of the network",
+        INSIDE_MAIN.format(second=TARGET, trained="target", bootstrap="target(following)"),
+        exit_code=1,
+        findings=["GS306"],
+        models={"target": 100},
+        says=[
+            "q (4 parameters) gets gradients and never changes: it is in no optimizer, while "
+            "target, which began as its copy, is trained",
+            "give the optimizer q in place of target",
+        ],
+    ),
+    Situation(
+        "a function that optimizes a target without a gradient",
+        INSIDE_MAIN.format(second=TARGET, trained="target", bootstrap="target(following).detach()"),
+        exit_code=2,
+        findings=["GS106", "GS306"],
+        first="GS306",
+        caused_by={"GS106": "GS306"},
+    ),
+    Situation(
+        "a function that trains a network with a target",
+        INSIDE_MAIN.format(second=TARGET, trained="q", bootstrap="target(following).detach()"),
+        models={"q": 100},
+    ),
+    Situation(
+        "a function that forgets a network",
+        INSIDE_MAIN.format(
+            second="other = nn.Linear(8, 1)", trained="q", bootstrap="other(following)"
+        ),
+        exit_code=1,
+        findings=["GS306"],
+        models={"q": 100},
+    ),
+]
+
 ACTOR_AND_CRITICS = """
 import copy
 actor = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2), nn.Tanh())
@@ -127,7 +184,7 @@ for step in range(60):
         mine.data.mul_(0.99).add_(0.01 * other.data)
 """,
         models={"critic": 60},
-        never_says=["no step was recorded", "never stepped"],
+        never_says=["no step was recorded", "gets gradients and never changes"],
     ),
     Situation(
         "a logarithm of a temperature beside two networks",
@@ -361,4 +418,4 @@ train(nn.parallel.DistributedDataParallel(Classifier(nn.Linear(8, 16), nn.Linear
     ),
 ]
 
-SITUATIONS = [*FORGOTTEN, *ACTORS, *WRAPPED, *MADE_AGAIN, *NAMES]
+SITUATIONS = [*FORGOTTEN, *GONE_AT_THE_END, *ACTORS, *WRAPPED, *MADE_AGAIN, *NAMES]

@@ -45,6 +45,8 @@ def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterato
     # 70% is AUTOTRAINER's limit; SageMaker Debugger's 50% was tried first.
     with np.errstate(invalid="ignore"):
         rows = np.flatnonzero(dead > share).tolist()
+    # Layers of zeros are an initialisation, which GS107 explains.
+    rows = [row for row in rows if not window.started_at_zero[row]]
     rows = [row for row in rows if not _is_explained_elsewhere(window, row)]
     if not rows:
         return

@@ -85,6 +85,13 @@ def _fix(network: UnmovedNetwork) -> str:
         step = f"# in the loop, after backward(): step the optimizer of {name}\n{optimizer}.step()"
         return f"{step}\n"
     optimizer = network.stepping_optimizer or "optimizer"
+    instead = network.held_instead or network.trained_instead
+    if instead is not None:
+        made = f"{optimizer} = torch.optim.Adam({name}.parameters(), lr=1e-3)"
+        return (
+            f"# before the loop: give the optimizer {name} in place of {instead}\n"
+            f"# (with your optimizer and its settings)\n{made}\n"
+        )
     group = f'{optimizer}.add_param_group({{"params": {name}.parameters()}})'
     return (
         f"# before the loop, and before a scheduler is made: add what is missing\n{group}\n\n"
