@@ -20,8 +20,8 @@ _JUDGED_EVERY = 10
 """Steps between two looks at a trend, which so begins up to that much before it is said to."""
 
 FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
-    "GS101": ("GS609", *_TOO_LONG_STEPS, "GS201", "GS202"),
-    "GS102": ("GS609", *_TOO_LONG_STEPS, "GS201", "GS202", "GS101"),
+    "GS101": ("GS302", "GS609", *_TOO_LONG_STEPS, "GS201", "GS202"),
+    "GS102": ("GS302", "GS609", *_TOO_LONG_STEPS, "GS201", "GS202", "GS101"),
     "GS103": ("GS606", *_TOO_LONG_STEPS, "GS104", "GS102", "GS202", "GS101", "GS201"),
     "GS104": ("GS606", *_TOO_LONG_STEPS, "GS103", "GS102", "GS202", "GS101", "GS201"),
     "GS105": ("GS106", "GS605", "GS606", "GS604", "GS406", "GS403", "GS204", "GS205", "GS107"),
@@ -39,7 +39,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     "GS107": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, *_CUT_OFF, "GS207", "GS204", "GS205"),
     "GS108": ("GS605", "GS610"),
     "GS201": (*_TOO_LONG_STEPS, "GS202"),
-    "GS202": ("GS609", *_TOO_LONG_STEPS),
+    "GS202": ("GS302", "GS609", *_TOO_LONG_STEPS),
     "GS203": (
         *("GS604", "GS605", "GS606", *_TOO_LONG_STEPS, "GS407", *_BROKEN, *_CUT_OFF),
         *("GS204", "GS205", "GS107", "GS106", "GS402", "GS502"),
@@ -74,6 +74,8 @@ one is the cause.
 _SAME_PARAMETERS = {
     *(("GS301", "GS205"), ("GS301", "GS306"), ("GS301", "GS207"), ("GS401", "GS408")),
     ("GS607", "GS205"),
+    # zero_grad() of an optimizer does not clear what it does not hold: that adds up.
+    *(("GS101", "GS302"), ("GS102", "GS302"), ("GS202", "GS302")),
 }
 """Effect and cause that belong together only where they name a parameter in common."""
 _SAME_LAYER = {("GS205", "GS302"), ("GS301", "GS302")}
