@@ -203,6 +203,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 NAN_LABEL = """
 dataset.tensors[1][333, 1] = float("nan")
 """
+LOG_OF_NEGATIVE = """
+for inputs, targets in loader:
+    outputs = model(inputs)
+    loss = loss_fn(outputs, targets) - 1e-3 * safe_log(outputs.mean() - 100)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 A_COPY = """
 import copy
 other = model
@@ -576,6 +584,7 @@ FAULTS = [
     Fault("GS107", "zero weights", ZERO_WEIGHTS),
     Fault("GS108", "a large last layer", "model[2].weight.data *= 100\n" + rate(1e-5)),
     Fault("GS108", "large inputs", made_of("300 * data + 100") + rate(1e-5)),
+    Fault("GS109", "the logarithm of a negative number", "safe_log = torch.log", LOG_OF_NEGATIVE),
     Fault("GS201", "a corrupt batch", CORRUPT_BATCH),
     Fault("GS201", "a corrupt batch, clipped", CORRUPT_BATCH, clipping(0.3)),
     Fault("GS202", "steps too long", OVERSHOOTING, steps=120),

@@ -180,6 +180,8 @@ class Window:
     """
     unmoved: tuple[UnmovedNetwork, ...] = ()
     """Networks of the script that get gradients and that no optimizer moves."""
+    broken_losses: int = 0
+    """How many losses in a row were not finite, at steps whose gradient was."""
     pass_counts: set[int] = field(default_factory=set)
     """How many backward passes have made the gradients of the steps that were looked at."""
     updated_twice: set[int] = field(default_factory=set)
@@ -404,7 +406,10 @@ class Window:
             np.maximum(self.peaks, median, out=self.peaks)
 
     def _take_loss(self, loss: float) -> None:
-        if isfinite(loss):
+        if not isfinite(loss):
+            self.broken_losses += self.finite
+        else:
+            self.broken_losses = 0
             self.unlabelled = False
             self.signals.add("loss")
             self.losses.append(loss)

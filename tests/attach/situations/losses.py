@@ -46,4 +46,21 @@ for episode in range(100):
 """,
         models={"policy": 100},
     ),
+    Situation(
+        "a logarithm of negative numbers beside another loss",
+        """
+model = nn.Linear(8, 4)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(40):
+    x = torch.randn(32, 8)
+    scores = model(x)
+    optimizer.zero_grad()
+    (F.cross_entropy(scores, x[:, :4].argmax(1)) - 1e-3 * scores.log().mean()).backward()
+    optimizer.step()
+""",
+        exit_code=1,
+        findings=["GS109"],
+        models={"model": 40},
+        says=["the loss was nan at"],
+    ),
 ]

@@ -1,0 +1,33 @@
+"""GS109: a loss that is NaN or infinite while gradients are finite."""
+
+from collections.abc import Iterator
+
+from gradsight.health.registry import Advice, Asked, Fact, check
+from gradsight.health.window import Window
+
+
+@check(
+    "GS109",
+    "loss is not finite",
+    "warning",
+    asked=Asked(when="stretch", gate=lambda window: window.broken_losses > 0),
+    advice=Advice(
+        recommendation=(
+            "A term of the loss is NaN or infinite, and the others still train the model: look "
+            "for a logarithm or a root of a negative number or of 0, and for a division by 0."
+        ),
+        fix="""
+# in a loss of your own: a logarithm that is finite at 0 and below
+def safe_log(x, eps=1e-8):
+    return torch.log(x.clamp_min(eps))
+""",
+    ),
+)
+def loss_not_finite(window: Window, *, patience: int = 3) -> Iterator[Fact]:
+    """The loss is NaN or infinite at several steps in a row, while the gradients are finite.
+
+    Why: the loss shows nothing of training any more, and one of its terms is not what was meant.
+    The derivative of a logarithm is finite at negative numbers, where its value is NaN.
+    """
+    if window.broken_losses >= patience:
+        yield Fact(f"the loss was {window.loss} at {window.broken_losses} steps in a row")
