@@ -148,6 +148,7 @@ class Session:
         self._networks = Networks(self._looking, was_loaded)
         self._stepped_by_scaler: set[int] = set()
         self._is_cut = False
+        self._has_compared = False
         # Before any watch registers its own: hooks of this kind run in reverse order.
         atexit.register(guard.run, self._finish)
         moments.listen(self, guard)
@@ -216,6 +217,9 @@ class Session:
         watched = [each for each in self._watches if each.is_open and each.step_under_way]
         if not watched or not self._networks.are_known or self._told.first_step_only:
             return
+        if self._has_compared:
+            return  # at exit this runs once for each watch, and some are closed by then
+        self._has_compared = True
         unmoved = self._networks.unmoved(self._is_cut or hasattr(sys, "last_exc"))
         for each in watched:
             name = self._names[self._watches.index(each)]

@@ -138,6 +138,30 @@ BOTH = "[*first.parameters(), *second.parameters()]"
 
 ACTORS = [
     Situation(
+        "a target that is in an optimizer of its own in place of its critic",
+        """
+import copy
+actor, critic = nn.Linear(4, 2), nn.Linear(6, 1)
+target = copy.deepcopy(critic)
+actor_optimizer = torch.optim.Adam(actor.parameters(), lr=1e-3)
+critic_optimizer = torch.optim.Adam(target.parameters(), lr=1e-3)
+for step in range(60):
+    x = torch.randn(16, 4)
+    critic_optimizer.zero_grad()
+    given = torch.cat([x, actor(x).detach()], 1)
+    F.mse_loss(critic(given), x[:, :1] + 0.9 * target(given).detach()).backward()
+    critic_optimizer.step()
+    actor_optimizer.zero_grad()
+    (-critic(torch.cat([x, actor(x)], 1))).mean().backward()
+    actor_optimizer.step()
+""",
+        exit_code=2,
+        findings=["GS106", "GS306"],
+        first="GS306",
+        caused_by={"GS106": "GS306"},
+        models={"target": 60, "actor": 60},
+    ),
+    Situation(
         "an actor, two critics and their targets",
         ACTOR_AND_CRITICS.format(critics=BOTH),
         models={"first+second": 160, "actor": 80},
