@@ -23,7 +23,7 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_command_stands_on_a_line_of_its_own() -> None:
     assert command().after_failure() == [
-        "To see whether Gradsight has a part in this failure, run without preflight:",
+        "To see whether Gradsight causes this failure, run the script without the pre-flight:",
         "   gradsight check --steps 5 --no-preflight train.py --name 'two words'",
         "or without Gradsight:",
         "   python train.py --name 'two words'",
@@ -32,7 +32,7 @@ def test_each_command_stands_on_a_line_of_its_own() -> None:
 
 def test_a_run_without_preflight_is_not_suggested_again() -> None:
     assert command(has_preflight=False).after_failure() == [
-        "To see whether Gradsight has a part in this failure, run without it:",
+        "To see whether Gradsight causes this failure, run the script without Gradsight:",
         "   python train.py --name 'two words'",
     ]
 

@@ -125,5 +125,5 @@ def test_an_error_of_ours_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
         skipped = reasons(tmp_path)
     assert (
         skipped["GS602"]
-        == "Gradsight failed internally; the report has it under what Gradsight could not do"
+        == 'Gradsight failed internally: see "What Gradsight could not do" in the report'
     )

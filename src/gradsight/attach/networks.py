@@ -51,7 +51,7 @@ class IdleOptimizer:
 
 @dataclass(slots=True)
 class _Network:
-    """A network that may be forgotten, as of the first look that saw its gradient."""
+    """A network that the script may have forgotten to train, as first seen with a gradient."""
 
     reference: weakref.ref[Any]
     name: str
@@ -102,7 +102,7 @@ class Trained:
 
 
 class Networks:
-    """What a session knows of networks that no optimizer may move."""
+    """Collects what is needed to tell which networks of a script no optimizer moves (GS306)."""
 
     def __init__(self, guard: Guard, was_loaded: Callable[[nn.Module], bool]) -> None:
         self._guard = guard
@@ -294,10 +294,10 @@ class Networks:
                     found.append(reported)
         return found
 
-    @property
-    def are_known(self) -> bool:
-        """Whether the run was long enough."""
-        return self._steps >= LOOKS[0] + _STEPS_WITHOUT_OPTIMIZER
+    def are_known(self, was_cut: bool) -> bool:
+        """Return whether the run was long enough."""
+        least = _STEPS_OF_A_CUT_RUN if was_cut else _STEPS_WITHOUT_OPTIMIZER
+        return self._steps >= LOOKS[0] + least
 
     def _is_moved_model(self, trained: Trained) -> bool:
         return any(map(self._is_moved, trained.model.parameters()))

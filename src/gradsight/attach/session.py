@@ -215,12 +215,13 @@ class Session:
     def _compare_networks(self) -> None:
         """The script ends, and the watches are open: which networks were forgotten?"""
         watched = [each for each in self._watches if each.is_open and each.step_under_way]
-        if not watched or not self._networks.are_known or self._told.first_step_only:
+        was_cut = self._is_cut or hasattr(sys, "last_exc")
+        if not watched or not self._networks.are_known(was_cut) or self._told.first_step_only:
             return
         if self._has_compared:
             return  # at exit this runs once for each watch, and some are closed by then
         self._has_compared = True
-        unmoved = self._networks.unmoved(self._is_cut or hasattr(sys, "last_exc"))
+        unmoved = self._networks.unmoved(was_cut)
         for each in watched:
             name = self._names[self._watches.index(each)]
             each.compare_networks([one for one in unmoved if self._home_of(one) == name])

@@ -78,7 +78,7 @@ def check(
     stop_on
         End the script at the first finding that is at least so bad: warning or critical.
     no_preflight
-        Leave out the pre-flight: the passes beside training at the first step, and GS601 to GS614.
+        Skip the pre-flight: the extra passes at the first step, and the checks GS601 to GS614.
     """
     command = script_command(script, args, nproc_per_node)
     if steps is not None and steps < 1:

@@ -280,7 +280,7 @@ _OWN_UPDATES = (
 
 _FROZEN = "No parameter of {model} requires a gradient, so there is nothing to train."
 _FROZEN_ADAPTERS = (
-    " Its adapters are frozen: PeftModel.from_pretrained() loads them so unless you pass "
+    " Its adapters are frozen: PeftModel.from_pretrained() freezes them unless you pass "
     "is_trainable=True."
 )
 

@@ -27,11 +27,11 @@ class CheckCommand:
     def after_failure(self) -> list[str]:
         """How to run a script that failed without preflight, and without Gradsight."""
         plain = f"   {_typed(self.plain)}"
-        goal = "To see whether Gradsight has a part in this failure, run"
+        goal = "To see whether Gradsight causes this failure, run the script"
         if not self.has_preflight:
-            return [f"{goal} without it:", plain]
+            return [f"{goal} without Gradsight:", plain]
         command = self._with(preflight=False, health=self.health)
-        return [f"{goal} without preflight:", f"   {command}", "or without Gradsight:", plain]
+        return [f"{goal} without the pre-flight:", f"   {command}", "or without Gradsight:", plain]
 
     def to_silence(self, codes: Sequence[str]) -> list[str]:
         """How to run the script again without the first of these checks."""

@@ -78,7 +78,10 @@ def _sections(check: Check) -> Iterator[tuple[str, list[str]]]:
     causes = [code for code in FOLLOWS_FROM.get(check.code, ()) if code in CHECKS]
     if causes:
         named = ", ".join(f"{code} {CHECKS[code].name}" for code in dict.fromkeys(causes))
-        yield "What it may follow from", _wrapped(f"{named}. Fix that first.")
+        yield (
+            "What it may follow from",
+            _wrapped(f"{named}. If you have one of these, fix it first."),
+        )
     yield "How to silence it", _silenced(check)
 
 

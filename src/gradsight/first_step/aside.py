@@ -146,8 +146,8 @@ class _Look:
             outputs = with_rows(tensors_in(output), operations.scores)
             if not outputs and any(each.requires_grad for each in tensors_in(output)):
                 return left_out(
-                    "the model returns single numbers, such as its loss, and no known loss "
-                    "function in it was given scores"
+                    "the model returns only single numbers, such as its loss, and Gradsight saw no "
+                    "loss function of torch inside it that was given logits"
                 )
             if not outputs:
                 return left_out("the model gives nothing that a gradient could come back to")
@@ -187,15 +187,15 @@ class _Look:
             given and given[0].is_floating_point() and is_graph(self._module, given)
         ):
             if is_on_accelerator:
-                raise _TooLarge("the model is given a graph, which might not fit in memory twice")
+                raise _TooLarge("a graph or a sparse input might not fit in memory twice")
             return call
         found = find_samples(call.args, call.kwargs, None, None, self._module)
         # Beside two rows the gradients and the optimizer's state are held: together that can be
         # more than the step of a batch of a few rows had needed.
         if found.batch < _FEWEST_ROWS and is_on_accelerator:
             raise _TooLarge(
-                f"the step of a batch of fewer than {_FEWEST_ROWS} rows may need less memory than "
-                "an extra pass"
+                f"with fewer than {_FEWEST_ROWS} rows in a batch, an extra pass may need more "
+                "memory than the step itself"
             )
         if found.batch <= _SMALL_ROWS:
             return call

@@ -127,7 +127,7 @@ def depends_on_input(
         return Dependence(True)
     if any(not bool(torch.isfinite(one).all()) for one in before):
         return Dependence()
-    text = "with another input the model gives exactly the same"
+    text = "with another input the model returns exactly the same output"
     dead = _dead_layer(module, call, changed)
     if dead:
         text = f"all units of layer {dead} are dead, so {text}"

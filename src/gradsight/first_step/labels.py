@@ -207,7 +207,10 @@ def _padding(
     named = [named_arguments(call.module, call.made) for call in seen.calls]
     masked = [each for each in named if _masks(each, sources)]
     if len(masked) > 1:
-        return None, "the model was called several times with a mask before one backward pass"
+        return None, (
+            "the model was called several times with a mask before one backward pass, so Gradsight "
+            "cannot tell which mask belongs to which labels"
+        )
     hidden = [place for each in masked for place in _hidden_by_masks(each, sources)]
     if len(named) == 1 and _has_decoder(seen.calls[0].module, named[0]):
         token = hidden[0].token if hidden else None
@@ -306,7 +309,7 @@ def _counted_padding(
         if places < _FEWEST_PADDING or (len(chosen) and bool((chosen != chosen[0]).any())):
             continue
         if len(chosen) and not targets.is_reduced:
-            return None, "the loss is not reduced by its function: a mask may come after it"
+            return None, 'the loss has reduction="none", so a mask may be applied to it later'
         found = PaddingLabels(places, len(chosen), int(counts.sum()), hidden.token)
         return replace(found, place=targets.place), None
     return None

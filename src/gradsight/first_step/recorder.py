@@ -231,7 +231,7 @@ def _what_hides(module: nn.Module) -> str | None:
         # A mode that ends after ours began would take ours away instead of its own.
         return "a torch function mode of the script is on: operations cannot be seen beside it"
     if process_compiles():
-        return "this process compiles with torch, which would also compile the examination"
+        return "this process uses torch.compile, which would compile Gradsight's hooks too"
     return None
 
 

@@ -131,15 +131,14 @@ MISSING = {
     "loss": "no loss was seen",
     "lr": "no learning rate is known: give the optimizer to watch(model, optimizer), or log it",
     "unigram": (
-        "the loss is no plain cross-entropy of classes, or the run was too short to know how "
-        "frequent they are"
+        "the loss is no plain cross-entropy of classes, or the run was too short to know how often "
+        "each class occurs"
     ),
     "guess": "the loss is no plain cross-entropy, so it is not known where it should start",
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",
     "clearing": (
-        "no optimizer was watched from one step to the next that has a dense gradient of a "
-        "backward pass"
+        "no watched optimizer held a dense gradient from backward() over two steps in a row"
     ),
     "batches": "no call of the model with tensors was seen in training mode",
     "ranks": (
@@ -154,8 +153,8 @@ MISSING = {
     "first step": "no call of the model was seen before its first backward passes",
     "passes": "no backward pass of the model was seen",
     "networks": (
-        "the networks of the script were not compared with its optimizers: `gradsight check` does "
-        "that, in runs of 20 steps or more"
+        "the networks of the script were not compared with its optimizers: `gradsight check` and "
+        "`gradsight run` do that, in runs of 20 steps or more (45 if the run was cut short)"
     ),
 }
 """Why a check has to abstain, by the signal it lacks."""

@@ -1,8 +1,8 @@
 """What the operations of a loss were given, read before backward of one that is not finite.
 
-Backward frees what autograd has saved of a forward pass, and the loss cannot be run again. So that
-is looked at before, once, at the first loss that is not finite: on the CPU, where to see that costs
-nothing.
+Backward frees the tensors that autograd saved in the forward pass, and the loss cannot be run
+again. So these tensors are read before backward, at the first loss that is not finite. This happens
+only on the CPU, where testing the loss needs no sync.
 """
 
 from collections.abc import Sequence

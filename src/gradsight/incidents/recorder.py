@@ -45,8 +45,8 @@ _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "grads
 _OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
 """Families of findings that are about the step's gradient, and so share its incident."""
 _NOT_CALLED = (
-    "no module with these parameters was called in this step, as model(x) does: the step cannot "
-    "be run again"
+    "the step cannot be run again, because it called no module with these parameters, as "
+    "model(x) would"
 )
 _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "

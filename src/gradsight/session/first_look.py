@@ -27,7 +27,7 @@ _BY_OPERATIONS = ("GS605", "GS606", *LABEL_CODES)
 """What is read from the operations of the training pass itself."""
 FIRST_SIGNALS = ("first step", "passes")
 """The names of the signals that come from here."""
-_FAILED = "Gradsight failed internally; the report has it under what Gradsight could not do"
+_FAILED = 'Gradsight failed internally: see "What Gradsight could not do" in the report'
 
 
 @dataclass(frozen=True, slots=True)

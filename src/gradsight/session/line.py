@@ -43,9 +43,9 @@ from gradsight.values.measured import (
 from gradsight.values.steps import NO_GRADIENT
 
 _SEVERAL_THREADS = (
-    "several threads write the gradients of one model at once, so what an optimizer uses is known "
-    "to nobody: steps are counted and nothing is measured. Give each thread a model of its own, or "
-    "train in one thread."
+    "several threads write the gradients of one model at once, so Gradsight cannot know which "
+    "gradients an optimizer uses: it counts steps and measures nothing. Give each thread its own "
+    "model, or train in one thread."
 )
 
 

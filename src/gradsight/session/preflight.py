@@ -28,15 +28,14 @@ _OVERFIT_RATES = (1e-3, 1e-2)
 
 
 def preflight(model: nn.Module, batch: Any, loss_fn: Any = None) -> HealthReport:
-    """Judge a model and its loss by one batch: what no gradient norm shows.
+    """Find mistakes in a model and its loss that no gradient norm shows, with one batch.
 
-    These are GS601 to GS608 and GS612 to GS614.
-
-    Whether positions see later ones, rows or packed documents each other; whether targets are
-    moved ahead once, labels count and padding does not, the loss is fed what it takes and depends
-    on the input; whether parts that learn are in evaluation mode. Everything is left as it was
-    found: weights, buffers, gradients, generators, modes, hooks. What cannot be told is in the
-    report's `abstained`.
+    This runs the checks GS601 to GS608 and GS612 to GS614. They find positions that see later
+    ones, and rows or packed documents that see each other. They find targets that are not moved
+    ahead, or moved twice, samples without labels, and padding that counts. They find wrong loss
+    inputs, a loss that does not depend on the input, and evaluation mode. Weights, buffers,
+    gradients, generators, modes and hooks are left as they were. Checks that could not judge are
+    in the report's `abstained`.
 
     model: the module that is to be trained, inside any wrapper.
     batch: one batch, as loss_fn takes it.

@@ -71,9 +71,9 @@ def watch(
       {"GS103": "skip", "critical": ["alert", "stop"]}.
     max_bytes: what the record may take, such as "2GB"; None has no limit. Old steps are then put
       together by their minimum and maximum, apart from those near findings.
-    preflight: whether the first step is looked at for what no gradient norm shows: leaks, targets,
-      losses that are fed the wrong thing, modes, lost gradients (GS601 to GS614). What the pass
-      itself does not show takes passes aside, on two rows, no longer than a step.
+    preflight: whether to check the first step for mistakes that no gradient norm shows: leaks,
+      wrong targets or labels, wrong loss inputs, evaluation mode, lost gradients (GS601 to GS614).
+      Some of these checks need extra passes on two rows, which take no longer than a step.
 
     With GRADSIGHT=0 in the environment nothing is watched and nothing is written.
     """

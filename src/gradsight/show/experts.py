@@ -103,7 +103,7 @@ def expert_table(experts: Mapping[str, ExpertNorms]) -> list[str]:
     lines = [
         "## Experts",
         "",
-        "Norms of each expert's gradient at the last measured step, as a share of an even one (1).",
+        "Norm of each expert's gradient at the last measured step; 1 is an even share.",
         "",
         "| experts of | how many | without a gradient | least | largest | without, over time |",
         "| --- | ---: | ---: | ---: | ---: | --- |",

@@ -174,7 +174,7 @@ def label_note(share: float | None) -> str | None:
     """
     if share is None or not 0 < share < _NEARLY_ALL:
         return None
-    return f"{_percent(share)} of the labels counted at the first step"
+    return f"{_percent(share)} of the labels counted in the loss at the first step"
 
 
 def _percent(share: float) -> str:

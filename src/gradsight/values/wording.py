@@ -154,7 +154,7 @@ def named(sample: GuiltySample, several: bool = True) -> str:
     if several:
         row += f" of micro-batch {sample.micro_batch}"
     if sample.call is not None:
-        row += f" in call {sample.call} of {sample.calls}"
+        row += f" in call {sample.call} of {sample.calls} (counted from 0)"
     if sample.sample_id is None:
         of_rank = f" of rank {sample.rank}" if sample.rank else ""
         return f"sample {row}{of_rank}"

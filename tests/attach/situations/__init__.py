@@ -1,8 +1,8 @@
 """Small training scripts, healthy and faulty, and what `gradsight check` must say about each.
 
-Each module of this package holds one list, `SITUATIONS`. A situation is a script that knows nothing
-of Gradsight, with the exit code, the findings, the models and the number of steps that the command
-must report. `tests/golden/script_cases.py` runs them and records everything else that is said.
+Each module of this package holds one list, `SITUATIONS`. A situation is a script that does not
+import Gradsight, with the exit code, the findings, the models and the number of steps that the
+command must report. `tests/golden/script_cases.py` runs them and records the rest of the output.
 
     PYTHONPATH=$PWD/../src python -m attach.situations [NAME...]    # in tests/: run and print them
 
@@ -161,7 +161,7 @@ def check(situation: Situation, folder: Path) -> Outcome:
 
 
 def _command(command: list[str], preload: Sequence[str], folder: Path) -> tuple[int, str, str]:
-    """Run the command in this process, and the script that it starts in a warm one."""
+    """Run the command in this process, and its script in a fork that has torch loaded (warm.py)."""
     from gradsight.cli import main
 
     said: list[tuple[str, str]] = []

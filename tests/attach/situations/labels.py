@@ -376,7 +376,7 @@ CAUSAL = [
         WITH_MASK,
         exit_code=1,
         findings=["GS613"],
-        says=["places of padding have a label that counts", "labels[attention_mask == 0] = -100"],
+        says=["padding tokens have a label that counts", "labels[attention_mask == 0] = -100"],
     ),
     causal(
         "padding on the left that counts",
@@ -428,7 +428,7 @@ CAUSAL = [
         "x, mask = batch()",
         "y = x.masked_fill((mask == 0) | (torch.arange(24) < 3), -100)",
         WITH_MASK,
-        says=["40% of the labels counted at the first step"],
+        says=["40% of the labels counted in the loss at the first step"],
     ),
     causal(
         "half of the labels ignored",

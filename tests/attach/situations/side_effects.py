@@ -268,7 +268,7 @@ SITUATIONS = [
         findings=["GS103"],
         says=[
             "NaN in the model's input: argument x, row 3",
-            "running the model for its operations raised RuntimeError: backward did not follow",
+            "running the model again to find its operations raised RuntimeError: backward did not follow",
         ],
     ),
     Situation(

@@ -51,7 +51,7 @@ def test_time_is_kept_to() -> None:
     assert all(sample.share is None for sample in found.samples)
     assert (
         found.notes[0]
-        == "the 2 s of the diagnosis were over while running micro-batch 0 for its samples"
+        == "the 2 s of the diagnosis were over while running micro-batch 0 again to find its samples"
     )
     assert "samples were taken, not of all: no shares are given" in found.notes[1]
 
@@ -73,9 +73,9 @@ def test_gradients_that_were_not_kept() -> None:
     found = diagnose(model, passes, DiagnosisOptions(seconds=60, kind="nonfinite"))
     assert found.operation is None
     assert found.notes == (
-        "running the model for its operations: "
+        "running the model again to find its operations: "
         "the forward pass is clean; no gradients at the outputs were kept to look at backward with",
-        "running the model for its samples: the gradients at the model's outputs were not kept",
+        "running the model again to find its samples: the gradients at the model's outputs were not kept",
     )
 
 

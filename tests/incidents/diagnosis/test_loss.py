@@ -62,7 +62,11 @@ def found_in(loss_of: object, x: Tensor) -> GuiltyOperation:
             f"{LIKELY}{OUTSIDE}; the loss is finite, so the fault is in",
         ),
         (twice, "loss", f"{OUTSIDE}; the loss is nan; likely mul or log or div"),
-        (weighted, "mul", f"{LIKELY}{OUTSIDE}; the loss is nan; what mul takes from elsewhere"),
+        (
+            weighted,
+            "mul",
+            f"{LIKELY}{OUTSIDE}; the loss is nan; an operand of mul that needs no gradient",
+        ),
         (clamped, "rsqrt", f"{OUTSIDE}; the loss is inf"),
         (powered, "pow", f"{LIKELY}{OUTSIDE}; the loss is finite"),
     ],

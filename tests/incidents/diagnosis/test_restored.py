@@ -175,8 +175,8 @@ def test_nothing_is_changed_wherever_time_runs_out() -> None:
 def test_time_that_is_over_is_said() -> None:
     model, _, passes, _ = busy_step()
     assert diagnose(model, passes, DiagnosisOptions(seconds=0, kind="nonfinite")).notes == (
-        "the 0 s of the diagnosis were over while running micro-batch 0 for its operations",
-        "the 0 s of the diagnosis were over while running micro-batch 0 for its samples",
+        "the 0 s of the diagnosis were over while running micro-batch 0 again to find its operations",
+        "the 0 s of the diagnosis were over while running micro-batch 0 again to find its samples",
     )
 
 

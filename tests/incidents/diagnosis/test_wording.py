@@ -57,7 +57,7 @@ def test_the_loss_and_the_notes() -> None:
         "loss", "loss", None, "/x/train.py:20", "loss.backward()", (), 0, "likely log or div"
     )
     notes = (
-        "the 5 s of the diagnosis were over while running micro-batch 1 for its samples",
+        "the 5 s of the diagnosis were over while running micro-batch 1 again to find its samples",
         "b",
         "c",
         "d",

@@ -66,12 +66,12 @@ def zero(
 ) -> Iterator[Fact]:
     """No gradient reaches any parameter: nothing is learned.
 
-    Why: the optimizer's steps change nothing, or only decay the weights. A loss that has come down
-    to exactly 0, such as a margin that is reached, has nothing left to learn and is left alone.
-    A loss that is exactly 0 at each of the first `zero_loss_steps` steps, with zero gradients, is
-    no such loss. Fewer steps may be chance: batches of padding alone, triplets that keep their
-    margin, rewards that are all the same. Where the reason is known, as for cross_entropy over a
-    single class, the first `patience` steps are enough, and a norm below `rounding` is zero.
+    Why: the optimizer's steps change nothing, or only decay the weights. A loss that has fallen
+    to exactly 0, as a margin loss can, leaves nothing to learn and is not reported. A loss that is
+    exactly 0 from the first step on is reported after `zero_loss_steps` steps. Fewer steps may be
+    chance: batches that hold only padding, triplets that keep their margin, rewards that are all
+    the same. If the reason is known, as for cross_entropy over a single class, `patience` steps
+    are enough, and a norm below `rounding` counts as zero.
     """
     # Where no label counts that is the cause, and has a finding of its own: GS606.
     if window.unlabelled or not window.finite or window.step.skipped:

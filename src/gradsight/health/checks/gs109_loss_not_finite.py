@@ -23,11 +23,11 @@ def safe_log(x, eps=1e-8):
 """,
     ),
 )
-def loss_not_finite(window: Window, *, patience: int = 3) -> Iterator[Fact]:
-    """The loss is NaN or infinite at several steps in a row, while the gradients are finite.
+def loss_not_finite(window: Window, *, losses: int = 3) -> Iterator[Fact]:
+    """The loss is NaN or infinite for `losses` steps in a row, while the gradients are finite.
 
-    Why: the loss shows nothing of training any more, and one of its terms is not what was meant.
-    The derivative of a logarithm is finite at negative numbers, where its value is NaN.
+    Why: you can no longer see from the loss how training goes, and one of its terms is wrong.
+    Gradients can stay finite: the logarithm of -1 is NaN, but its derivative there is -1.
     """
-    if window.broken_losses >= patience:
+    if window.broken_losses >= losses:
         yield Fact(f"the loss was {window.loss} at {window.broken_losses} steps in a row")

@@ -30,11 +30,12 @@ _CONVOLUTIONS = ("Conv", "Parametrized")
 def dead_units(window: Window, *, share: float = 0.7, looks: int = 4) -> Iterator[Fact]:
     """Most units of a layer got no gradient in any of the last measured steps.
 
-    A unit is a row of a weight (an output channel of a convolution), with what it computes.
+    A unit is one output of a layer: a row of its weight, or an output channel of a convolution.
 
     Why: a unit whose row has a gradient of zero for every sample learns nothing, and its capacity
     is lost. A few dead units are ordinary, and so are lookup tables whose rows are not in the
-    batch. A layer that gets nothing but zeros from the dead layer before it is not counted.
+    batch. A layer that gets only zeros from a dead layer before it is not counted. The finding is
+    critical if all units of a layer are dead, so that the output does not depend on the input.
     """
     # While a margin is kept the whole gradient is zero, and every unit looks dead.
     if window.details_taken < looks or window.total == 0:

@@ -24,8 +24,8 @@ for name, parameter in model.named_parameters():
     asked=Asked(when="look", needs=("optimizer",)),
     advice=Advice(
         recommendation=(
-            "These parameters are updated more than once per step, with a learning rate that "
-            "is in effect higher: give each to one optimizer, once."
+            "These parameters are updated more than once per step, so their effective learning "
+            "rate is higher: give each to one optimizer, once."
         ),
         fix=_LIST_TWICE,
     ),
@@ -33,9 +33,9 @@ for name, parameter in model.named_parameters():
 def twice(window: Window) -> Iterator[Fact]:
     """Parameters are updated more than once by the same gradient.
 
-    Why: every occurrence makes an update of its own. Usually two lists of parameters overlap. Two
-    optimizers may hold the same parameters if only one of them steps after a backward pass, and
-    each finds gradients when it steps.
+    Why: each occurrence makes its own update, so the effective learning rate is higher. Usually two
+    lists of parameters overlap. Two optimizers that hold the same parameters are fine if only one
+    of them steps after each backward pass. Both must find gradients when they step.
     """
     # torch refuses a parameter in two groups of one optimizer, only warns of one twice in a group,
     # and knows nothing of a second optimizer.

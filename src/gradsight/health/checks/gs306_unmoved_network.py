@@ -15,7 +15,7 @@ from gradsight.values.networks import UnmovedNetwork
     advice=Advice(
         recommendation=(
             "Give these parameters to an optimizer that steps after backward(). If a network is "
-            "not meant to learn, freeze it, which also saves its part of backward."
+            "not meant to learn, freeze it with requires_grad_(False); backward() is then faster."
         ),
         fix="""
 # before the loop: one optimizer for all networks that are meant to learn
@@ -32,9 +32,9 @@ optimizer.step()
 def unmoved(window: Window) -> Iterator[Fact]:
     """A network gets gradients, but no optimizer moves it.
 
-    Why: it stays as it was initialised, and the rest of the script trains against random weights.
+    Why: it keeps its initial weights, and the rest of the script trains against random weights.
     Either no optimizer holds its parameters, or the optimizer that holds them never steps. Networks
-    in eval mode, with loaded weights, or with weights that change in any other way are left out.
+    in eval mode, with loaded weights, or whose weights change in some other way are not reported.
     """
     networks = window.unmoved
     if networks:

@@ -30,10 +30,10 @@ for name, parameter in model.named_parameters():
 def frozen_adapters(window: Window, *, steps: int = 10) -> Iterator[Fact]:
     """Something in the model is trained, but none of its adapters is.
 
-    Why: most of what should learn stands still, and training looks normal. A model with one trained
-    adapter may have others that are frozen. A model that is frozen as a whole may be a reference or
-    a teacher. Adapters that are merged or switched off, and those of layers that are trained
-    themselves, are left alone too.
+    Why: most of what should learn does not change, and training looks normal. Three cases are not
+    reported: a model with at least one trained adapter, a model that is frozen as a whole (it may
+    be a reference or a teacher), and adapters that are merged, switched off, or in a layer that is
+    itself trained.
     """
     subject = window.subject
     if window.steps_seen < steps or not subject.frozen_adapters:
@@ -44,8 +44,8 @@ def frozen_adapters(window: Window, *, steps: int = 10) -> Iterator[Fact]:
     ]
     more = f" and {len(learning) - 2} more" if len(learning) > 2 else ""
     yield Fact(
-        f"{len(names)} parameters of adapters have requires_grad=False; trained are "
-        f"{', '.join(learning[:2])}{more}",
+        f"{len(names)} parameters of adapters have requires_grad=False; the trained parameters "
+        f"are {', '.join(learning[:2])}{more}",
         names,
         first_step=window.first_step,
     )

@@ -29,10 +29,10 @@ def clipped_while_scaled(
 ) -> Iterator[Fact]:
     """Gradients are clipped while the GradScaler's factor is still in them.
 
-    Why: a limit of 1 is then one of 1/65536 for the gradient itself, so nearly every step is cut to
-    next to nothing. Adam hides that in part. Other optimizers hardly move, and the finding is
-    critical where less than `coefficient` of the gradient is left. A limit that was multiplied by
-    the scale is right: none above the scale divided by `factor` is reported.
+    Why: with a scale of 65536, a limit of 1 is a limit of 1/65536 for the gradient itself, so
+    nearly every step becomes tiny. Adam hides that in part. Other optimizers hardly move, so for
+    them the finding is critical if less than `coefficient` of the gradient is left. A limit that
+    you multiplied by the scale is right: limits above the scale divided by `factor` are accepted.
     """
     limit = window.now.signals.scaled_limit
     scale = window.step.scale
@@ -45,7 +45,7 @@ def clipped_while_scaled(
     )
     severity = None
     if left is not None:
-        evidence += f"; the optimizer used {left:.2g} of it"
+        evidence += f"; {left:.2g} of the gradient was left for the optimizer"
         if left < coefficient and not window.subject.normalising:
             severity = "critical"
     yield Fact(evidence, severity=severity)

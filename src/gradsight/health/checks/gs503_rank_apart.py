@@ -180,7 +180,7 @@ print(rank, inputs.float().std().item(), loss.item())
 
 def _times(logarithm: float) -> str:
     if logarithm < _NEXT_TO_NOTHING:
-        return "next to nothing, and the others do"
+        return "next to nothing, unlike the others"
     return f"{np.exp(min(logarithm, 50.0)):.3g} times the gradient of the others"
 
 

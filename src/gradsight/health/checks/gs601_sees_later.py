@@ -8,7 +8,7 @@ from gradsight.values.first_step import CULPRITS, Leak
 
 _WHY = (
     "The output at a position depends on inputs that come after it, and its target is one of "
-    "them: the loss falls, and nothing that generates is learned. "
+    "them: the loss falls, but the model does not learn to generate. "
 )
 _MASKED = Advice(
     recommendation=_WHY
@@ -87,12 +87,12 @@ _ADVICE = {
     ),
 )
 def sees_later(window: Window, *, ratio: float = 1e-3) -> Iterator[Fact]:
-    """A position sees later ones, though its target is one of them.
+    """A position sees later positions, and its target is one of them.
 
-    Why: the answer is in the input, so the loss is too good, often by a few percent only, and
-    what was learned is of no use without it. Judged where targets are the inputs moved ahead. A
-    position sees a later one if its output has a gradient there that is more than `ratio` times
-    the largest gradient at the inputs before it.
+    Why: the model sees the answer in its input. The loss is too low, often by a few percent only,
+    and the model fails when it generates. This is judged where targets are the inputs moved ahead.
+    A position sees a later one if its output has a gradient at that later input, and the gradient
+    is more than `ratio` times the largest one at earlier inputs.
     """
     first = window.now.signals.first
     leak = None if first is None else first.positions
@@ -103,7 +103,7 @@ def sees_later(window: Window, *, ratio: float = 1e-3) -> Iterator[Fact]:
 def _evidence(leak: Leak, limit: float) -> str:
     size = f"{leak.ratio:.2g} times the largest one at earlier inputs"
     if leak.ratio > 1e6:
-        size = "all there is: earlier inputs have none"
+        size = "the only one: earlier inputs have none"
     text = f"{leak.example}. That gradient is {size}; the limit is {limit:g}"
     if leak.culprit:
         text += f". The cause: {CULPRITS[leak.culprit]}"

@@ -7,9 +7,8 @@ from gradsight.health.window import Window
 
 _DECODER = Advice(
     recommendation=(
-        "The model is given the target of every position as its input there, and sees it: it "
-        "learns to copy. Give the decoder the targets moved right by one, so that each position "
-        "gets the target before its own."
+        "At every position, the decoder is given its own target as input, so it learns to copy. "
+        "Give it the targets moved right by one, so that each position gets the previous target."
     ),
     fix="""
 # in the loop, before the forward pass: the decoder gets the target before
@@ -27,8 +26,8 @@ decoder_inputs, targets = targets[:, :-1], targets[:, 1:]
     advice=Advice(
         recommendation=(
             "The targets are the inputs at the same place, and the model sees them: it learns "
-            "to copy. Move the targets ahead by one; a model that moves its labels itself "
-            "(those of transformers do) is given them as they are."
+            "to copy. Move the targets ahead by one. Exception: models of transformers shift "
+            "labels themselves, so pass labels = input_ids to them unchanged."
         ),
         fix="""
 # in the loop, before the forward pass: the target is the next token
@@ -39,10 +38,10 @@ inputs, targets = inputs[:, :-1], inputs[:, 1:]
 def not_shifted(window: Window, *, share: float = 0.9) -> Iterator[Fact]:
     """The targets of a causal model are its inputs at the same place.
 
-    Why: the loss falls to nothing because the answer is in the input; what was learned is to
-    copy. An autoencoder, and a model that predicts masked tokens, sees later inputs too and is
-    left alone. So is a model with another input that holds the targets moved ahead, and whose
-    outputs see nothing later there.
+    Why: the loss falls to nothing because the answer is in the input: the model learns to copy.
+    Autoencoders and models that predict masked tokens also see later inputs and are not reported.
+    Nor is a model whose other input holds the targets moved ahead, if no output sees a later
+    position of that input.
     """
     first = window.now.signals.first
     copied = None if first is None else first.copied
@@ -50,7 +49,7 @@ def not_shifted(window: Window, *, share: float = 0.9) -> Iterator[Fact]:
         return
     if copied.share <= share:
         return
-    evidence = f"{copied.share:.0%} of the labels that count are the input at their own place"
+    evidence = f"{copied.share:.0%} of the labels that count equal the input at their own position"
     if copied.has_other_input:
         yield Fact(f"{evidence}, although the model has another input too", advice=_DECODER)
     else:

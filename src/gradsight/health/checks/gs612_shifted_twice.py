@@ -40,9 +40,9 @@ def shifted_twice(window: Window) -> Iterator[Fact]:
     """The target of every position is the input two places ahead: labels are shifted twice.
 
     Why: the model learns to skip a token. The loss falls as in a good run, but the text that it
-    generates is wrong. Sequences that repeat themselves, in which every shift fits, are left alone.
-    So is a model with a loss of the next token as well. The finding is critical where the model is
-    given labels that are one place ahead already and shifts them itself.
+    generates is wrong. Two cases are not reported: sequences that repeat themselves, because every
+    shift fits them, and models that also have a next-token loss. The finding is critical if the
+    labels are one position ahead already and the model shifts them again.
     """
     first = window.now.signals.first
     seen = None if first is None else first.shifted_twice

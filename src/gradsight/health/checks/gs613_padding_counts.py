@@ -9,7 +9,7 @@ _RECOMMENDATION = (
     "Give padding the label -100, which the loss ignores: labels = input_ids.clone(), then "
     "labels[attention_mask == 0] = -100. transformers.DataCollatorForLanguageModeling(tokenizer, "
     "mlm=False) does the same for text, DataCollatorForTokenClassification for labels of tokens. "
-    "The former ignores the end token as well if that is what pads: use another token for padding."
+    "If the end token also pads, the first one ignores real end tokens too: set another pad_token."
 )
 _DECODER = (
     "Give padding the label -100, which the loss ignores: labels[labels == tokenizer.pad_token_id] "
@@ -42,9 +42,9 @@ def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
     """Padding has labels that count in the loss.
 
     Why: padding is easy to predict, so the loss looks better than it is. The gradient is diluted,
-    and differs with the length of the longest sample. The first token of padding behind a text is
-    left out, since it may be the end token. So are losses to which a mask may be applied later, and
-    batches in which padding is less than `share` of the labels.
+    and differs with the length of the longest sample. The first padding token after a text is not
+    counted, since it may be the end token. Nothing is reported if a mask may be applied to the loss
+    later, or if padding is less than `share` of the labels.
     """
     first = window.now.signals.first
     seen = None if first is None else first.padding
@@ -62,7 +62,7 @@ def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
         )
         return
     evidence = (
-        f"{seen.counted} of {seen.places} places of padding have a label that counts{where}: "
-        f"{part:.0%} of all labels that count ({seen.labels})"
+        f"{seen.counted} of {seen.places} padding tokens have a label that counts{where}: "
+        f"{part:.0%} of the {seen.labels} labels that count"
     )
     yield Fact(evidence, advice=_advice(_RECOMMENDATION, "inputs", seen.token))

@@ -34,9 +34,9 @@ def few_samples(window: Window, *, share: float = 0.5, chance: float = 0.01) -> 
     """Most samples of the first batches have no label that counts.
 
     Why: these samples cost as much as others and teach nothing, and a step learns from far fewer
-    samples than the batch size says. Labels that are few but lie all over the samples, as in masked
-    language modelling, are left alone: a sample is without one by chance there. Above a probability
-    of `chance` that labels lying anywhere leave so many samples empty, nothing is reported.
+    samples than the batch size says. If labels are rare but spread over all samples, as in masked
+    language modelling, some samples are empty by chance. Nothing is reported if randomly placed
+    labels would leave as many samples empty with a probability of `chance` or more.
     """
     first = window.now.signals.first
     seen = None if first is None else first.samples
@@ -55,7 +55,7 @@ def few_samples(window: Window, *, share: float = 0.5, chance: float = 0.01) -> 
 
 
 def _at_least(count: int, samples: int, alone: float) -> float:
-    """The probability that so many of the samples, or more, are what each is with this one."""
+    """Return the probability that `count` or more samples are empty, if each is with `alone`."""
     if samples > _MANY:
         count, samples = count * _MANY // samples, _MANY
     return sum(

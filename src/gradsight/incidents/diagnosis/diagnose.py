@@ -308,8 +308,8 @@ def _learns(call: RecordedCall) -> bool:
 
 def _failed_before(purpose: str, options: DiagnosisOptions) -> str:
     return (
-        f"the step was not run again for its {purpose}: that {options.failures[purpose]} at an "
-        "earlier step"
+        f"the step was not run again to find its {purpose}: doing so {options.failures[purpose]} "
+        "at an earlier step"
     )
 
 
@@ -318,7 +318,7 @@ def _survived(
     name: str, purpose: str, options: DiagnosisOptions, budget: Budget, troubles: list[str]
 ) -> Iterator[None]:
     """Whatever goes wrong in here becomes a note."""
-    what = f"{name} for its {purpose}"
+    what = f"{name} again to find its {purpose}"
     try:
         yield
     except OutOfTime:

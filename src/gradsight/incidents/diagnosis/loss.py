@@ -140,7 +140,7 @@ def _guess(
     if len(likely) == 1:
         sure = f"likely: no other operation of the loss can do it; {where}"
         if not any(map(_is_risky, suspects)):
-            sure += f"; what {likely[0]} takes from elsewhere is then not finite"
+            sure += f"; {_operand_of(likely[0])}"
         return Guess(likely[0], sure, nodes=tuple(suspects))
     if likely:
         where += f"; likely {' or '.join(_with_lines(suspects, call))}"
@@ -157,7 +157,8 @@ def _first_fault(
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         name = _name(node)
         if node in values.elsewhere:
-            return node, f"what {name} takes from elsewhere is not finite", values.elsewhere[node]
+            why = _operand_of(name)
+            return node, why, values.elsewhere[node]
         if node in values.zero_divisors:
             return node, "it divides by 0", values.zero_divisors[node]
         state = values.states.get(node)
@@ -165,7 +166,7 @@ def _first_fault(
         if not state or not all(x in stops or _is_finite(x, values) for x in sources):
             continue
         if state == "nan" and _is_open(node) and not _is_risky(node):
-            why = f"what {name} takes from elsewhere is then not finite"
+            why = _operand_of(name)
         else:
             why = f"it makes {'NaN' if state == 'nan' else 'an infinity'} out of finite numbers"
         return node, why, values.inputs.get(node)
@@ -389,3 +390,7 @@ def _breaks(function: Any, value: Tensor) -> bool:
     y = function(x)
     (slope,) = torch.autograd.grad(y, x, torch.ones_like(y))
     return bool(nonfinite_in(y) or nonfinite_in(slope))
+
+
+def _operand_of(operation: str) -> str:
+    return f"an operand of {operation} that needs no gradient is not finite (labels, a constant)"
