@@ -341,9 +341,8 @@ def test_a_step_without_a_call_names_what_broke_in_its_graph() -> None:
     assert finding.diagnosis is not None
     assert finding.diagnosis.operation is not None
     assert finding.diagnosis.operation.operation == "mm"
-    assert (
-        finding.diagnosis.operation.detail
-        == "an operand of mm that needs no gradient is not finite"
+    assert finding.diagnosis.operation.detail == (
+        "an operand of mm that needs no gradient is not finite (labels, a constant)"
     )
     assert finding.diagnosis.notes[0].startswith(
         "the step cannot be run again, because it called no module"
