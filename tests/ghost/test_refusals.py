@@ -2,13 +2,14 @@
 without the engine.
 """
 
-from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import warm
 from ghost.small import loss_fn, pair, small
 from gradsight import GhostEngine, GradsightError
 from gradsight.errors import GradsightWarning
@@ -436,31 +437,46 @@ def test_a_model_may_catch_the_error_of_an_operation() -> None:
     engine.close()
 
 
-def test_no_engine_is_silent_after_an_internal_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("a mistake of Gradsight")
+AFTER_A_MISTAKE = """
+from unittest import mock
+import pytest
+import torch
+from torch.nn import functional as F
+from gradsight import GhostEngine, GradsightError
 
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    batch = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
 
-    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
+def fail(*args):
+    raise RuntimeError("a mistake of Gradsight")
 
-    first = GhostEngine(model, loss_fn, batch)
-    with monkeypatch.context() as broken:
-        broken.setattr("gradsight.core.passes.Passes.begin", fail)
-        first.loss(batch).backward()
-    assert "which gradients are written" in capsys.readouterr().err
-    second = GhostEngine(model, loss_fn, batch)
-    for engine in (first, second):
-        with pytest.raises(GradsightError, match="Close every engine"):
-            engine.loss(batch)
-        with pytest.raises(GradsightError, match="Close every engine"), engine.observe():
-            loss_fn(model, batch).backward()
-        engine.close()
-    with closing(GhostEngine(model, loss_fn, batch)) as third:
-        third.loss(batch).backward()
-        assert third.scores.total.shape == (4,)
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+model = torch.nn.Linear(4, 3)
+batch = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+first = GhostEngine(model, loss_fn, batch)
+with mock.patch("gradsight.core.passes.Passes.begin", fail):
+    first.loss(batch).backward()
+second = GhostEngine(model, loss_fn, batch)
+for engine in (first, second):
+    with pytest.raises(GradsightError, match="Close every engine"):
+        engine.loss(batch)
+    with pytest.raises(GradsightError, match="Close every engine"), engine.observe():
+        loss_fn(model, batch).backward()
+    engine.close()
+third = GhostEngine(model, loss_fn, batch)
+third.loss(batch).backward()
+assert third.scores.total.shape == (4,)
+third.close()
+"""
+
+
+@pytest.mark.internal
+def test_no_engine_is_silent_after_an_internal_error(tmp_path: Path) -> None:
+    """In a process of its own, in which no other engine or watch is open."""
+    script = tmp_path / "script.py"
+    script.write_text(AFTER_A_MISTAKE, encoding="utf-8")
+    done = warm.run([script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "which gradients are written" in done.stderr

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # checks can be read and explained without torch
 
 NO_PARAMETERS = np.zeros(0)
 """The norms of a step of which only the total is known."""
-STEPS_BEFORE_A_SPIKE = 25
+STEPS_BEFORE_A_SPIKE = 20
 """The first step that can be a spike: before it nothing is usual yet."""
 
 

@@ -38,6 +38,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     ),
     "GS107": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, *_CUT_OFF, "GS207", "GS204", "GS205"),
     "GS108": ("GS605", "GS610"),
+    "GS109": ("GS606", *_TOO_LONG_STEPS, *_BROKEN),
     "GS201": (*_TOO_LONG_STEPS, "GS202"),
     "GS202": ("GS302", "GS609", *_TOO_LONG_STEPS),
     "GS203": (

@@ -595,8 +595,8 @@ SPARSE = [
         models={"model": 40},
         never_says=["GradsightWarning"],
         reasons={
-            "GS305": "no optimizer was watched from one step to the next that has a dense gradient",
-            "GS603": "the model returns single numbers, such as its loss",
+            "GS305": "no watched optimizer held a dense gradient",
+            "GS603": "the model returns only single numbers, such as its loss",
         },
     ),
     nan(

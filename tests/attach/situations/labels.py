@@ -413,7 +413,7 @@ CAUSAL = [
         "logits = model(input_ids=x, attention_mask=mask).logits[:, :-1]",
         'losses = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none")',
         "loss = (losses * mask[:, 1:].flatten()).sum() / mask[:, 1:].sum()",
-        reasons={"GS613": "a mask may come after it"},
+        reasons={"GS613": "so a mask may be applied to it later"},
     ),
     causal(
         "padding whose class has no weight",

@@ -29,5 +29,6 @@ def loss_not_finite(window: Window, *, losses: int = 3) -> Iterator[Fact]:
     Why: you can no longer see from the loss how training goes, and one of its terms is wrong.
     Gradients can stay finite: the logarithm of -1 is NaN, but its derivative there is -1.
     """
-    if window.broken_losses >= losses:
+    # Where no label counts, that is the reason, and has a finding of its own: GS606.
+    if window.broken_losses >= losses and not window.unlabelled:
         yield Fact(f"the loss was {window.loss} at {window.broken_losses} steps in a row")
