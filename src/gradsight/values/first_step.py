@@ -170,7 +170,7 @@ def label_note(share: float | None) -> str | None:
     Models that shift labels themselves ignore the last one of every sequence.
 
     >>> label_note(0.15)
-    '15% of the labels counted at the first step'
+    '15% of the labels counted in the loss at the first step'
     """
     if share is None or not 0 < share < _NEARLY_ALL:
         return None
