@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.core.samples import tensors_in
+from gradsight.core.shards import are_spread
 from gradsight.first_step.documents import is_positions, named_arguments
 from gradsight.first_step.operations import SeenTargets
 from gradsight.first_step.recorder import SeenCall, SeenPass
@@ -69,6 +70,10 @@ def look_at_labels(seen: SeenPass) -> LabelLook:
     classes = [each for each in seen.targets if each.is_classes]
     if not classes:
         return LabelLook()
+    held = [tensor for each in classes for tensor in (each.values, each.counts)]
+    if are_spread([*seen.looked_up, *held]):
+        spread = "the labels are spread over ranks, as in tensor parallel training"
+        return LabelLook(left_out=tuple((code, spread) for code in LABEL_CODES))
     sources = _distinct(seen.looked_up)
     look = _shift(seen, sources, classes)
     padding, reason = _padding(seen, sources, classes)
