@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # checks can be read and explained without torch
 
 NO_PARAMETERS = np.zeros(0)
 """The norms of a step of which only the total is known."""
-STEPS_BEFORE_A_SPIKE = 20
-"""The first step that can be a spike: before it nothing is usual yet."""
+STEPS_BEFORE_A_SPIKE = 15
+"""How many steps there must be until one can be a spike: before, nothing is usual yet."""
 
 
 def nan_rows(norms: Norms) -> Flags:

@@ -95,7 +95,7 @@ def spike(
     checks find a norm that grows step by step. It is also `jump` times the highest norm of the last
     50 steps, because high norms are usual in some runs, as in reinforcement learning. A single
     parameter counts only if its norm is `total_factor` times the usual norm of the whole gradient,
-    because a layer may start to learn late. Nothing counts before step 20, and no total norm
+    because a layer may start to learn late. Nothing counts before step 14, and no total norm
     below `least` ever does.
 
     Why: single batches push the weights far away: corrupt data, or a learning rate at the edge.
