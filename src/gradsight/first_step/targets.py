@@ -12,6 +12,8 @@ _AHEAD = 4
 """How far targets may be moved ahead."""
 _FEWEST = 4
 """Labels that must be compared."""
+_FEWEST_PLACES = 2
+"""Positions that must be compared where targets may be moved ahead."""
 _SHARE = 0.9
 
 
@@ -97,7 +99,10 @@ def _share(given: Tensor, values: Tensor, counts: Tensor, ahead: int) -> float |
     same = same.reshape(*same.shape[:2], -1).all(-1)
     compared = counts[:, :length]
     total = int(compared.sum())
-    if total < _FEWEST:
+    # One place tells nothing: values in reverse order have one that fits as well.
+    if total < _FEWEST or 2 * total < int(counts.sum()):
+        return None
+    if ahead and length < _FEWEST_PLACES:
         return None
     return float((same & compared).sum()) / total
 

@@ -138,6 +138,48 @@ BOTH = "[*first.parameters(), *second.parameters()]"
 
 ACTORS = [
     Situation(
+        "a target that steps in place of a critic with an idle optimizer, in a function",
+        """
+import copy
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def forward(self, x, action):
+        return self.layers(torch.cat([x, action], 1))
+
+    def train_net(self, x, action, wanted):
+        self.optimizer.zero_grad()
+        F.smooth_l1_loss(self(x, action), wanted).mean().backward()
+        self.optimizer.step()
+
+
+def main():
+    critic, target = Critic(), Critic()
+    target.load_state_dict(critic.state_dict())
+    actor = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(actor.parameters(), lr=1e-3)
+    for step in range(100):
+        x, action = torch.randn(32, 4), torch.randn(32, 2)
+        with torch.no_grad():
+            wanted = x[:, :1] + 0.9 * target(x, actor(x))
+        target.train_net(x, action, wanted)
+        optimizer.zero_grad()
+        (-critic(x, actor(x))).mean().backward()
+        optimizer.step()
+
+
+main()
+""",
+        exit_code=1,
+        findings=["GS306"],
+        says=["critic", "never stepped"],
+    ),
+    Situation(
         "a target that is in an optimizer of its own in place of its critic",
         """
 import copy
@@ -388,6 +430,52 @@ for fold in range(2):
 ]
 
 NAMES = [
+    Situation(
+        "a model that a class of a library wraps",
+        """
+import pathlib
+import sys
+
+folder = pathlib.Path("site-packages")
+folder.mkdir()
+(folder / "solvers.py").write_text(
+    "import torch\\n"
+    "class Perturbed(torch.nn.Module):\\n"
+    "    def __init__(self, base):\\n"
+    "        super().__init__()\\n"
+    "        self.base = base\\n"
+    "    def forward(self, x):\\n"
+    "        return self.base(x)\\n"
+    "def solve(base, x):\\n"
+    "    solver = Perturbed(base)\\n"
+    "    for _ in range(3):\\n"
+    "        x = x + 0.1 * solver(x)\\n"
+    "    return x\\n"
+)
+sys.path.append(str(folder))
+from solvers import solve
+
+
+class Derivative(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+func = Derivative()
+optimizer = torch.optim.Adam(func.parameters(), lr=1e-2)
+for step in range(12):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    F.mse_loss(solve(func, x), x.flip(1)).backward()
+    optimizer.step()
+""",
+        models={"func": 12},
+        never_says=["Perturbed"],
+    ),
     Situation(
         "a model that is the attribute of a trainer",
         """

@@ -125,7 +125,23 @@ for step in range(20):
     optimizer.step()
 """
 
+REVERSED = """
+model = nn.Sequential(nn.Linear({size}, 16), nn.Tanh(), nn.Linear(16, {size}))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for step in range(12):
+    x = torch.randn(16, {size})
+    optimizer.zero_grad()
+    F.mse_loss(model(x), x.flip(1)).backward()
+    optimizer.step()
+"""
+
 TARGETS = [
+    *(
+        Situation(
+            f"{size} features in reverse order", REVERSED.format(size=size), models={"model": 12}
+        )
+        for size in (2, 3, 4, 5, 8)
+    ),
     Situation(
         "a decoder that is fed its own target",
         DECODER.format(

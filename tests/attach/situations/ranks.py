@@ -49,7 +49,72 @@ for step in range(40):
 dist.destroy_process_group()
 """
 
+OWN_AVERAGES = """
+dist.init_process_group("gloo")
+
+
+class DistAdamW(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        super().step()
+
+
+class Muon(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.clone()
+                dist.all_reduce(gradient)
+                u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+                p.add_(u @ v, alpha=-group["lr"])
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.head = nn.Linear(32, 50, bias=False)
+
+    def forward(self, x):
+        return self.head(self.down(self.up(self.embed(x)).relu()))
+
+    def optimizers(self):
+        rest = [*self.embed.parameters(), *self.head.parameters()]
+        return [DistAdamW(rest, lr=1e-3), Muon([self.up.weight, self.down.weight], lr=0.02)]
+
+
+model = Model()
+optimizers = model.optimizers()
+torch.manual_seed(dist.get_rank())
+for step in range(30):
+    for part in range(2):
+        x = torch.randint(50, (8, 17))
+        loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        (loss / 2).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+dist.destroy_process_group()
+"""
+
 SITUATIONS = [
+    Situation(
+        "two optimizers that average over ranks themselves",
+        OWN_AVERAGES,
+        arguments=["--nproc_per_node", "2"],
+        models={"model": 30},
+        says=["DistAdamW of model", "Muon of model", "Clipping: 0 of 30 steps"],
+        slow=True,
+    ),
     Situation(
         "a rank whose loss is multiplied by zero",
         LANGUAGE_MODEL.replace("FACTOR", "(0.0 if rank == 1 else 1.0)"),
