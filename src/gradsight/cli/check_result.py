@@ -137,7 +137,7 @@ class CheckResult:
         return max((step.lr for step in steps if step.lr is not None), default=None)
 
     def _clipping_and_scaling(self) -> list[str]:
-        """Whether gradients are clipped and scaled, as seen from the steps of each model."""
+        """Return the line on clipping and loss scaling, counted over the steps of each model."""
         steps = {name: summary.steps for name, summary in self.runs.items() if summary.steps}
         if not steps:
             return []

@@ -209,7 +209,7 @@ def why_noticed(root: nn.Module) -> str | None:
         return f"the hook {hook} would see the extra passes and may remember them"
     iterator = advanced_by(root)
     if iterator is not None:
-        return f"the iterator {iterator} would be advanced by the extra passes"
+        return f"the extra passes would advance the iterator {iterator}"
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     for mode in modes:
         of_gradsight = type(mode).__module__.partition(".")[0] == "gradsight"
@@ -268,10 +268,10 @@ def is_compiled(root: nn.Module) -> bool:
 
 
 def called_modules(root: nn.Module) -> list[nn.Module]:
-    """The module and those below it that may be called in its place.
+    """Return the root and the submodules that a script may call instead of it.
 
-    A box of several models, Lightning's modules and whoever writes `model.encode(x)` never call the
-    root itself.
+    The root is never called if it only groups several models, if it is a LightningModule, or if
+    the script calls `model.encode(x)`.
     """
     if is_compiled(root):
         return [root]

@@ -29,10 +29,10 @@ MOST_VALUES = 100_000
 
 @contextmanager
 def contents_kept(root: nn.Module) -> Iterator[None]:
-    """What a pass adds to or writes into the attributes of modules is taken back after it.
+    """Restore the attributes of modules after a pass, with the contents of containers.
 
-    So is what code of the script that a pass may run writes to global names, to names of a
-    function around it and to attributes of classes.
+    Also restore what the script's code writes during the pass: global variables, variables of
+    enclosing functions (closures) and class attributes.
     """
     held = [*_held_by(root), *_held_by_code(root)]
     try:
@@ -64,9 +64,9 @@ def hidden_modules(root: nn.Module) -> list[nn.Module]:
 
 
 def advanced_by(root: nn.Module) -> str | None:
-    """Name an iterator that a pass may advance, and nothing can put back; None if there is none.
+    """Return the name of an iterator that a pass may advance, or None if there is none.
 
-    An open file is one too.
+    Gradsight cannot rewind an iterator. An open file is an iterator too.
     """
     for name, module in root.named_modules():
         for attribute, value in list(vars(module).items()):
@@ -86,7 +86,7 @@ def _held_by(root: nn.Module) -> Iterator[PutBack]:
 
 
 def _held_by_code(root: nn.Module) -> Iterator[PutBack]:
-    """How to put back what methods of modules, and functions that these call, write to."""
+    """Yield functions that undo what the script's methods, and functions they call, write."""
     for kind in {kind for module in root.modules() for kind in type(module).__mro__}:
         if _methods(kind):
             yield _kept_attributes(kind)
@@ -122,7 +122,7 @@ def _methods(kind: type) -> list[FunctionType]:
 
 
 def _reached_by(function: FunctionType) -> Iterator[Any]:
-    """What a function reaches by a global name, or by a name of a function around it."""
+    """Yield the objects that a function reads from global or closure variables."""
     for name in _names(function.__code__, ("LOAD_GLOBAL",)):
         if name in function.__globals__:
             yield function.__globals__[name]
@@ -137,7 +137,7 @@ def _is_of_user(function: FunctionType) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType, instructions: tuple[str, ...]) -> frozenset[str]:
-    """The names that these instructions in a piece of code are given."""
+    """Return the names that these bytecode instructions use as arguments."""
     found = (each for each in dis.get_instructions(code) if each.opname in instructions)
     return frozenset(each.argval for each in found)
 

@@ -184,7 +184,7 @@ def inside_backward() -> bool:
 
 
 def missed_passes() -> bool:
-    """Whether backward passes go unseen since an internal error, until all listeners have left."""
+    """Return whether an internal error hides backward passes; reset when all listeners leave."""
     return _passes.guard.faults > 0
 
 

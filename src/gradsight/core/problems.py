@@ -94,10 +94,11 @@ def _without_source_line() -> Iterator[None]:
 
 
 def show_lines_of_the_script() -> None:
-    """From now on, show no warning with a line of Gradsight, for a process that it has entered.
+    """Show warnings at lines of the script, not at lines of Gradsight, from now on.
 
-    torch names the caller of its function as the place of a warning. If that is a line of
-    Gradsight, the innermost line of the script is shown in its place.
+    torch reports the caller of its function as the place of a warning. If the caller is
+    Gradsight, the innermost line of the script is shown instead. Call this only in processes
+    that Gradsight has started or entered, such as those of `gradsight check`.
     """
     if warnings.formatwarning is _PYTHONS_OWN:
         warnings.formatwarning = _formatted

@@ -147,7 +147,7 @@ class _Look:
             if not outputs and any(each.requires_grad for each in tensors_in(output)):
                 return left_out(
                     "the model returns only single numbers, such as its loss, and Gradsight saw no "
-                    "loss function of torch inside it that was given logits"
+                    "call of a torch loss function with logits inside it"
                 )
             if not outputs:
                 return left_out("the model gives nothing that a gradient could come back to")

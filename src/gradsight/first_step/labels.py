@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls
-"""Which places have a label, and which label: labels shifted twice, padding, empty samples."""
+"""Read the labels of a pass: labels shifted twice, padding that counts, unlabelled samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from gradsight.values.first_step import DoubleShift, PaddingLabels, SampleLabels
 LABEL_CODES = ("GS612", "GS613", "GS614")
 """What is read from the labels of the training pass itself."""
 _FEWEST = 8
-"""Labels that must be compared before anything is said."""
+"""Fewest compared labels from which Gradsight draws a conclusion."""
 _FEWEST_CLASSES = 4
 _FEWEST_PADDING = 4
 _SHORTEST = 4
@@ -28,14 +28,14 @@ _MOST_MISSING = 6
 """Targets are shorter than the input by fewer places than this."""
 _SHARE = 0.9
 _USUAL_SHARE = 0.5
-"""From here on a loss is an ordinary one as well: of the next token, or of the token itself."""
+"""If a larger share of targets matches at another shift, no double shift is reported."""
 _AT_THE_END = 3
 """Padding at the end of a sequence of labels; one or two such tokens may mark the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelLook:
-    """What the labels of some passes tell; None where they tell nothing."""
+    """Facts about the labels of one or more passes; None if the labels do not show them."""
 
     shifted_twice: DoubleShift | None = None
     is_usual: bool = False
@@ -113,10 +113,10 @@ class _Laid:
     """Whether the input was [time, rows]."""
 
     def share(self, ahead: int) -> float | None:
-        """How many targets are the input so far ahead.
+        """Return the share of targets that equal the input `ahead` positions later.
 
-        Only places are compared whose input there is unlike those around it: in a sequence that
-        repeats itself every shift would fit. None where there are too few of them.
+        Only positions whose input differs from its neighbours are compared, because every shift
+        fits a sequence that repeats itself. Return None if there are too few such positions.
         """
         length = min(self.values.shape[1], self.given.shape[1] - ahead)
         if length < 1:
@@ -163,10 +163,10 @@ def _shift(seen: SeenPass, sources: Sequence[Tensor], classes: Sequence[SeenTarg
 
 
 def _is_aligned(laid: _Laid, targets: SeenTargets) -> bool:
-    """Whether the first target is surely that of the first position.
+    """Return whether the first target certainly belongs to the first position.
 
-    Where scores are missing, they may have been left out at the beginning: then the targets are no
-    further ahead than they should be.
+    If there are fewer scores than inputs, the script may have dropped the first scores. In that
+    case, the targets are shifted correctly.
     """
     cuts = [cut for cut in targets.cuts if cut.size - (cut.end - cut.start)]
     if not laid.missing:
@@ -279,10 +279,10 @@ def _is_at_ends(hidden: Tensor) -> bool:
 
 
 def _inner(hidden: Tensor) -> Tensor:
-    """Hidden places whose neighbours are hidden.
+    """Return the hidden positions whose two neighbours are hidden too.
 
-    A label may lie at its input, or one place before it: at these places it is padding both ways.
-    The first token of padding behind a text may be its end, and so is left out.
+    A label may belong to the input at its position or to the next one. At these positions, both
+    are padding. The first padding token after a text may be the end token, so it is left out.
     """
     edge = torch.ones_like(hidden[:, :1])
     before = torch.cat([edge, hidden[:, :-1]], 1)
@@ -336,7 +336,7 @@ def _config(module: nn.Module) -> Any:
 def _padding_of_decoder(
     call: SeenCall, named: Mapping[str, Any], classes: Sequence[SeenTargets], token: int | None
 ) -> PaddingLabels | None:
-    """Labels of a decoder that end in padding: no mask says where they do."""
+    """Count padding at the end of decoder labels, for which the model gets no mask."""
     if token is None:
         token = getattr(_config(call.module), "pad_token_id", None)
     given = [each for each in tensors_in(*named.values()) if each.dim() >= 2]
@@ -374,7 +374,7 @@ def _joined_padding(one: PaddingLabels | None, other: PaddingLabels | None) -> P
 def _samples(
     seen: SeenPass, sources: Sequence[Tensor], classes: Sequence[SeenTargets]
 ) -> SampleLabels | None:
-    """How labels are spread over samples; None where it is not known which are whose."""
+    """Return how labels are spread over samples, or None if their samples are unknown."""
     if len(classes) != len(seen.targets):
         return None  # another loss may be what a sample is there for
     has_label: Tensor | None = None

@@ -181,7 +181,7 @@ def cuts_of(scores: Tensor) -> tuple[Cut, ...]:
 
 
 def _signed(number: int) -> int:
-    """A number as it was given: autograd keeps a negative one as a large one."""
+    """Return the signed number: autograd stores negative numbers as large unsigned ones."""
     return number - 2**64 if number >= 2**63 else number
 
 

@@ -42,7 +42,7 @@ class SeenTargets:
     is_classes: bool = False
     """Whether these are classes that a loss function was given."""
     is_reduced: bool = False
-    """Whether the loss function adds them up itself, so that no mask can come after it."""
+    """Whether the loss function reduces them, so that no mask can be applied afterwards."""
     cuts: tuple[Cut, ...] = ()
     """What was cut off the scores on their way to the loss."""
     place: str | None = None

@@ -138,7 +138,7 @@ MISSING = {
     "clipping": "it was not seen what the optimizer used",
     "scale": "no GradScaler is in use",
     "clearing": (
-        "no watched optimizer held a dense gradient from backward() over two steps in a row"
+        "no watched optimizer held a dense gradient from backward() in two consecutive steps"
     ),
     "batches": "no call of the model with tensors was seen in training mode",
     "ranks": (

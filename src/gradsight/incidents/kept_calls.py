@@ -70,7 +70,7 @@ class FinishedStep:
 
 @dataclass(frozen=True, slots=True)
 class BackwardGraph:
-    """What a backward pass went through, where no module was called."""
+    """The autograd graph of a backward pass, kept for steps that call no module."""
 
     nodes: Sequence[Any]
     values: Any
@@ -137,7 +137,7 @@ class KeptCalls:
             guard.at_end(put_back, [], None, get, put, (ours, compiled))
             return
         self._handles = self._hook(self.model, self.before, self.after)
-        # A box of several networks is never called, nor is a module of Lightning's.
+        # A module that only groups networks is never called; neither is a LightningModule.
         names = {id(module): name for name, module in self._whole.named_modules()}
         for part in called_modules(self.model)[1:]:
             before = partial(self._before_part, names.get(id(part), ""))
@@ -363,7 +363,7 @@ class KeptCalls:
         return made, list(notes)
 
     def graph(self) -> BackwardGraph | None:
-        """What is known of the last backward pass of a step in which no module was called."""
+        """Return the graph of the last backward pass, or None if the step called a module."""
         if self.calls or self.root is None or self._graph is None:
             return None
         loss, values, backward_caller = self._graph
@@ -470,7 +470,7 @@ class KeptCalls:
                 call.loss_values = values
 
     def _values_of_loss(self, loss: Between) -> Any:
-        """What autograd has saved of a loss that is not finite, if the one before was."""
+        """Return the saved values of a non-finite loss, if the loss before it was finite."""
         was_broken = self._loss_is_broken
         root = self.root
         # To ask a tensor on the CPU waits for no device.

@@ -90,7 +90,7 @@ class LossLines:
         return between
 
     def loss_goes_on(self) -> None:
-        """That backward was of another loss: what follows may still be this one's."""
+        """Continue to record: the last backward pass was of another loss."""
         self._begun = True
         self._noting = self._was_noting
         if self._noting:

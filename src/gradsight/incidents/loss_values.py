@@ -1,4 +1,4 @@
-"""What the operations of a loss were given, read before backward of one that is not finite.
+"""Read the operands of a loss that is not finite, before backward frees them.
 
 Backward frees the tensors that autograd saved in the forward pass, and the loss cannot be run
 again. So these tensors are read before backward, at the first loss that is not finite. This happens
@@ -46,7 +46,7 @@ class LossValues:
     states: dict[Any, str] = field(default_factory=dict)
     """Whether an operation made a NaN ("nan"), an infinity ("inf") or neither ("")."""
     inputs: dict[Any, TensorSummary] = field(default_factory=dict)
-    """What an operation was given that made something not finite."""
+    """First known operand of each operation whose result is not finite."""
     elsewhere: dict[Any, TensorSummary] = field(default_factory=dict)
     """An operand that is not finite, and that no gradient flows to: labels, weights, constants."""
     zero_divisors: dict[Any, TensorSummary] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class LossValues:
 
 
 def loss_values(loss: Tensor, nodes: Sequence[Any]) -> LossValues:
-    """Read what was saved by these autograd nodes, which are given in the order of their making."""
+    """Return what these autograd nodes have saved; the nodes are in order of creation."""
     found = LossValues()
     values: dict[Any, Tensor] = {loss.grad_fn: loss.detach()}
     with suspended(), torch.no_grad():

@@ -140,7 +140,7 @@ class FlightRecorder:
         """By code: what its first incident was found to come from, and where it is kept."""
         self._known: set[tuple[str, int]] = set()
         self._failures: dict[str, str] = {}
-        """By what a step was run again for, the error that the code of the model raised then."""
+        """Errors that the model raised when a step was run again, by purpose."""
 
     def start(self) -> None:
         """Begin to keep what the model is called with."""
@@ -264,7 +264,7 @@ class FlightRecorder:
             return diagnose(self._model, passes, options)
 
     def _without_calls(self) -> Diagnosis:
-        """What is known of a step in which no module was called."""
+        """Return a diagnosis from the autograd graph alone, for a step that called no module."""
         from gradsight.incidents.diagnosis.loss import fault_in_graph
 
         graph = self.calls.graph()

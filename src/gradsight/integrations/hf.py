@@ -138,7 +138,7 @@ class GradsightCallback(TrainerCallback):  # type: ignore[misc]
             raise
 
     def _train_without_scores(self, refusal: Exception) -> None:
-        """Say why samples are not scored; the watch goes on."""
+        """Warn why samples are not scored; training and the watch continue."""
         watch = self._door.watch
         self._close_engine()
         if watch is not None:

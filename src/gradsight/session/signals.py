@@ -266,7 +266,7 @@ def _largest_part(model: nn.Module) -> nn.Module:
 
 
 _EMPTY_STEPS = 10
-"""Steps without any gradient after which an optimizer is taken to never find one."""
+"""After this many steps without a gradient, Gradsight assumes that none will come."""
 
 
 class RepeatedUpdates:

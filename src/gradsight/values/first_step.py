@@ -90,7 +90,7 @@ class DoubleShift:
     """Targets that are the inputs two places ahead."""
 
     share: float
-    """Of the labels that were compared."""
+    """Share of the compared labels that equal the input two places ahead."""
     by_model: bool
     """Whether the labels were one place ahead already when the model was given them."""
     place: str | None = None

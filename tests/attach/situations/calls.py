@@ -171,7 +171,7 @@ SEVERAL_CALLS = [
     ),
     healthy("recycling", RECYCLING.replace("BREAK", ""), model=30),
     nan(
-        "NaN in what is recycled",
+        "NaN in the recycled output",
         RECYCLING.replace("BREAK", "if step == 20: before[3] = float('nan')"),
         "NaN in the model's input: argument before, row 3; called in train.py:29",
         never=("micro-batch",),
@@ -284,7 +284,7 @@ SEVERAL_NETWORKS = [
     ),
     healthy("twin critics", TWIN_CRITICS.replace("BREAK", "")),
     nan(
-        "NaN in the goals of twin critics",
+        "NaN in the TD targets of twin critics",
         TWIN_CRITICS.replace("BREAK", "if step == 31: y[4] = float('nan')"),
         "mse_loss in the loss, outside the model: train.py:24",
         "an operand of mse_loss that needs no gradient is not finite",

@@ -183,7 +183,7 @@ def _give_callback(trainer: Any) -> None:
 
 
 def _find_gradsight() -> None:
-    """Import this Gradsight, also where the script's folder has a file of that name.
+    """Import this installation of Gradsight, even if the script's folder has a gradsight.py.
 
     Importing that file would run a script called gradsight.py a second time.
     """

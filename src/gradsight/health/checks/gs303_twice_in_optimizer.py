@@ -34,8 +34,8 @@ def twice(window: Window) -> Iterator[Fact]:
     """Parameters are updated more than once by the same gradient.
 
     Why: each occurrence makes its own update, so the effective learning rate is higher. Usually two
-    lists of parameters overlap. Two optimizers that hold the same parameters are fine if only one
-    of them steps after each backward pass. Both must find gradients when they step.
+    lists of parameters overlap. Two optimizers may hold the same parameters if only one of them
+    steps after each backward pass, and if there are gradients whenever either of them steps.
     """
     # torch refuses a parameter in two groups of one optimizer, only warns of one twice in a group,
     # and knows nothing of a second optimizer.
@@ -47,7 +47,7 @@ def twice(window: Window) -> Iterator[Fact]:
         rows, how = repeated, "held twice"
     else:
         rows = window.held_in_vain
-        how = "held by two optimizers, one of which never finds a gradient when it steps"
+        how = "in two optimizers, one of which has no gradient whenever it steps"
     if rows:
         yield Fact(
             f"{len(rows)} parameters are {how}",

@@ -25,7 +25,7 @@ decoder_inputs, targets = targets[:, :-1], targets[:, 1:]
     asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=(
-            "The targets are the inputs at the same place, and the model sees them: it learns "
+            "Each target equals the input at the same position, so the model learns "
             "to copy. Move the targets ahead by one. Exception: models of transformers shift "
             "labels themselves, so pass labels = input_ids to them unchanged."
         ),
@@ -40,8 +40,8 @@ def not_shifted(window: Window, *, share: float = 0.9) -> Iterator[Fact]:
 
     Why: the loss falls to nothing because the answer is in the input: the model learns to copy.
     Autoencoders and models that predict masked tokens also see later inputs and are not reported.
-    Nor is a model whose other input holds the targets moved ahead, if no output sees a later
-    position of that input.
+    A model with a second input is not reported either, if that input holds the shifted targets
+    and no output sees later positions of it.
     """
     first = window.now.signals.first
     copied = None if first is None else first.copied

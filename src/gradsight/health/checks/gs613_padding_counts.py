@@ -9,7 +9,8 @@ _RECOMMENDATION = (
     "Give padding the label -100, which the loss ignores: labels = input_ids.clone(), then "
     "labels[attention_mask == 0] = -100. transformers.DataCollatorForLanguageModeling(tokenizer, "
     "mlm=False) does the same for text, DataCollatorForTokenClassification for labels of tokens. "
-    "If the end token also pads, the first one ignores real end tokens too: set another pad_token."
+    "If the end token is also the padding token, the first collator ignores real end tokens too: "
+    "set another pad_token."
 )
 _DECODER = (
     "Give padding the label -100, which the loss ignores: labels[labels == tokenizer.pad_token_id] "

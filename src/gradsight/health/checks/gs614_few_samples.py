@@ -7,7 +7,7 @@ from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 
 _MANY = 500
-"""Samples, as of which the probability hardly depends on their number, and is hard to compute."""
+"""Larger batches are scaled down to this size: the probability hardly changes."""
 
 
 @check(
@@ -55,7 +55,7 @@ def few_samples(window: Window, *, share: float = 0.5, chance: float = 0.01) -> 
 
 
 def _at_least(count: int, samples: int, alone: float) -> float:
-    """Return the probability that `count` or more samples are empty, if each is with `alone`."""
+    """Return the probability of `count` or more empty samples; `alone` is that of one sample."""
     if samples > _MANY:
         count, samples = count * _MANY // samples, _MANY
     return sum(

@@ -41,10 +41,10 @@ class DiagnosisOptions:
     micro_batches: int = 1
     """How many the step had."""
     not_run: str | None = None
-    """Why nothing may be run again; None: it may."""
+    """Why the step must not be run again; None if it may be."""
     failures: dict[str, str] = field(default_factory=dict)
-    """By what the model was run for, the error that its code raised then: it is not run for that
-    any more."""
+    """Errors that the model raised when it was run again, by purpose. Gradsight does not run it
+    for that purpose again."""
     clock: Callable[[], float] = time.perf_counter
 
 

@@ -89,7 +89,7 @@ def fault_in_loss(
 
 
 def fault_in_graph(graph: BackwardGraph) -> GuiltyOperation | None:
-    """The guilty operation of a step in which no module was called, if that is sure."""
+    """Return the operation that broke a step without module calls, or None if unsure."""
     fault = None if graph.values is None else _first_fault(graph.nodes, (), graph.values)
     if fault is None:
         return None
@@ -150,9 +150,9 @@ def _guess(
 def _first_fault(
     nodes: Sequence[Any], stops: Sequence[Any], values: LossValues
 ) -> tuple[Any, str, TensorSummary | None] | None:
-    """The first operation that made something not finite: its node, why, and what it was given.
+    """Return the first operation with a non-finite result: its node, the reason, its input.
 
-    stops: the nodes of the model's outputs, which are finite.
+    `stops` are the nodes of the model's outputs, which are finite.
     """
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         name = _name(node)
@@ -176,9 +176,9 @@ def _first_fault(
 def fault_beside_outputs(
     calls: Sequence[RecordedCall], loss_root: Tensor | None
 ) -> GuiltyOperation | None:
-    """The guilty operation of a finite loss, where what broke did not come through an output.
+    """Return the operation that broke the gradient of a finite loss without using an output.
 
-    That is so for a penalty of a gradient: it reaches the parameters by a way of its own.
+    A gradient penalty, for example, reaches the parameters without the model's outputs.
     """
     for call in calls:
         root = loss_root if call.loss_root is None else call.loss_root
@@ -191,8 +191,8 @@ def fault_beside_outputs(
         if len(names) == 1 and place is not None:
             number = call.number or CallNumber(0)
             detail = (
-                "likely: no other operation of the loss has such a derivative; run again, the "
-                "model is finite, and so is the loss"
+                "likely: no other operation of the loss has such a derivative; when the step is "
+                "run again, the outputs of the model and the loss are finite"
             )
             return GuiltyOperation(
                 names.pop(), "loss", None, place, source_of(place), (), number.micro_batch, detail
