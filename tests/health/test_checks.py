@@ -428,6 +428,12 @@ def test_a_jump_is_no_spike_where_high_norms_are_usual() -> None:
     assert "GS201" in run(of(lambda n: long_tailed(n) * (3 if n == 50 else 1)))
 
 
+def test_high_norms_of_the_first_steps_hide_no_spike() -> None:
+    for at in (45, 51, 55, 59, 60):
+        norms = [9.0 if n < 10 else jittered(n) * (20 if n == at else 1) for n in range(70)]
+        assert "GS201" in run(of(norms.__getitem__, len(norms))), at
+
+
 def test_every_check_is_in_the_table() -> None:
     assert sorted(CHECKS) == [code for code, _, _ in CASES]
 

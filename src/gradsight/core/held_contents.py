@@ -63,6 +63,11 @@ def hidden_modules(root: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _is_iterator(value: Any) -> bool:
+    # A proxy has the methods of every class, and raises an error if its object is gone.
+    return type(value) not in ProxyTypes and isinstance(value, Iterator)
+
+
 def advanced_by(root: nn.Module) -> str | None:
     """Return the name of an iterator that a pass may advance, or None if there is none.
 
@@ -70,10 +75,10 @@ def advanced_by(root: nn.Module) -> str | None:
     """
     for name, module in root.named_modules():
         for attribute, value in list(vars(module).items()):
-            if attribute not in OF_TORCH and isinstance(value, Iterator):
+            if attribute not in OF_TORCH and _is_iterator(value):
                 return f"{attribute} of {f'module {name}' if name else 'the model'}"
     for function in _code_of(root):
-        if any(isinstance(each, Iterator) for each in _reached_by(function)):
+        if any(map(_is_iterator, _reached_by(function))):
             return f"that {function.__qualname__} uses"
     return None
 

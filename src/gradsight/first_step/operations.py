@@ -136,13 +136,14 @@ class Operations(TorchFunctionMode):
         if isinstance(weight, Tensor):
             # A class without weight is ignored, too.
             counts &= (weight != 0)[target.detach().clamp(0, len(weight) - 1)]
-        self.labels.append(counted_labels(func, target, counts, kwargs, place))
+        self.labels.append(counted_labels(func, target, counts, options, place))
         self.targets.append(
             SeenTargets(
                 target.detach(),
                 counts,
                 is_classes=True,
-                is_reduced=options.get("reduction", "mean") != "none",
+                is_reduced=options.get("reduction", "mean") != "none"
+                and options.get("reduce") is not False,
                 cuts=cuts_of(scores),
                 place=place,
             )

@@ -69,8 +69,9 @@ class Baseline:
         if self._ring is None:
             return 0.0
         totals = self._ring[: self._count, -1]
-        if self._count <= LENGTH:
-            totals = totals[WARM_UP:]
+        oldest = max(self._count - LENGTH, 0)
+        if oldest < WARM_UP:
+            totals = np.delete(totals, slice(oldest, WARM_UP))
         return exp(totals.max()) if len(totals) else 0.0
 
     def enter(self, row: Floats, finite: bool) -> None:

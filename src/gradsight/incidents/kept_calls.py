@@ -43,6 +43,8 @@ from gradsight.incidents.loss_lines import Between, LossLines, nodes_since
 _SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 _MOST = 256
 """Calls of one step that are kept, whatever they hold."""
+_MOST_LOSSES_READ = 8
+"""Losses of a run, none of them finite, whose saved values are read."""
 _MOST_NODES = 10_000
 """Autograd nodes that are followed from the arguments of one call."""
 
@@ -109,6 +111,7 @@ class KeptCalls:
         self._ids: tuple[int | str, ...] | None = None
         self._handles: list[Any] = []
         self._part_handles: list[Any] = []
+        self._losses_read = 0
         self._inside_parts = 0
         self._compiled: Any = None
         self._thread: int | None = None  # that called the model last
@@ -219,12 +222,13 @@ class KeptCalls:
         """The model is about to be called."""
         if self._looks_away or is_not_training():
             return
-        for handle in self._part_handles:
-            handle.remove()
-        self._part_handles.clear()
         if self._step_is_over:
             self.release()
         if torch.is_grad_enabled():
+            # A validation may call the model although training calls its parts.
+            for handle in self._part_handles:
+                handle.remove()
+            self._part_handles.clear()
             self._before("", args, kwargs)
 
     def after(self, args: tuple[Any, ...], output: Any) -> None:
@@ -482,10 +486,16 @@ class KeptCalls:
         )
         if root is None or was_broken or not self._loss_is_broken:
             return None
+        self._losses_read += 1
+        if self._losses_read > _MOST_LOSSES_READ:
+            return None
         # Here, because it imports much that a healthy run never needs.
         from gradsight.incidents.loss_values import loss_values
 
-        return loss_values(root, nodes_since(root, loss.since))
+        try:
+            return loss_values(root, nodes_since(root, loss.since))
+        except Exception:  # what cannot be computed again is not known
+            return None
 
 
 def _numbers(used: Sequence[KeptCall], dropped: Counter[tuple[int, str]]) -> list[CallNumber]:

@@ -65,7 +65,8 @@ def loss_values(loss: Tensor, nodes: Sequence[Any]) -> LossValues:
         for node in nodes:
             if node in values:
                 found.states[node] = nonfinite_in(values[node])
-            given = [values[source] for source, _ in node.next_functions if source in values]
+            edges = node.next_functions
+            given = [values[source] for source, output in edges if source in values and not output]
             if given and found.states.get(node):
                 found.inputs[node] = summary(given[0])
     return found
@@ -73,6 +74,9 @@ def loss_values(loss: Tensor, nodes: Sequence[Any]) -> LossValues:
 
 def _saved(node: Any, name: str) -> Any:
     """What autograd has saved of an operation under this name; None if there is no such thing."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if getattr(raw, "unpack_hook", None) is not None:
+        return None  # a hook of the script, which may compute, or run once only
     try:
         return getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # it was freed, or changed in place since
@@ -114,6 +118,8 @@ def _compute(node: Any, values: dict[Any, Tensor]) -> None:
     sources = [source for source, _ in node.next_functions]
     if node in values or not sources or any(source not in values for source in sources):
         return
+    if any(output for _, output in node.next_functions):
+        return  # of an operation with several results, only the first is known
     function = function_of(node)
     name = forward_name(node.name())
     if function is None and len(sources) == 2 and name in ("mul", "div"):

@@ -327,6 +327,10 @@ class RepeatedUpdates:
         known = self._rows.get(id(optimizer))
         if known is not None and known[0]() is optimizer and known[1] == size:
             return known[2]
+        if known is None or known[0]() is not optimizer:
+            # This id may be that of an optimizer that is gone.
+            self._fed.discard(id(optimizer))
+            self._empty_steps.pop(id(optimizer), None)
         held = parameters_of(optimizer)
         rows = frozenset(row for key, row in self._row_of.items() if key in held)
         self._rows[id(optimizer)] = (weakref.ref(optimizer), size, rows)

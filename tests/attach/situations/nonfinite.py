@@ -268,4 +268,33 @@ WITHOUT_A_CALL = [
     ),
 ]
 
-SITUATIONS = [*DATA, *LOSSES, *MODELS, *WITHOUT_A_CALL]
+ONE_UNPACKING = """
+kept = {}
+
+
+def pack(tensor):
+    kept[len(kept)] = tensor
+    return len(kept) - 1
+
+
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(16):
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):
+        loss = (model(torch.randn(16, 8)).softmax(1) * (0 if step == 12 else 1)).log().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+HOOKS = [
+    Situation(
+        "saved tensors that a hook of the script unpacks once",
+        ONE_UNPACKING,
+        exit_code=2,
+        findings=["GS103"],
+        models={"model": 16},
+        never_says=["KeyError", "Warning"],
+    ),
+]
+SITUATIONS = [*DATA, *LOSSES, *MODELS, *WITHOUT_A_CALL, *HOOKS]
