@@ -1,6 +1,7 @@
 """What modules hold beside parameters and buffers: containers, arrays, objects; put back."""
 
 import dis
+import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -122,8 +123,17 @@ def _code_of(root: nn.Module) -> list[FunctionType]:
 
 def _methods(kind: type) -> list[FunctionType]:
     """The methods of a class that are the script's own."""
-    functions = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
-    return [each for each in functions if _is_of_user(each)]
+    functions = []
+    for each in vars(kind).values():
+        if isinstance(each, staticmethod | classmethod):
+            each = each.__func__
+        elif isinstance(each, property):
+            each = each.fget
+        # Such as a method that torch.no_grad() or torch.autocast() decorates.
+        inner = inspect.unwrap(each) if callable(each) else each
+        if isinstance(inner, FunctionType) and _is_of_user(inner):
+            functions.append(inner)
+    return functions
 
 
 def _reached_by(function: FunctionType) -> Iterator[Any]:
@@ -143,8 +153,12 @@ def _is_of_user(function: FunctionType) -> bool:
 @lru_cache(maxsize=4096)
 def _names(code: CodeType, instructions: tuple[str, ...]) -> frozenset[str]:
     """Return the names that these bytecode instructions use as arguments."""
-    found = (each for each in dis.get_instructions(code) if each.opname in instructions)
-    return frozenset(each.argval for each in found)
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in instructions}
+    # Generator expressions, comprehensions and lambdas have code of their own.
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names(constant, instructions)
+    return frozenset(found)
 
 
 def _kept_names(names: dict[str, Any], written: frozenset[str]) -> Iterator[PutBack]:

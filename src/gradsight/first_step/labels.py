@@ -65,11 +65,14 @@ class LabelLook:
         }
 
 
-def look_at_labels(seen: SeenPass) -> LabelLook:
-    """Compare the labels of a pass with the inputs and masks of its calls."""
+def look_at_labels(seen: SeenPass) -> LabelLook | None:
+    """Compare the labels of a pass with the inputs and masks of its calls.
+
+    Return None for a pass whose losses take no classes.
+    """
     classes = [each for each in seen.targets if each.is_classes]
     if not classes:
-        return LabelLook()
+        return None
     held = [tensor for each in classes for tensor in (each.values, each.counts)]
     if are_spread([*seen.looked_up, *held]):
         spread = "the labels are spread over ranks, as in tensor parallel training"

@@ -18,7 +18,7 @@ from gradsight.core.parameters import unwrapped
 from gradsight.core.random_state import torch_states
 from gradsight.errors import UsageError, UserCodeError
 from gradsight.first_step.aside import AsideOptions, left_out, look_aside
-from gradsight.first_step.labels import look_at_labels
+from gradsight.first_step.labels import LabelLook, look_at_labels
 from gradsight.first_step.modes import evaluating_parts
 from gradsight.first_step.operations import Operations
 from gradsight.first_step.recorder import SeenCall, SeenPass
@@ -66,7 +66,7 @@ def look_at_batch(
         tuple(operations.padded),
     )
     first = _aside(seen)
-    of_labels = look_at_labels(seen)
+    of_labels = look_at_labels(seen) or LabelLook()
     return BatchLook(
         replace(
             first,
