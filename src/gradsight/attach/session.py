@@ -457,8 +457,6 @@ class Session:
                 known.model = name
 
     def _watch(self, model: Any, optimizers: list[Optimizer], folder: Path) -> Watch:
-        # FSDP2 leaves the outermost parameters whole between forward and backward.
-        reshard(model)
         # An exception out of optimizer.step() would be the script's failure.
         options = WatchOptions(
             run_dir=folder, stop_raises=False, attached=True, **self._told.options()
@@ -567,6 +565,9 @@ class _Shared:
 def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
     """The optimizers by the models that they share, each optimizer in exactly one group."""
     candidates = roots()
+    for model in candidates:
+        # FSDP2 leaves the outermost parameters whole between forward and backward.
+        reshard(model)
     groups: list[_Shared] = []
     for optimizer in optimizers:
         models, tensors = models_of(optimizer, candidates)

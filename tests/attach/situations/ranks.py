@@ -106,7 +106,39 @@ for step in range(30):
 dist.destroy_process_group()
 """
 
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+{inner}
+fully_shard(model{options})
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+torch.manual_seed(dist.get_rank())
+for step in range(20):
+    x = torch.randn(32, 8)
+    F.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
 SITUATIONS = [
+    Situation(
+        "two ranks that share a model block by block",
+        SHARDED.format(inner="fully_shard(model[0])", options=""),
+        arguments=["--nproc_per_node", "2"],
+        models={"model": 20},
+        says=["Adam of model: made at"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks that keep shared parameters whole for the backward pass",
+        SHARDED.format(inner="", options=", reshard_after_forward=False"),
+        arguments=["--nproc_per_node", "2"],
+        models={"model": 20},
+        says=["Adam of model: made at"],
+        slow=True,
+    ),
     Situation(
         "two optimizers that average over ranks themselves",
         OWN_AVERAGES,
