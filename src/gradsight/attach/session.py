@@ -113,6 +113,16 @@ class _Known:
     is_wrapper: bool = False
     """Whether it leaves the update to an optimizer that it holds."""
 
+    def notice_rate(self) -> None:
+        """Note its largest learning rate, now or of its schedule, if it was larger than before."""
+        optimizer = self.reference()
+        if optimizer is None or self.stepped_at is None:
+            return
+        names = ("lr", "initial_lr", "max_lr")
+        rates = [group.get(name) for group in optimizer.param_groups for name in names]
+        known = [rate for rate in (*rates, self.lr) if isinstance(rate, (int, float))]
+        self.lr = max(known, default=None)
+
     def plain(self) -> dict[str, Any]:
         """Return what script.json says."""
         described: dict[str, Any] = {"optimizer": self.kind, "made": self.made, "model": self.model}
@@ -338,7 +348,7 @@ class Session:
         self._places.add(place)
         try:
             known.stepped_at = known.stepped_at or _place(frame_outside_wrappers())
-            known.lr = _largest_rate(optimizer)
+            known.notice_rate()
             known.scheduler = has_scheduler(optimizer)
             self._describe()
         except Exception as error:  # nothing of ours may reach the script
@@ -476,6 +486,7 @@ class Session:
         for known in self._known:
             if known.is_wrapper:
                 continue
+            known.notice_rate()
             described = known.plain()
             # One that is made in every epoch is described once.
             if described not in plain:
@@ -493,12 +504,6 @@ class Session:
 
 def _place(frame: FrameType | None) -> tuple[str, int] | None:
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
-def _largest_rate(optimizer: Optimizer) -> float | None:
-    """The largest learning rate of its groups, now or where a scheduler began."""
-    rates = [group.get(key) for group in optimizer.param_groups for key in ("lr", "initial_lr")]
-    return max((rate for rate in rates if isinstance(rate, (int, float))), default=None)
 
 
 def _forget(folder: Path) -> None:

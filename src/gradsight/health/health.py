@@ -110,13 +110,15 @@ class Health:
             rules[each.check.code] = IncidentRule(incident.kept, incident.alarm is not None)
         return rules
 
-    def add_optimizer(self, optimizer: Any) -> None:
-        """An optimizer that trains the same parameters from now on, maybe in place of another."""
+    def add_optimizer(self, optimizer: Any, step: int) -> None:
+        """An optimizer trains the same parameters from this step on, maybe in place of another."""
         inner = innermost_optimizer(optimizer)
         given = parameters_of(inner)
         stay = [each for each in self._optimizers if parameters_of(each) - given]
         self._optimizers = [*stay, inner]
         self._take_optimizers()
+        if not stay:
+            self._judge.window.new_rates_from = step
 
     def also_optimized_by(self, optimizer: Any) -> None:
         """An optimizer that holds some of these parameters, but is watched elsewhere."""

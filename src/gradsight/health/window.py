@@ -162,6 +162,8 @@ class Window:
     highest_lr: float = 0.0
     steps_of_no_lr: int = 0
     """How many steps in a row the learning rate was next to nothing, after it had been more."""
+    new_rates_from: int | None = None
+    """The first step of an optimizer that took the place of all others."""
     unigram: float | None = None
     """The loss of a model that knows how frequent each target is, and nothing else."""
     ever_updated: bool = False
@@ -391,6 +393,9 @@ class Window:
         if lr is None:
             return
         self.signals.add("lr")
+        if self.new_rates_from is not None and self.step.step >= self.new_rates_from:
+            self.new_rates_from = None
+            self.highest_lr = 0.0
         self.highest_lr = max(self.highest_lr, lr)
         is_nothing = lr <= NO_LEARNING_RATE * self.highest_lr and self.highest_lr > 0
         self.steps_of_no_lr = self.steps_of_no_lr + 1 if is_nothing else 0

@@ -24,12 +24,13 @@ from gradsight.core.hooks import put_hook
 from gradsight.core.loss_graph import form_of
 from gradsight.core.passes import BackwardPass
 from gradsight.core.shards import is_sharded
-from gradsight.core.source import users_frames
+from gradsight.core.source import users_frames, working_line
 from gradsight.first_step.checkpoints import CutCheckpoints
 from gradsight.first_step.modes import evaluating_parts
 from gradsight.first_step.recorder import NOTE, SeenPass
 from gradsight.measure.host_copy import HostCopy, loss_scale
 from gradsight.session.step_passes import (
+    Caller,
     Lines,
     NotedGap,
     NotedPass,
@@ -127,7 +128,7 @@ class PassWatch:
         form = form_of(roots[0])
         there = None if form.there is None else HostCopy.of(form.there.reshape(1))
         lines, places = _called_from()
-        begun.notes[self] = NotedPass(lines, places, form, there)
+        begun.notes[self] = NotedPass(lines, places, form, there, origin=working_line())
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """There are gradients, which can be read before it writes; nobody tells where none are."""
@@ -153,16 +154,16 @@ class PassWatch:
         known = self._modes
         self._modes = parts if known is None else {k: v for k, v in parts.items() if k in known}
         self._is_used = self._inside_step
-        self._left = _Left.of([self._parameters[row] for row in rows], begin.lines)
+        self._left = _Left.of([self._parameters[row] for row in rows], begin.caller)
 
     def _note_gap(self, is_gone: bool | HostCopy) -> None:
         left = self._left
         self._left = None
         if left is None or is_gone is False:
             return
-        is_used = self._is_used or self._inside_step
+        is_used = self._is_used or self._inside_step or left.are_kept_elsewhere()
         has_moved = True if is_used else left.has_moved()
-        self._noted.append(NotedGap(left.lines, left.was_zero, is_gone, is_used, has_moved))
+        self._noted.append(NotedGap(left.caller, left.was_zero, is_gone, is_used, has_moved))
 
     def loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """The next losses carry the scaler's factor."""
@@ -193,24 +194,24 @@ class PassWatch:
             return
         # Where there is none, its weight tells whether the optimizer had it from elsewhere.
         has_moved = left.has_moved() if missed is True else False
-        gap = NotedGap(left.lines, left.was_zero, missed, False, has_moved, is_missed=True)
+        gap = NotedGap(left.caller, left.was_zero, missed, False, has_moved, is_missed=True)
         self._noted.append(gap)
 
 
 class _Left:
     """What a pass has left: the smallest gradient, and its weight then; where the others are."""
 
-    def __init__(self, parameters: Sequence[Tensor], lines: Lines) -> None:
+    def __init__(self, parameters: Sequence[Tensor], caller: Caller) -> None:
         parameter = min(parameters, key=Tensor.numel)
         assert parameter.grad is not None
-        self.lines = lines
+        self.caller = caller
         self._written = [weakref.ref(each) for each in parameters]
         self._parameter = weakref.ref(parameter)
         self._weight = parameter.detach().clone()
         self.was_zero = _is_zero(parameter.grad)
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], lines: Lines) -> "_Left | None":
+    def of(cls, parameters: Sequence[Tensor], caller: Caller) -> "_Left | None":
         """Of some parameters; None where none will do."""
         dense = [
             each
@@ -220,7 +221,7 @@ class _Left:
             and not is_sharded(each.grad)
             and each.grad.layout is torch.strided
         ]
-        return cls(dense, lines) if dense else None
+        return cls(dense, caller) if dense else None
 
     def is_gone(self) -> bool | HostCopy:
         """Whether it is not there any more, or all zero."""
@@ -247,6 +248,17 @@ class _Left:
         ends = sorted(plain, key=Tensor.numel)
         # The smallest and the largest: all would be as many kernels as parameters.
         return _is_zero(ends[0], ends[-1])
+
+    def are_kept_elsewhere(self) -> bool:
+        """Whether parameters carry a tensor that may hold these gradients when `.grad` is cleared.
+
+        Opacus sums the clipped gradients of samples there, over several passes.
+        """
+        parameter = self._parameter()
+        shape = () if parameter is None else parameter.shape
+        return parameter is not None and any(
+            isinstance(each, Tensor) and each.shape == shape for each in vars(parameter).values()
+        )
 
     def has_moved(self) -> bool | HostCopy:
         """Whether its weight was changed, by an optimizer or by hand."""

@@ -14,6 +14,8 @@ from gradsight.values.first_step import RepeatedPass, StepPasses
 
 Lines = tuple[str, ...]
 """The user's lines that a pass was called from, the innermost first."""
+Caller = tuple[str | None, Lines]
+"""The line that called backward(), maybe one of a library, and the user's lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,13 @@ class NotedPass:
     rows: tuple[int, ...] = ()
     has_calls: bool = False
     """Whether the model was seen to be called for it: at the first step it is."""
+    origin: str | None = None
+    """The line of the script, or of a library that it calls, where backward() was called."""
+
+    @property
+    def caller(self) -> "Caller":
+        """Where it was called from."""
+        return self.origin, self.lines
 
     @property
     def factor(self) -> float | None:
@@ -41,7 +50,7 @@ class NotedPass:
 class NotedGap:
     """What became of a pass's gradient before the next pass began."""
 
-    lines: Lines
+    caller: Caller
     """Of the pass that had left it."""
     was_zero: HostCopy
     """Whether it was zero from the beginning."""
@@ -101,8 +110,8 @@ class PassHistory:
     def __init__(self, takes_as_is: bool) -> None:
         """`takes_as_is`: the optimizer's steps are as long as the gradient says."""
         self._takes_as_is = takes_as_is
-        self._thrown: dict[Lines, int] = {}
-        self._used: set[Lines] = set()
+        self._thrown: dict[Caller, int] = {}
+        self._used: set[Caller] = set()
 
     def add(self, step: PassesOnTheWay) -> StepPasses:
         """What one more step was made of."""
@@ -114,10 +123,10 @@ class PassHistory:
                 # What was cleared is no part of the step under way.
                 passes.clear()
                 if each.is_throwing_away():
-                    self._thrown[each.lines] = self._thrown.get(each.lines, 0) + 1
+                    self._thrown[each.caller] = self._thrown.get(each.caller, 0) + 1
                 if each.is_missed:
-                    self._used.add(each.lines)  # meant to be: a pass to warm up is not
-        self._used.update(each.lines for each in passes)
+                    self._used.add(each.caller)  # meant to be: a pass to warm up is not
+        self._used.update(each.caller for each in passes)
         scale = 1.0 if step.scale is None else step.scale.number()
         made = StepPasses(
             count=len(passes),
@@ -132,9 +141,11 @@ class PassHistory:
         return made
 
     def _thrown_away(self) -> tuple[int, str | None] | None:
-        thrown = [(count, lines) for lines, count in self._thrown.items() if lines in self._used]
-        count, lines = max(thrown, default=(0, ()))
-        return (count, _first(lines)) if count else None
+        thrown = {caller: n for caller, n in self._thrown.items() if caller in self._used}
+        if not thrown:
+            return None
+        caller = max(thrown, key=lambda each: thrown[each])
+        return thrown[caller], _first(caller[1])
 
 
 def _repeated(passes: Sequence[NotedPass], scale: float) -> RepeatedPass | None:

@@ -534,7 +534,7 @@ class Watch:
         if self._instruments.signals is not None:
             self._instruments.signals.add_optimizer(inner)
         if self._instruments.health is not None:
-            self._instruments.health.add_optimizer(inner)
+            self._instruments.health.add_optimizer(inner, self.step_under_way)
 
     @property
     def asked_to_stop(self) -> Finding | None:

@@ -55,7 +55,8 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
         # A learning rate of zero for everything: a warm-up's first steps, or the end of a decay.
         return
     still = np.all([look["update_ratio"] == 0 for look in recent], axis=0) | _put_back(recent)
-    still &= window.l2 > 0
+    # A bias before a normalisation layer has a gradient of rounding errors alone.
+    still &= window.l2 > _ROUNDING * np.nanmax(window.l2, initial=0.0)
     held = np.array(window.subject.memberships or [0] * len(still)) > 0
     rows = np.flatnonzero(still & held)
     if len(rows):
@@ -63,6 +64,8 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
         yield Fact(text, window.named(rows), first_step=recent[0].step)
 
 
+_ROUNDING = 1e-6
+"""A gradient that is smaller than this, compared with the largest one, may be a rounding error."""
 _ALIKE = 0.5
 """Cosine of two weights above which one may come from the other: clamped, averaged, projected."""
 
