@@ -683,6 +683,9 @@ FAULTS = [
     Fault("GS604", "a decoder that gets its targets", FED_ITS_TARGET, DECODED),
     Fault("GS605", "probabilities to cross_entropy", WITH_SOFTMAX),
     Fault("GS605", "sigmoids to cross_entropy", "model.append(nn.Sigmoid())"),
+    Fault(
+        "GS605", "a softmax in the loop", loop=forward("loss_fn(model(inputs).softmax(1), targets)")
+    ),
     Fault("GS605", "probabilities to nll_loss", WITH_SOFTMAX + "loss_fn = F.nll_loss"),
     Fault("GS605", "logits to nll_loss", "loss_fn = F.nll_loss"),
     Fault(

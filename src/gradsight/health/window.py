@@ -142,6 +142,8 @@ class Window:
     baseline: Baseline = field(default_factory=Baseline)
     first_step: int = 0
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    first_block_norms: Floats | None = None
+    """`block_norms` of the first step whose gradients were measured and finite."""
     first_totals: list[float] = field(default_factory=list)
     """The norms of the first few steps."""
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -273,6 +275,8 @@ class Window:
             self.first_step = self.step.step
         self.steps_seen += 1
         self._take_norms()
+        if self.first_block_norms is None and self.finite and self.norms is not None:
+            self.first_block_norms = self.block_norms()
         self._take_scaling()
         self._take_signals()
         for name, norms in measured.experts.items():

@@ -198,4 +198,31 @@ for step in range(60):
     ),
 ]
 
-SITUATIONS = [*UNITS, *ADAPTERS]
+TRANSFORMER = """
+body = nn.Transformer(64, 4, 4, 4, 128, dropout=0.0, batch_first=True)
+network = nn.ModuleDict({{"embed": nn.Embedding(7, 64), "body": body, "head": nn.Linear(64, 7)}})
+optimizer = torch.optim.Adam(network.parameters(), lr={lr})
+source = torch.tensor([[1, 2, 3, 4, 0]])
+given = torch.tensor([[5, 1, 2, 3, 4]])
+wanted = torch.tensor([1, 2, 3, 4, 6])
+mask = nn.Transformer.generate_square_subsequent_mask(5)
+for step in range(30):
+    embed, head = network["embed"], network["head"]
+    optimizer.zero_grad()
+    scores = head(body(embed(source), embed(given), tgt_mask=mask))
+    F.cross_entropy(scores.view(-1, 7), wanted).backward()
+    optimizer.step()
+"""
+
+RATES = [
+    Situation(
+        "a transformer without warm-up whose learning rate is too large",
+        TRANSFORMER.format(lr=1e-2),
+        exit_code=1,
+        findings=["GS204"],
+        says=["differed only by a factor of", "learning rate is probably too large", "use 0.001"],
+    ),
+    Situation("a transformer with a lower learning rate", TRANSFORMER.format(lr=1e-3)),
+]
+
+SITUATIONS = [*UNITS, *ADAPTERS, *RATES]

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradsight.health.fixes import KEEP_THE_SIZE, NO_SATURATION
+from gradsight.health.fixes import KEEP_THE_SIZE, LOWER_RATE, NO_SATURATION, WARM_UP
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.measured import Floats
 
 
 @check(
@@ -34,23 +35,48 @@ def depth(
     """
     if not window.finite or len(window.blocks) < blocks:
         return
-    found = window.block_norms().tolist()
-    if max(found) < ratio * min(found):
+    now = window.block_norms()
+    if now.max() < ratio * now.min():
         return
-    norms = zip(window.blocks, found, strict=True)
-    known = [(name, norm) for (name, _), norm in norms if norm > 0]
-    if len(known) < blocks:
+    ends = _ends(now, blocks)
+    if ends is None:
         return
-    quarter = max(1, len(known) // 4)
-    first, last = (
-        float(np.median([norm for _, norm in part])) for part in (known[:quarter], known[-quarter:])
-    )
+    first, last = ends
+    names = [name for (name, _), norm in zip(window.blocks, now, strict=True) if norm > 0]
     # 1000 is AUTOTRAINER's limit: below a thousandth of the last layer, the first one vanishes.
     if first * ratio < last:
-        yield Fact(
-            f"vanishing: {known[0][0]} {first:.3g}, {known[-1][0]} {last:.3g}", (known[0][0],)
-        )
+        how = "vanishing"
     elif last * ratio < first:
-        yield Fact(
-            f"exploding: {known[0][0]} {first:.3g}, {known[-1][0]} {last:.3g}", (known[0][0],)
-        )
+        how = "exploding"
+    else:
+        return
+    known = now[now > 0]
+    text = f"{how}: {names[0]} {known[0]:.3g}, {names[-1]} {known[-1]:.3g}"
+    at_first = window.first_block_norms
+    began = None if at_first is None else _ends(at_first, blocks)
+    if began is not None and max(began) ** 2 < ratio * min(began) ** 2:
+        before = max(began) / min(began)
+        text += f". At the first step, these ends differed only by a factor of {before:.2g}"
+        yield Fact(text, (names[0],), advice=_WHILE_TRAINING)
+    else:
+        yield Fact(text, (names[0],))
+
+
+def _ends(norms: Floats, blocks: int) -> tuple[float, float] | None:
+    """Return the medians of the first and the last quarter; None if too few blocks have a norm."""
+    known = norms[norms > 0]
+    if len(known) < blocks:
+        return None
+    quarter = max(1, len(known) // 4)
+    return float(np.median(known[:quarter])), float(np.median(known[-quarter:]))
+
+
+_WHILE_TRAINING = Advice(
+    recommendation=(
+        "The layers' gradients had similar sizes at the first step, so training has driven them "
+        "apart: the learning rate is probably too large, above all for a transformer without "
+        "warm-up. Lower it, or warm it up. If that does not help, add normalisation before each "
+        "layer or skip connections."
+    ),
+    fix=LOWER_RATE + WARM_UP,
+)

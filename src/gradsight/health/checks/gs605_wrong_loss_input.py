@@ -11,11 +11,29 @@ _RECOMMENDATION = (
     "out of the model, or use the loss that fits the model's output."
 )
 
+_LOGARITHM = "output.clamp_min(1e-8).log()"
 
-def _instead(loss: str) -> str:
-    """Return the code that computes this loss."""
-    place = "# in the loop, instead of the forward pass: a loss for this output"
-    return f"{place}\noutput = model(inputs)\nloss = {loss}\n"
+
+def _instead(loss: str, of_probabilities: str | None = None, otherwise: str | None = None) -> str:
+    """Return the code that computes this loss.
+
+    of_probabilities: the output as the loss takes it if the model ends in a softmax or sigmoid.
+    otherwise: the same if it does not.
+    """
+    lines = [
+        "# in the loop, instead of the forward pass: give the loss what it takes",
+        "# (without a softmax or sigmoid of your own)",
+        "output = model(inputs)",
+    ]
+    if of_probabilities is not None:
+        lines += [
+            "if output.min() >= 0 and output.max() <= 1:",
+            "    # the model ends in a softmax or sigmoid: it is better to remove that layer",
+            f"    output = {of_probabilities}",
+        ]
+    if otherwise is not None:
+        lines += ["else:", f"    output = {otherwise}"]
+    return "\n".join([*lines, f"loss = {loss}", ""])
 
 
 @check(
@@ -25,7 +43,7 @@ def _instead(loss: str) -> str:
     asked=Asked(when="first", needs=("first step",)),
     advice=Advice(
         recommendation=_RECOMMENDATION,
-        fix=_instead("F.cross_entropy(output.clamp_min(1e-8).log(), targets)"),
+        fix=_instead("F.cross_entropy(output, targets)", _LOGARITHM),
     ),
 )
 def wrong_input(window: Window) -> Iterator[Fact]:
@@ -42,18 +60,17 @@ def wrong_input(window: Window) -> Iterator[Fact]:
         yield Fact(text, advice=_ADVICE.get((fed.function, fed.given)))
 
 
+_KL_DIV = 'F.kl_div(output, targets, reduction="batchmean")'
 _ADVICE = {
-    case: Advice(_RECOMMENDATION, _instead(loss))
-    for case, loss in {
-        ("nll_loss", "logits"): "F.cross_entropy(output, targets)",
-        ("binary_cross_entropy_with_logits", "probabilities"): (
-            "F.binary_cross_entropy(output, targets)"
+    case: Advice(_RECOMMENDATION, fix)
+    for case, fix in {
+        ("nll_loss", "logits"): _instead("F.cross_entropy(output, targets)"),
+        ("binary_cross_entropy_with_logits", "probabilities"): _instead(
+            "F.binary_cross_entropy_with_logits(output, targets)", "output.logit(eps=1e-6)"
         ),
-        ("kl_div", "logits"): ('F.kl_div(output.log_softmax(-1), targets, reduction="batchmean")'),
-        ("kl_div", "probabilities"): (
-            'F.kl_div(output.clamp(1e-8).log(), targets, reduction="batchmean")'
-        ),
-        ("kl_div", "log-probabilities as targets"): (
+        ("kl_div", "logits"): _instead(_KL_DIV.replace("output", "output.log_softmax(-1)")),
+        ("kl_div", "probabilities"): _instead(_KL_DIV, _LOGARITHM, "output.log_softmax(-1)"),
+        ("kl_div", "log-probabilities as targets"): _instead(
             'F.kl_div(output, targets, reduction="batchmean", log_target=True)'
         ),
     }.items()
