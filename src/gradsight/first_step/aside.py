@@ -52,6 +52,10 @@ _SEED = 5
 _REST = ("GS602", "GS603", "GS607")
 ASIDE_CODES = ("GS601", "GS602", "GS603", "GS604", "GS607")
 """What only a pass of ours can tell."""
+_NO_TARGETS = (
+    "the loss is not computed by a loss function of torch.nn.functional, so Gradsight does not "
+    "know the target of each position"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,10 @@ class _Look:
             placements = self._placements(self._seen.looked_up, self._seen.targets)
             if not placements:
                 placements = self._placements(operations.looked_up, operations.targets)
+            looked_up = (*self._seen.looked_up, *operations.looked_up)
+            is_sequence = any(each.dim() == 2 and each.shape[1] > 1 for each in looked_up)
+            if is_sequence and not self._seen.targets and not operations.targets:
+                self._seen_so_far = left_out(_NO_TARGETS, ("GS601", "GS604"))
             try:
                 self._judge(call, operations, probes, outputs, placements)
             except _TooLong:

@@ -25,6 +25,7 @@ from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss
 _MOST = 64
 """Calls of one pass that are looked at."""
 _GATHERS = frozenset({torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim})
+_SCATTERS = frozenset({torch.scatter, Tensor.scatter, Tensor.scatter_})
 _CLASSIFYING = frozenset({F.cross_entropy, F.nll_loss})
 _CLASSIFYING_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction")
 """What may follow the target, in this order."""
@@ -106,6 +107,9 @@ class Operations(TorchFunctionMode):
         if func in _GATHERS:
             self._see_gather(args, kwargs)
             return None
+        if func in _SCATTERS:
+            self._see_scatter(args, kwargs)
+            return None
         return self._see_lookup(func, args, kwargs, result)
 
     def _see_loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -161,6 +165,18 @@ class Operations(TorchFunctionMode):
         values = index.detach().squeeze(-1)
         self.targets.append(SeenTargets(values, torch.ones_like(values, dtype=torch.bool)))
 
+    def _see_scatter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Labels that are written into a table of classes, as for label smoothing by hand."""
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if len(tensors) != 2 or len(self.targets) >= _MOST:
+            return
+        table, index = tensors
+        is_one_hot = index.dim() == table.dim() >= 2 and index.shape[-1] == 1
+        if not is_one_hot or table.requires_grad or index.shape[:-1] != table.shape[:-1]:
+            return
+        values = index.detach().squeeze(-1)
+        self.targets.append(SeenTargets(values, torch.ones_like(values, dtype=torch.bool)))
+
     def _see_lookup(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Tensor | None:
@@ -207,4 +223,4 @@ def _classes_last(func: Any, scores: Tensor) -> Tensor:
     return scores.movedim(1, -1) if func in _CLASSIFYING and scores.dim() > 2 else scores
 
 
-_SEEN = LOSSES | _GATHERS | _CONVERSIONS | {F.embedding, F.one_hot, Tensor.__getitem__}
+_SEEN = LOSSES | _GATHERS | _SCATTERS | _CONVERSIONS | {F.embedding, F.one_hot, Tensor.__getitem__}

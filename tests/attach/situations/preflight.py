@@ -193,4 +193,49 @@ assert not open_calls
     ),
 ]
 
-SITUATIONS = [*LEAKS, *MASKS, *TARGETS, *HOOKS]
+LOSS_BY_HAND = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 32)
+        self.mix = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        self.head = nn.Linear(32, 20)
+
+    def forward(self, x):
+        return self.head(self.mix(self.embed(x){mask}))
+
+
+model = Model()
+mask = nn.Transformer.generate_square_subsequent_mask(11)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(20):
+    tokens = torch.randint(20, (16, 12))
+    wanted = tokens[:, 1:].reshape(-1)
+    scores = model(tokens[:, :-1]).flatten(0, 1)
+    wanted = {table}
+    loss = -(wanted * F.log_softmax(scores, dim=1)).sum(1).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SMOOTHED = "torch.full_like(scores, 0.1 / 19).scatter(1, wanted.view(-1, 1), 0.9)"
+BY_HAND = [
+    Situation(
+        "a model that sees the future, and labels that are smoothed by hand",
+        LOSS_BY_HAND.format(mask="", table=SMOOTHED),
+        exit_code=2,
+        findings=["GS601"],
+    ),
+    Situation(
+        "a causal model, and labels that are smoothed by hand",
+        LOSS_BY_HAND.format(mask=", src_mask=mask, is_causal=True", table=SMOOTHED),
+        not_skipped=["GS601", "GS604"],
+    ),
+    Situation(
+        "a loss by hand whose targets are not known",
+        LOSS_BY_HAND.format(mask="", table="F.one_hot(wanted, 20)"),
+        reasons={"GS601": "does not know the target", "GS604": "does not know the target"},
+    ),
+]
+
+SITUATIONS = [*LEAKS, *MASKS, *TARGETS, *HOOKS, *BY_HAND]
