@@ -28,7 +28,7 @@ def _instead(loss: str, of_probabilities: str | None = None, otherwise: str | No
     if of_probabilities is not None:
         lines += [
             "if output.min() >= 0 and output.max() <= 1:",
-            "    # the model ends in a softmax or sigmoid: it is better to remove that layer",
+            "    # the model ends in a softmax or sigmoid: better remove that layer",
             f"    output = {of_probabilities}",
         ]
     if otherwise is not None:
