@@ -64,7 +64,7 @@ def only_optimizer(
     is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
     if kind is not getattr(torch.optim, kind.__name__, None):
         return OnlyOptimizer(kind.__name__, is_scheduled)
-    defaults = {name: each.default for name, each in inspect.signature(kind).parameters.items()}
+    defaults = _defaults_of(kind)
     usual = _number(defaults.get("lr")) or 1e-3
     call = _call_of(optimizer, defaults, parameters)
     return OnlyOptimizer(kind.__name__, is_scheduled, usual, call)
@@ -79,7 +79,22 @@ def _call_of(
     learning = {id(named.tensor) for named in parameters if named.tensor.requires_grad}
     if not learning <= held <= {id(named.tensor) for named in parameters}:
         return None
-    if len({_number(group.get("initial_lr", group.get("lr"))) for group in groups}) > 1:
+    made = construction_of(optimizer, defaults)
+    return None if made is None else f"optimizer = {made}"
+
+
+def construction_of(optimizer: Optimizer, defaults: Mapping[str, Any] | None = None) -> str | None:
+    """Return code that makes an optimizer with the same settings.
+
+    It has {given} for the parameters and {lr}. None: torch has no such class, or groups differ.
+    """
+    kind = type(optimizer)
+    if kind is not getattr(torch.optim, kind.__name__, None):
+        return None
+    if defaults is None:
+        defaults = _defaults_of(kind)
+    groups = optimizer.param_groups
+    if len({first_rate(group) for group in groups}) > 1:
         return None
     arguments = ""
     for name, default in defaults.items():
@@ -92,7 +107,16 @@ def _call_of(
             return None
         if values[0] != default:
             arguments += f", {name}={values[0]!r}"
-    return f"optimizer = torch.optim.{type(optimizer).__name__}({{given}}, lr={{lr}}{arguments})"
+    return f"torch.optim.{kind.__name__}({{given}}, lr={{lr}}{arguments})"
+
+
+def first_rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate that a group began with, as far as that is known."""
+    return _number(group.get("initial_lr", group.get("lr")))
+
+
+def _defaults_of(kind: type) -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(kind).parameters.items()}
 
 
 _PLAIN = (bool, int, float, str, tuple)
