@@ -23,7 +23,7 @@ from gradsight.core.hooks import put_module_hook
 from gradsight.core.parameters import unwrapped
 from gradsight.core.samples import tensors_in
 from gradsight.core.shards import local_part
-from gradsight.health.subject import construction_of, first_rate
+from gradsight.health.subject import construction_at_rate
 from gradsight.values.networks import MovingOptimizer, UnmovedNetwork
 
 LOOKS = (5, 20, 60, 150, 400, 1000, 3000)
@@ -270,12 +270,9 @@ class Networks:
         if before is not None and before.reference() is optimizer:
             return
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        call = construction_of(optimizer)
-        if call is not None:
-            call = call.replace("{lr}", f"{first_rate(optimizer.param_groups[0]):.3g}")
         self._moving[id(optimizer)] = _Moving(
             weakref.ref(optimizer),
-            MovingOptimizer(variable_of(optimizer), known.made, call),
+            MovingOptimizer(variable_of(optimizer), known.made, construction_at_rate(optimizer)),
             known.name,
             frozenset(map(id, held)),
         )

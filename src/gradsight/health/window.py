@@ -67,6 +67,16 @@ class OnlyOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class SeveralOptimizers:
+    """The optimizers of a run that has more than one, for advice."""
+
+    call: str | None = None
+    """Code that makes one like the last of them, with {given} for the parameters."""
+    held_twice: tuple[int, ...] = ()
+    """Parameters that make up all that each of two optimizers holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What is known of the model and its optimizers before any gradient is seen.
 
@@ -94,6 +104,8 @@ class Subject:
     """Experts that stand side by side."""
     optimizer: OnlyOptimizer | None = None
     """None where there are several, or none is known."""
+    several: SeveralOptimizers | None = None
+    """None where there is one, or none is known."""
     trainer: Trainer | None = None
     """What runs the loop; None for a loop of the user's."""
     frozen_adapters: tuple[int, ...] = ()

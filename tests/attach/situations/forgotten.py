@@ -303,4 +303,72 @@ NAMES = [
     ),
 ]
 
-SITUATIONS = [*WRONG_NETWORK, *GENERATORS, *CYCLES, *FIXED, *NAMES]
+IN_ONE = """
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
+        self.discriminator = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def configured(model):
+    first = torch.optim.Adam(model.{given}.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    return first, torch.optim.Adam(model.discriminator{part}.parameters(), lr=2e-3)
+
+
+model = Both()
+{loss_of}
+generating, judging = configured(model)
+{more}
+for step in range(60):
+    fake = model.generator(torch.randn(32, 4))
+    generating.zero_grad()
+    loss_of(model.discriminator(fake), 1.0).backward()
+    generating.step()
+    judging.zero_grad()
+    real = model.discriminator(torch.randn(32, 2) + 1)
+    (loss_of(real, 1.0) + loss_of(model.discriminator(fake.detach()), 0.0)).backward()
+    judging.step()
+"""
+LOSS_OF = """
+
+def loss_of(logits, wanted):
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, wanted))
+
+
+"""
+
+CHILDREN = [
+    Situation(
+        "a discriminator in both optimizers of a model",
+        IN_ONE.format(given="discriminator", part="", more="", loss_of=LOSS_OF),
+        exit_code=1,
+        findings=["GS202", "GS302"],
+        first="GS302",
+        says=[
+            "4 of 8 parameters are in no optimizer, while those of discriminator are in two",
+            "Make that one from the parameters of generator.",
+            "missing = [*model.generator.parameters()]",
+        ],
+        never_says=["add_param_group"],
+    ),
+    Situation(
+        "each of two children in its own optimizer",
+        IN_ONE.format(given="generator", part="", more="", loss_of=LOSS_OF),
+        models={"model": 60},
+    ),
+    Situation(
+        "a layer of one of two children is in no optimizer",
+        IN_ONE.format(given="generator", part="[2]", more="", loss_of=LOSS_OF),
+        exit_code=1,
+        findings=["GS302"],
+        says=[
+            'missing = [*model.get_submodule("discriminator.0").parameters()]',
+            "another_optimizer = torch.optim.Adam(missing, lr=0.002)",
+            "another_optimizer.step()",
+        ],
+        never_says=["add_param_group"],
+    ),
+]
+
+SITUATIONS = [*CHILDREN, *WRONG_NETWORK, *GENERATORS, *CYCLES, *FIXED, *NAMES]
