@@ -187,6 +187,8 @@ class Window:
     """Whether some parameter has no gradient at this step, or one of exactly zero."""
     received: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient at all."""
+    reached: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """Parameters whose gradient a backward pass has written, whatever became of it."""
     started_at_zero: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters whose weight was zero at the first look.
 
@@ -210,6 +212,8 @@ class Window:
     """Compared steps at which all ranks were given the same batch."""
     uncleared: int = 0
     """How many steps in a row the optimizer used gradients that had not been cleared."""
+    is_one_of_several: bool = False
+    """Whether other models are watched too; known where gradients were not cleared."""
     blocks: list[tuple[str, list[int]]] = field(default_factory=list)
     """Blocks of the model in its own order, with the rows of their matrices."""
     _block_rows: Rows = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
@@ -254,6 +258,7 @@ class Window:
         size = len(self.subject.names)
         self.alive = np.zeros(size, dtype=bool)
         self.received = np.zeros(size, dtype=bool)
+        self.reached = np.zeros(size, dtype=bool)
         self.started_at_zero = np.zeros(size, dtype=bool)
         blocks: dict[str, list[int]] = {}
         for row in self.subject.matrices:
@@ -374,11 +379,14 @@ class Window:
             self.unigram = signals.unigram
             self.signals.add("unigram")
         self._take_learning_rate()
+        if signals.reached:
+            self.reached[list(signals.reached)] = True
         self.updated_twice.update(signals.updated_twice)
         self.held_in_vain.update(signals.held_in_vain)
         if signals.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if signals.uncleared else 0
+            self.is_one_of_several |= signals.is_one_of_several
         if signals.alike_batches is not None:
             self.signals.add("batches")
         if signals.first is not None:
