@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gradsight.attach.models import has_scheduler, models_of, roots, together
+from gradsight.attach.models import has_scheduler, models_of, roots, together, without_average
 from gradsight.attach.names import name_of
 from gradsight.attach.networks import KnownOptimizer, Networks
 from gradsight.attach.step_calls import frame_of_construction, frame_outside_wrappers
@@ -582,6 +582,10 @@ def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
     groups: list[_Shared] = []
     for optimizer in optimizers:
         models, tensors = models_of(optimizer, candidates)
+        models = [
+            model if RECORDER.has_called(model) else without_average(model, optimizer)
+            for model in models
+        ]
         merged = _Shared([], [], [])
         separate = []
         for group in groups:
