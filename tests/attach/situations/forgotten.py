@@ -85,6 +85,51 @@ WRONG_NETWORK = [
     ),
 ]
 
+UNDECIDED = [
+    Situation(
+        "a network whose optimizer was given another one, in one step with it",
+        """
+a = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+b = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+first = torch.optim.Adam(b.parameters(), lr=1e-3)
+second = torch.optim.Adam(b.parameters(), lr=1e-4)
+for step in range(60):
+    x = torch.randn(64, 4)
+    loss = F.mse_loss(a(x) + b(x), x[:, :1])
+    first.zero_grad()
+    loss.backward()
+    first.step()
+    second.step()
+""",
+        exit_code=1,
+        findings=["GS303", "GS306"],
+        first="GS306",
+        caused_by={"GS303": "GS306"},
+        says=["Make one of first (train.py:12) and second (train.py:13) from the parameters of a."],
+        never_says=["add_param_group"],
+    ),
+    Situation(
+        "a network that is forgotten by optimizers that are made again and again",
+        """
+a = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+b = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizers = []
+for epoch in range(20):
+    optimizers.append(torch.optim.SGD(b.parameters(), lr=1e-3, momentum=0.9))
+    for step in range(3):
+        x = torch.randn(64, 4)
+        loss = F.mse_loss(a(x) + b(x), x[:, :1])
+        optimizers[-1].zero_grad()
+        loss.backward()
+        optimizers[-1].step()
+""",
+        exit_code=1,
+        findings=["GS306"],
+        says=["a_optimizer = torch.optim.SGD(a.parameters(), lr=0.001, momentum=0.9)"],
+        never_says=["is in two"],
+    ),
+]
+
 GAN = """
 netG = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
 netD = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
@@ -371,4 +416,4 @@ CHILDREN = [
     ),
 ]
 
-SITUATIONS = [*CHILDREN, *WRONG_NETWORK, *GENERATORS, *CYCLES, *FIXED, *NAMES]
+SITUATIONS = [*CHILDREN, *WRONG_NETWORK, *UNDECIDED, *GENERATORS, *CYCLES, *FIXED, *NAMES]

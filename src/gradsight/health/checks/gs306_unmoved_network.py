@@ -104,8 +104,8 @@ def _advice(network: UnmovedNetwork) -> str:
         return f"Make {_place_of(network.rivals[0])} from the parameters of {name}."
     if network.held_twice is not None:
         return (
-            f"Make one of {_listed(network)} from the parameters of {name}: the one that steps "
-            f"after the backward pass that {name} is to learn from."
+            f"Make one of {_listed(network)} from the parameters of {name}. The run does not show "
+            f"which: take the one that steps after the backward pass that {name} is to learn from."
         )
     if network.optimizer is not None:
         way = f"Step the optimizer of {name} after backward()"
@@ -135,7 +135,7 @@ def _fix(network: UnmovedNetwork) -> str:
             return f"# before the loop: make this optimizer from {name}\n{made}"
         return (
             f"# before the loop: make one of the two optimizers from {name}\n"
-            f"# (it is not known which: the one that steps after its backward pass)\n{made}"
+            f"# (the one that steps after its backward pass)\n{made}"
         )
     freeze = "\n".join(f"# {each}.requires_grad_(False)" for each in network.parts or (name,))
     frozen = f"# or, if it is not meant to learn, instead:\n{freeze}\n"
@@ -147,7 +147,7 @@ def _fix(network: UnmovedNetwork) -> str:
             f"# before the loop, and before a scheduler is made: add what is missing\n"
             f"{folded(group)}\n\n{frozen}"
         )
-    own = re.sub(r"\W+", "_", name).strip("_") + "_optimizer"
+    own = re.sub(r"\W+", "_", name.removeprefix("self.")).strip("_") + "_optimizer"
     made = _made(replace(moving or MovingOptimizer(), variable=own), name, _parameters(network))
     return (
         f"# before the loop: an optimizer for {name}\n{made}\n"
