@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from gradsight.attach.names import part_names
+from gradsight.attach.names import has_variable, part_names
 from gradsight.core.optimizers import innermost_optimizer
 from gradsight.core.source import owner_of
 
@@ -55,6 +56,39 @@ def models_of(
         chosen.append(model)
         wanted = {key: tensor for key, tensor in wanted.items() if key not in ids}
     return chosen, list(wanted.values())
+
+
+def without_average(model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    """Return the child that is trained, if a module holds that and copies of it, and no more.
+
+    So do classes that average a model. The script calls the child by a variable of its own.
+    """
+    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    trained = {id(tensor) for tensor in model.parameters()} & held
+    children = [each for each in model.children() if next(each.parameters(), None) is not None]
+    if len(children) < 2 or any(each is not None for each in model._parameters.values()):
+        return model
+    online = next(
+        (each for each in children if trained <= {id(tensor) for tensor in each.parameters()}), None
+    )
+    if online is None:
+        return model
+    mine = {id(tensor) for tensor in online.parameters()}
+    shapes = _shapes(online)
+    for other in children:
+        if other is not online and (
+            any(tensor.requires_grad or id(tensor) in mine for tensor in other.parameters())
+            or _shapes(other) != shapes
+        ):
+            return model
+    return online if has_variable(online) else model
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {
+        name: () if is_lazy(tensor) else tuple(tensor.shape)
+        for name, tensor in module.named_parameters()
+    }
 
 
 def has_scheduler(optimizer: Optimizer) -> bool:

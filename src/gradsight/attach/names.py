@@ -55,15 +55,23 @@ def variable_of(thing: object) -> str | None:
     return next((path for path, _ in _paths(thing)), None)
 
 
+def has_variable(module: nn.Module) -> bool:
+    """Return whether a variable or an attribute of the script holds a module itself.
+
+    A part of another module is reached through that one's attributes too: that does not count.
+    """
+    return any("._modules[" not in path for path, _ in _paths(module))
+
+
 def _names_of_model(model: nn.Module) -> Iterator[str]:
     inner = unwrapped(model)
-    has_variable = False
+    is_named = False
     for each in (model, inner) if inner is not model else (model,):
         for name in _variables(each):
-            has_variable = True
+            is_named = True
             yield name
     # Linear says less than the variable with a number.
-    if not has_variable or _is_users(type(inner)):
+    if not is_named or _is_users(type(inner)):
         yield type(inner).__name__
 
 

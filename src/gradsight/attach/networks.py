@@ -4,9 +4,11 @@ The weights of a few moments of the run are compared with those at its end, so t
 change them counts as one: an optimizer, an average over another network, an update by hand.
 """
 
+import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsight.attach.names import name_of, variable_of
+from gradsight.core.beside import is_compiled
 from gradsight.core.calls import is_suspended
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_module_hook
 from gradsight.core.parameters import unwrapped
 from gradsight.core.samples import tensors_in
 from gradsight.core.shards import local_part
-from gradsight.values.networks import UnmovedNetwork
+from gradsight.health.subject import construction_at_rate
+from gradsight.values.networks import MovingOptimizer, UnmovedNetwork
 
 LOOKS = (5, 20, 60, 150, 400, 1000, 3000)
 """Optimizer steps of the script after which its networks are looked at."""
@@ -35,11 +39,19 @@ a run that was cut short would have done is not known.
 """
 _TARGETS = ("target", "ema", "teacher", "frozen", "old", "ref", "momentum", "avg", "average")
 """Parts of names of networks that are copied from another one."""
+_NODES = 5000
+"""Nodes of a graph that are looked at."""
+_WALKS = 16
+"""Graphs that are looked at after each of the looks."""
+_SHOWN_PARTS = 8
+"""Parts of a network that are named one by one."""
+_SAYS_NOTHING = re.compile(r"optimi[sz]ers?|optim|opt|network|model|module|net|_|\W")
+"""Parts of a variable's name that say what kind of thing it is, not which one."""
 
 
 @dataclass(slots=True)
-class IdleOptimizer:
-    """An optimizer that has not stepped yet, as the session knows it."""
+class KnownOptimizer:
+    """An optimizer of the script, as the session knows it."""
 
     kind: str
     made: str | None
@@ -47,6 +59,27 @@ class IdleOptimizer:
     model: nn.Module | None
     """The model that its parameters belong to."""
     name: str | None
+
+
+@dataclass(slots=True)
+class _Moving:
+    """An optimizer that steps."""
+
+    reference: weakref.ref[Optimizer]
+    note: MovingOptimizer
+    name: str | None
+    """The name of the model that it moves."""
+    held: frozenset[int]
+    """The ids of its parameters."""
+    first_step: int | None = None
+    """The first step of all optimizers' that was this one's, of those that were looked at."""
+    last_step: int = 0
+
+    def takes_turns_with(self, other: "_Moving") -> bool:
+        """Whether neither of them has taken the place of the other."""
+        if self.first_step is None or other.first_step is None:
+            return False
+        return self.first_step < other.last_step and other.first_step < self.last_step
 
 
 @dataclass(slots=True)
@@ -74,6 +107,37 @@ class _Network:
     from_trained: bool = False
     """Whether it was called with the output of another network."""
     from_data: bool = False
+    from_models: set[int] = field(default_factory=set)
+    """The trained models, by position, whose output it was called with."""
+    to_models: set[int] = field(default_factory=set)
+    """The trained models that were called with its output."""
+    reached: frozenset[int] = frozenset()
+    """The positions of its parameters that have had a gradient."""
+    parts: tuple[str, ...] = ()
+    """Where these are not all: the modules that they make up."""
+    followers: set[int] = field(default_factory=set)
+    """The ids of optimizers that stepped right after a pass that had reached it."""
+    waits: bool = False
+    """Whether the last pass reached it, and no optimizer has stepped since."""
+    was_last: bool = False
+    """Whether the last pass reached it."""
+    was_left: bool = False
+    """Whether a pass that had reached it was ever followed by one that did not, not by a step."""
+
+    @property
+    def may_compare(self) -> bool:
+        """Whether it may be a fixed network that compares outputs with data."""
+        return self.from_trained and self.from_data and not self.is_in_a_circle
+
+    @property
+    def is_in_a_circle(self) -> bool:
+        """Whether it was called with the output of a trained model, and that one with its own."""
+        return bool(self.from_models & self.to_models)
+
+    def passed(self, reached: bool) -> None:
+        """Note a backward pass."""
+        self.was_left |= self.waits and not reached
+        self.waits = self.was_last = reached
 
     def tensors(self) -> list[Tensor]:
         """Return its parameters that still exist."""
@@ -119,7 +183,9 @@ class Networks:
         self._before: dict[int, tuple[int, int]] = {}
         self._trained: list[Trained] = []
         self._hooks: list[Any] = []
-        self._stepping_optimizer: str | None = None
+        self._moving: dict[int, _Moving] = {}
+        """By id, the optimizers that step."""
+        self._walks = 0
 
     @property
     def is_looking(self) -> bool:
@@ -140,7 +206,19 @@ class Networks:
         is_time = self._steps in LOOKS
         if is_first or is_time:
             self._note_moved(optimizer)
+        if self._passes:
+            self._note_turn(optimizer)
         return is_time
+
+    def _note_turn(self, optimizer: Optimizer) -> None:
+        moving = self._moving.get(id(optimizer))
+        if moving is not None and moving.reference() is optimizer:
+            moving.first_step = moving.first_step or self._steps
+            moving.last_step = self._steps
+        for network in self._networks.values():
+            if network.was_last:
+                network.waits = False
+                network.followers.add(id(optimizer))
 
     def _note_moved(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -153,20 +231,25 @@ class Networks:
 
     def begin_look(
         self,
-        optimizer: Optimizer,
         step: int,
         modules: Iterable[nn.Module],
         watched: set[int],
-        idle: Sequence[IdleOptimizer],
+        idle: Sequence[KnownOptimizer],
+        moving: Sequence[KnownOptimizer],
     ) -> None:
         """Look now, and at the end of the next backward passes.
 
         `modules`: those that are part of no other; `watched`: the ids of all watched parameters.
+        `moving`: optimizers that have stepped.
         """
         self._look = self._steps
         self._step = step
         self._passes = _PASSES
-        self._stepping_optimizer = self._stepping_optimizer or variable_of(optimizer)
+        self._walks = _WALKS
+        for known in moving:
+            self._describe(known)
+        for network in self._networks.values():
+            network.waits = network.was_last = False
         self._candidates = [
             weakref.ref(module)
             for module in modules
@@ -176,7 +259,23 @@ class Networks:
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
+        for network in self._networks.values():
+            if network.may_compare:
+                self._hook_circle(network)
         self.look(idle)
+
+    def _describe(self, known: KnownOptimizer) -> None:
+        optimizer = known.optimizer
+        before = self._moving.get(id(optimizer))
+        if before is not None and before.reference() is optimizer:
+            return
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        self._moving[id(optimizer)] = _Moving(
+            weakref.ref(optimizer),
+            MovingOptimizer(variable_of(optimizer), known.made, construction_at_rate(optimizer)),
+            known.name,
+            frozenset(map(id, held)),
+        )
 
     def before_backward(self) -> None:
         """Remember the gradients before a pass that is looked at."""
@@ -187,7 +286,7 @@ class Networks:
         moved = [ref() for ref in self._moved.values()]
         return [tensor for tensor in (*networks, *moved) if tensor is not None]
 
-    def look(self, idle: Sequence[IdleOptimizer], after_pass: bool = False) -> None:
+    def look(self, idle: Sequence[KnownOptimizer], after_pass: bool = False) -> None:
         """Note which networks have gradients now."""
         if after_pass:
             self._passes -= 1
@@ -205,10 +304,10 @@ class Networks:
             self._look_at("optimizer", optimizer, tensors, each_idle.model, each_idle)
         for network in self._networks.values():
             network.notice_changes()
-            if after_pass and not network.alone:
-                network.alone = self._wrote([ref for ref, _ in network.samples]) and not (
-                    self._wrote(list(self._moved.values()))
-                )
+            if after_pass:
+                network.passed(self._wrote([ref for ref, _ in network.samples]))
+            if after_pass and network.was_last and not network.alone:
+                network.alone = not self._wrote(list(self._moved.values()))
 
     def _wrote(self, references: list[weakref.ref[Tensor]]) -> bool:
         tensors = [tensor for tensor in (ref() for ref in references) if tensor is not None]
@@ -220,7 +319,7 @@ class Networks:
         owner: Any,
         tensors: list[Tensor],
         module: nn.Module | None,
-        idle: IdleOptimizer | None,
+        idle: KnownOptimizer | None,
     ) -> None:
         tensors = [each for each in tensors if _may_learn(each) and not self._is_moved(each)]
         if not any(each.grad is not None for each in tensors):
@@ -231,6 +330,7 @@ class Networks:
             self._networks[kind, id(owner)] = known
             if kind == "module":
                 self._hook(owner, known)
+        self._note_reached(known, tensors, module, idle)
         if self._look not in known.looks and any(map(_has_gradient, tensors)):
             known.looks.add(self._look)
 
@@ -239,16 +339,15 @@ class Networks:
         owner: Any,
         tensors: list[Tensor],
         module: nn.Module | None,
-        idle: IdleOptimizer | None,
+        idle: KnownOptimizer | None,
     ) -> _Network:
-        name, variable = _called(module, tensors, idle)
         described = None
         if idle is not None:
             described = (idle.kind, variable_of(idle.optimizer), idle.made)
         return _Network(
             weakref.ref(owner),
-            name,
-            variable,
+            "",
+            None,
             [(weakref.ref(tensor), _sample(tensor)) for tensor in tensors],
             [tensor.shape for tensor in tensors],
             self._steps,
@@ -257,6 +356,29 @@ class Networks:
             module is not None and any(map(self._was_loaded, module.modules())),
             described,
         )
+
+    def _note_reached(
+        self,
+        network: _Network,
+        tensors: list[Tensor],
+        module: nn.Module | None,
+        idle: KnownOptimizer | None,
+    ) -> None:
+        """Name it after those of its parameters that get gradients."""
+        known = [ref() for ref, _ in network.samples]
+        reached = {id(tensor) for tensor in tensors if tensor.grad is not None}
+        now = frozenset(place for place, each in enumerate(known) if id(each) in reached)
+        if network.name and now <= network.reached:
+            return
+        network.reached |= now
+        mine = [known[place] for place in sorted(network.reached)]
+        named = [tensor for tensor in mine if tensor is not None]
+        if idle is not None:
+            named = tensors
+        network.name, network.variable, part = _called(module, named, idle)
+        if part is not None:
+            name = network.variable or network.name
+            network.parts = tuple(_parts(part, name, {id(tensor) for tensor in named}))
 
     def _hook(self, module: nn.Module, network: _Network) -> None:
         """See what it is called with until the next look."""
@@ -267,11 +389,52 @@ class Networks:
                 network.from_trained |= has_graph
                 network.from_data |= not has_graph
 
+        self._put_hook(module, called)
+
+    def _hook_circle(self, network: _Network) -> None:
+        """See until the next look whether it and a trained model are called with their outputs."""
+        module = network.reference()
+        if not isinstance(module, nn.Module):
+            return
+        mine = {id(tensor) for tensor in network.tensors()}
+        parts = [
+            (place, trained.model, {id(each) for each in trained.model.parameters()})
+            for place, trained in enumerate(self._trained)
+            if self._is_moved_model(trained) and not is_compiled(trained.model)
+        ]
+
+        def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for place, _, others in parts:
+                if place not in network.from_models and self._comes_from(others, args, kwargs):
+                    network.from_models.add(place)
+
+        def trained_called(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if place not in network.to_models and self._comes_from(mine, args, kwargs):
+                network.to_models.add(place)
+
+        if parts and not is_compiled(module):
+            self._put_hook(module, called)
+            for place, trained, _ in parts:
+                self._put_hook(trained, partial(trained_called, place))
+
+    def _put_hook(self, module: nn.Module, called: Callable[..., None]) -> None:
         inner = unwrapped(module)
         handle = put_module_hook(
             self._guard, inner.register_forward_pre_hook, called, with_kwargs=True
         )
         self._hooks.append(handle)
+
+    def _comes_from(
+        self, parameters: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Return whether arguments were computed with one of these parameters."""
+        if not self._walks or not torch.is_grad_enabled() or is_suspended():
+            return False
+        given = [each for each in tensors_in(*args, *kwargs.values()) if each.grad_fn is not None]
+        if not given:
+            return False
+        self._walks -= 1
+        return any(id(tensor) in parameters for tensor in _leaves(given))
 
     # At the end.
 
@@ -318,7 +481,7 @@ class Networks:
             and network.in_training_mode
             and not network.was_loaded
             # A network that compares an output with data, as in a perceptual loss.
-            and (network.alone or not (network.from_trained and network.from_data))
+            and (network.alone or not network.may_compare)
         )
 
     def _reported(self, network: _Network) -> UnmovedNetwork | None:
@@ -338,20 +501,87 @@ class Networks:
         if trained is not None and not self._is_copied_to(trained, network):
             return None
         kind, variable, made = network.idle or (None, None, None)
+        instead = held or trained
+        pair: list[_Moving] = []
+        if kind is None and instead is None:
+            pair = self._held_twice(network)
+        named = self._meant_for(network, pair) if pair else None
+        if named is not None:
+            pair.sort(key=lambda each: each is not named)
+        all_reached = kind is not None or len(network.reached) == len(network.samples)
+        moving, joins = self._moving_for(network, instead)
+        twice = None if not pair else pair[0].name
         return UnmovedNetwork(
             name=network.name,
             parameters=len(network.samples),
             first_step=network.first_step,
-            home=self._home_of(network, held or trained),
+            home=twice or self._home_of(network, instead),
             variable=network.variable,
             optimizer=kind,
             optimizer_variable=variable,
             made=made,
-            stepping_optimizer=self._stepping_optimizer,
+            parts=() if all_reached else network.parts,
+            with_gradient=None if all_reached else len(network.reached),
+            moving=moving,
+            joins=joins,
+            held_twice=twice,
+            rivals=tuple(each.note for each in pair),
+            is_known_which=named is not None,
             held_instead=None if held is None else held.name,
-            held_parameters=() if held is None else _recorded_names(held),
+            held_parameters=self._names_of_held(held, pair),
             trained_instead=None if trained is None or held is not None else trained.name,
         )
+
+    def _held_twice(self, network: _Network) -> list[_Moving]:
+        """Return two optimizers that hold the same parameters and take turns; or none."""
+        known = [each for each in self._moving.values() if each.name is not None]
+        pairs = [
+            [one, other]
+            for number, one in enumerate(known)
+            for other in known[number + 1 :]
+            if one.held == other.held and one.takes_turns_with(other)
+        ]
+        # Of several pairs, one that is known to be meant for this network.
+        meant = [pair for pair in pairs if self._meant_for(network, pair) is not None]
+        return next(iter(meant or pairs), [])
+
+    def _meant_for(self, network: _Network, pair: Sequence[_Moving]) -> _Moving | None:
+        """Return the one that was meant for this network; None: that cannot be told."""
+        followers = [each for each in pair if self._follows(each, network)]
+        named = [each for each in pair if _is_named_after(each.note.variable, network)]
+        if len(named) == 1:
+            return named[0] if named[0] in followers or not followers else None
+        return followers[0] if len(followers) == 1 else None
+
+    def _names_of_held(self, held: Trained | None, pair: Sequence[_Moving]) -> tuple[str, ...]:
+        """Return the names in the record of what is held in place of a network."""
+        if held is not None:
+            return _recorded_names(held)
+        wanted = pair[0].held if pair else frozenset()
+        return tuple(
+            name
+            for each in self._trained
+            for name, tensor in zip(_recorded_names(each), each.model.parameters(), strict=True)
+            if id(tensor) in wanted
+        )
+
+    def _follows(self, moving: _Moving, network: _Network) -> bool:
+        return any(self._moving.get(key) is moving for key in network.followers)
+
+    def _moving_for(
+        self, network: _Network, instead: Trained | None
+    ) -> tuple[MovingOptimizer | None, bool]:
+        """Return the optimizer for advice, and whether the network can be given to it."""
+        if instead is not None:
+            given = {id(tensor) for tensor in instead.model.parameters()}
+            holding = next((each for each in self._moving.values() if each.held & given), None)
+            return None if holding is None else holding.note, False
+        followers = [self._moving[key] for key in network.followers if key in self._moving]
+        joins = len(network.followers) == len(followers) == 1 and not (
+            network.alone or network.was_left
+        )
+        known = followers or list(self._moving.values())
+        return (known[0].note if known else None), joins
 
     def _home_of(self, network: _Network, instead: Trained | None) -> str | None:
         mine = {id(ref()) for ref, _ in network.samples}
@@ -379,23 +609,70 @@ class Networks:
 
 
 def _called(
-    module: nn.Module | None, tensors: Sequence[Tensor], idle: IdleOptimizer | None
-) -> tuple[str, str | None]:
-    """Return the name of a network and the expression by which the script reaches it."""
+    module: nn.Module | None, tensors: Sequence[Tensor], idle: KnownOptimizer | None
+) -> tuple[str, str | None, nn.Module | None]:
+    """Return the name of a network, the expression by which the script reaches it, and itself."""
     if module is None:
         name = idle.name if idle is not None and idle.name is not None else "parameters"
-        return name, variable_of(tensors[0]) if len(tensors) == 1 else None
+        return name, variable_of(tensors[0]) if len(tensors) == 1 else None, None
     wanted = {id(tensor) for tensor in tensors}
-    path, part = "", module
-    for inner_path, inner in unwrapped(module).named_modules():
-        held = {id(tensor) for tensor in inner.parameters()}
-        if wanted <= held:
-            path, part = inner_path, inner
+    inner_modules = [
+        (path, inner, {id(tensor) for tensor in inner.parameters()})
+        for path, inner in unwrapped(module).named_modules()
+    ]
+    holding = [each for each in inner_modules if wanted <= each[2]]
+    # Of those that hold no more than they must, the outermost.
+    least = min((len(held) for _, _, held in holding), default=0)
+    smallest = [(path, inner) for path, inner, held in holding if len(held) == least]
+    path, part = next(iter(smallest), ("", module))
     variable = variable_of(module)
     if not path:
         known = None if idle is None else idle.name
-        return known or name_of([module], []), variable or variable_of(part)
-    return path, path if variable is None else f"{variable}.{path}"
+        reachable = ((inner, variable_of(inner)) for _, inner in smallest[1:])
+        if variable is None:
+            part, variable = next((pair for pair in reachable if pair[1]), (part, None))
+        whole = module if part is unwrapped(module) else part
+        return known or name_of([whole], []), variable, part
+    return path, path if variable is None else f"{variable}.{path}", part
+
+
+def _parts(module: nn.Module, name: str, wanted: set[int]) -> Iterator[str]:
+    """Yield the outermost modules of which all that may learn is wanted, and lone parameters."""
+    mine = {id(tensor) for tensor in module.parameters() if _may_learn(tensor)}
+    if mine and mine <= wanted:
+        yield name
+        return
+    for path, tensor in module._parameters.items():
+        if tensor is not None and id(tensor) in wanted:
+            yield f"{name}.{path}"
+    for path, child in module.named_children():
+        if any(id(tensor) in wanted for tensor in child.parameters()):
+            yield from _parts(
+                child, f"{name}[{path}]" if path.isdigit() else f"{name}.{path}", wanted
+            )
+
+
+def _leaves(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters that some tensors were computed with, as far as that is soon found."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            yield variable
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _is_named_after(variable: str | None, network: _Network) -> bool:
+    """Return whether an optimizer's variable has the name of a network in it."""
+    names = (network.name, network.variable or "")
+    mine = _SAYS_NOTHING.sub("", (variable or "").rpartition(".")[2].lower())
+    others = {_SAYS_NOTHING.sub("", name.rpartition(".")[2].lower()) for name in names} - {""}
+    return bool(mine) and any(other.startswith(mine) or mine == other for other in others)
 
 
 def _owners(module: nn.Module, tensors: Sequence[Tensor]) -> list[nn.Module]:

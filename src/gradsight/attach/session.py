@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gradsight.attach.models import has_scheduler, models_of, roots, together
+from gradsight.attach.models import has_scheduler, models_of, roots, together, without_average
 from gradsight.attach.names import name_of
-from gradsight.attach.networks import IdleOptimizer, Networks
+from gradsight.attach.networks import KnownOptimizer, Networks
 from gradsight.attach.step_calls import frame_of_construction, frame_outside_wrappers
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
@@ -264,26 +264,31 @@ class Session:
         """A GradScaler steps an optimizer, or leaves the step out."""
         self._stepped_by_scaler.add(id(innermost_optimizer(optimizer)))
 
-    def _idle(self) -> list[IdleOptimizer]:
+    def _idle(self) -> list[KnownOptimizer]:
         """Return the optimizers that have never stepped."""
-        idle = []
+        return [
+            each
+            for known, each in self._living()
+            if not known.steps and id(each.optimizer) not in self._stepped_by_scaler
+        ]
+
+    def _living(self) -> Iterator[tuple[_Known, KnownOptimizer]]:
+        """Yield the script's optimizers that still exist."""
         for known in self._known:
             optimizer = known.reference()
-            if optimizer is None or known.steps or known.is_wrapper:
+            if optimizer is None or known.is_wrapper:
                 continue
-            if id(optimizer) not in self._stepped_by_scaler:
-                model = next(
-                    (
-                        model
-                        for group in self._groups
-                        if any(optimizer is each for each in group.optimizers)
-                        for model in group.models
-                    ),
-                    None,
-                )
-                made = None if known.made is None else f"{Path(known.made[0]).name}:{known.made[1]}"
-                idle.append(IdleOptimizer(known.kind, made, optimizer, model, known.model))
-        return idle
+            model = next(
+                (
+                    model
+                    for group in self._groups
+                    if any(optimizer is each for each in group.optimizers)
+                    for model in group.models
+                ),
+                None,
+            )
+            made = None if known.made is None else f"{Path(known.made[0]).name}:{known.made[1]}"
+            yield known, KnownOptimizer(known.kind, made, optimizer, model, known.model)
 
     def _look_after_pass(self) -> None:
         self._networks.look(self._idle(), after_pass=True)
@@ -292,7 +297,8 @@ class Session:
         if self._networks.stepped(optimizer, known.steps == 1):
             watched = {each for _, tensors in self._watched for each in tensors}
             step = known.steps - 1
-            self._networks.begin_look(optimizer, step, roots(), watched, self._idle())
+            moving = [each for known, each in self._living() if known.steps]
+            self._networks.begin_look(step, roots(), watched, self._idle(), moving)
 
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step, maybe without any backward pass before."""
@@ -576,6 +582,10 @@ def _sharing_models(optimizers: list[Optimizer]) -> list[_Shared]:
     groups: list[_Shared] = []
     for optimizer in optimizers:
         models, tensors = models_of(optimizer, candidates)
+        models = [
+            model if RECORDER.has_called(model) else without_average(model, optimizer)
+            for model in models
+        ]
         merged = _Shared([], [], [])
         separate = []
         for group in groups:

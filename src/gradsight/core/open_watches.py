@@ -33,6 +33,11 @@ def note_closed(watch: object) -> None:
     _open.pop(id(watch), None)
 
 
+def count_open() -> int:
+    """Return how many watches look at parameters now."""
+    return len(_open)
+
+
 def open_watch_of(parameters: Iterable[Tensor]) -> OpenWatch | None:
     """The watch that looks at any of these parameters; None where none does."""
     asked = set(map(id, parameters))

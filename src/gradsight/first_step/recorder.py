@@ -96,6 +96,8 @@ class PassRecorder:
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         self._hooked: set[int] = set()
+        self._called: set[int] = set()
+        """The ids of modules that were called, not from inside of another one."""
         self._guard: Guard | None = None
         self._calls: list[SeenCall] = []
         self._open: nn.Module | None = None
@@ -118,6 +120,10 @@ class PassRecorder:
             for module in called_modules(called_module(model)):
                 self._hook(module, self._guard)
 
+    def has_called(self, model: nn.Module) -> bool:
+        """Return whether the script was seen to call a model as a whole, to train it."""
+        return id(called_module(model)) in self._called
+
     def let_go(self, holder: object) -> None:
         """Somebody has seen enough; the last one takes every hook away."""
         self._holders.pop(id(holder), None)
@@ -130,6 +136,7 @@ class PassRecorder:
         guard = self._guard
         self._guard = None
         self._hooked.clear()
+        self._called.clear()
         self._calls.clear()
         self._open = None
         self._thread = 0
@@ -160,6 +167,7 @@ class PassRecorder:
         if self._open is not None or self._looks_away():
             return
         self._open = module
+        self._called.add(id(module))
         self._look(module)
         self._calls.append(SeenCall.of(module, args, kwargs, perf_counter()))
         del self._calls[:-_CALLS]

@@ -194,3 +194,12 @@ for logits in routed.values():
 
 FROM_SCRATCH = (KEEP_THE_SIZE, NEW_LAST_LAYER)
 """Sections that overwrite weights, and so would destroy a pretrained model."""
+
+_WIDTH = 74
+
+
+def folded(call: str) -> str:
+    """Return a line of code that calls something, over three lines if it is too wide."""
+    if len(call) <= _WIDTH:
+        return call
+    return call.replace("(", "(\n    ", 1).removesuffix(")") + "\n)"

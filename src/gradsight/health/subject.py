@@ -13,7 +13,7 @@ from gradsight.core.experts import expert_groups
 from gradsight.core.parameters import Named
 from gradsight.health.adapters import frozen_adapters
 from gradsight.health.trainers import trainer_of
-from gradsight.health.window import GroupSettings, OnlyOptimizer, Subject
+from gradsight.health.window import GroupSettings, OnlyOptimizer, SeveralOptimizers, Subject
 
 
 def subject_of(
@@ -39,6 +39,7 @@ def subject_of(
         memberships=memberships_of(parameters, optimizers) if optimizers else None,
         experts=expert_groups(model, parameters),
         optimizer=only_optimizer(parameters, optimizers),
+        several=several_optimizers(parameters, optimizers),
         trainer=trainer_of([group for each in optimizers for group in each.param_groups]),
         frozen_adapters=frozen_adapters(model, parameters),
         is_pretrained=_is_pretrained(model, parameters),
@@ -64,7 +65,7 @@ def only_optimizer(
     is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
     if kind is not getattr(torch.optim, kind.__name__, None):
         return OnlyOptimizer(kind.__name__, is_scheduled)
-    defaults = {name: each.default for name, each in inspect.signature(kind).parameters.items()}
+    defaults = _defaults_of(kind)
     usual = _number(defaults.get("lr")) or 1e-3
     call = _call_of(optimizer, defaults, parameters)
     return OnlyOptimizer(kind.__name__, is_scheduled, usual, call)
@@ -79,7 +80,45 @@ def _call_of(
     learning = {id(named.tensor) for named in parameters if named.tensor.requires_grad}
     if not learning <= held <= {id(named.tensor) for named in parameters}:
         return None
-    if len({_number(group.get("initial_lr", group.get("lr"))) for group in groups}) > 1:
+    made = construction_of(optimizer, defaults)
+    return None if made is None else f"optimizer = {made}"
+
+
+def several_optimizers(
+    parameters: Sequence[Named], optimizers: Sequence[Optimizer]
+) -> SeveralOptimizers | None:
+    """Return what advice may know of the optimizers, if there is more than one."""
+    if len(optimizers) < 2:
+        return None
+    counts = Counter(
+        frozenset(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+        for optimizer in optimizers
+    )
+    twice = {each for held, count in counts.items() if count > 1 for each in held}
+    rows = tuple(row for row, named in enumerate(parameters) if id(named.tensor) in twice)
+    return SeveralOptimizers(construction_at_rate(optimizers[-1]), rows)
+
+
+def construction_at_rate(optimizer: Optimizer) -> str | None:
+    """Return code that makes such an optimizer, with {given} for the parameters."""
+    made = construction_of(optimizer)
+    if made is None:
+        return None
+    return made.replace("{lr}", f"{_first_rate(optimizer.param_groups[0]):.3g}")
+
+
+def construction_of(optimizer: Optimizer, defaults: Mapping[str, Any] | None = None) -> str | None:
+    """Return code that makes an optimizer with the same settings.
+
+    It has {given} for the parameters and {lr}. None: torch has no such class, or groups differ.
+    """
+    kind = type(optimizer)
+    if kind is not getattr(torch.optim, kind.__name__, None):
+        return None
+    if defaults is None:
+        defaults = _defaults_of(kind)
+    groups = optimizer.param_groups
+    if len({_first_rate(group) for group in groups}) > 1:
         return None
     arguments = ""
     for name, default in defaults.items():
@@ -92,7 +131,16 @@ def _call_of(
             return None
         if values[0] != default:
             arguments += f", {name}={values[0]!r}"
-    return f"optimizer = torch.optim.{type(optimizer).__name__}({{given}}, lr={{lr}}{arguments})"
+    return f"torch.optim.{kind.__name__}({{given}}, lr={{lr}}{arguments})"
+
+
+def _first_rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate that a group began with, as far as that is known."""
+    return _number(group.get("initial_lr", group.get("lr")))
+
+
+def _defaults_of(kind: type) -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(kind).parameters.items()}
 
 
 _PLAIN = (bool, int, float, str, tuple)

@@ -12,6 +12,7 @@ from gradsight.health.fixes import (
     LOWER_RATE,
     WARM_UP,
     WEAKER_DECAY,
+    folded,
 )
 from gradsight.health.registry import Advice
 from gradsight.health.trainers import Trainer
@@ -82,7 +83,6 @@ _PLACE = re.compile(
     re.MULTILINE,
 )
 _MODEL = re.compile(r"(?<![\w.\"'])model\b")
-_WIDTH = 74
 _UNSCALE = "scaler.unscale_(optimizer)    # once per step, before clipping\n"
 
 
@@ -132,9 +132,7 @@ def _with_optimizer(fix: str, window: Window, rate: float | None) -> str:
         place, given = "# in configure_optimizers", "self.parameters()"
     for section, what in ((LOWER_RATE, "a tenth of the rate"), (HIGHER_RATE, "a higher rate")):
         call = optimizer.call.format(given=given, lr=f"{rate:.3g}")
-        if len(call) > _WIDTH:
-            call = call.replace("(", "(\n    ", 1).removesuffix(")") + "\n)"
-        fix = fix.replace(section, f"\n{place}: {what}\n{call}\n")
+        fix = fix.replace(section, f"\n{place}: {what}\n{folded(call)}\n")
     return fix
 
 

@@ -67,6 +67,16 @@ class OnlyOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class SeveralOptimizers:
+    """The optimizers of a run that has more than one, for advice."""
+
+    call: str | None = None
+    """Code that makes one like the last of them, with {given} for the parameters."""
+    held_twice: tuple[int, ...] = ()
+    """Parameters that make up all that each of two optimizers holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What is known of the model and its optimizers before any gradient is seen.
 
@@ -94,6 +104,8 @@ class Subject:
     """Experts that stand side by side."""
     optimizer: OnlyOptimizer | None = None
     """None where there are several, or none is known."""
+    several: SeveralOptimizers | None = None
+    """None where there is one, or none is known."""
     trainer: Trainer | None = None
     """What runs the loop; None for a loop of the user's."""
     frozen_adapters: tuple[int, ...] = ()
@@ -177,6 +189,8 @@ class Window:
     """Whether some parameter has no gradient at this step, or one of exactly zero."""
     received: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters that have had a gradient at all."""
+    reached: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """Parameters whose gradient a backward pass has written, whatever became of it."""
     started_at_zero: Flags = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """Parameters whose weight was zero at the first look.
 
@@ -200,6 +214,8 @@ class Window:
     """Compared steps at which all ranks were given the same batch."""
     uncleared: int = 0
     """How many steps in a row the optimizer used gradients that had not been cleared."""
+    is_one_of_several: bool = False
+    """Whether other models are watched too; known where gradients were not cleared."""
     blocks: list[tuple[str, list[int]]] = field(default_factory=list)
     """Blocks of the model in its own order, with the rows of their matrices."""
     _block_rows: Rows = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
@@ -244,6 +260,7 @@ class Window:
         size = len(self.subject.names)
         self.alive = np.zeros(size, dtype=bool)
         self.received = np.zeros(size, dtype=bool)
+        self.reached = np.zeros(size, dtype=bool)
         self.started_at_zero = np.zeros(size, dtype=bool)
         blocks: dict[str, list[int]] = {}
         for row in self.subject.matrices:
@@ -366,11 +383,14 @@ class Window:
             self.unigram = signals.unigram
             self.signals.add("unigram")
         self._take_learning_rate()
+        if signals.reached:
+            self.reached[list(signals.reached)] = True
         self.updated_twice.update(signals.updated_twice)
         self.held_in_vain.update(signals.held_in_vain)
         if signals.uncleared is not None:
             self.signals.add("clearing")
             self.uncleared = self.uncleared + 1 if signals.uncleared else 0
+            self.is_one_of_several |= signals.is_one_of_several
         if signals.alike_batches is not None:
             self.signals.add("batches")
         if signals.first is not None:

@@ -22,6 +22,7 @@ from gradsight.core.beside import called_modules
 from gradsight.core.calls import is_suspended
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
+from gradsight.core.open_watches import count_open
 from gradsight.core.optimizers import is_inside_another_step, parameters_of
 from gradsight.core.passes import BackwardPass, pass_under_way
 from gradsight.core.samples import tensors_in
@@ -77,6 +78,8 @@ class TrainingSignals:
         self.first_look = first_look
         self._unseen = unseen
         self._evaluations: int | None = None  # of the closure that an optimizer is stepping with
+        self._unreached = set(range(len(parameters)))
+        self._reached: set[int] = set()
         self._clearing = [Clearing(optimizer, guard) for optimizer in optimizers]
         self._repeated: RepeatedUpdates | None = None
         self._batches = Batches()
@@ -165,10 +168,15 @@ class TrainingSignals:
             if self.first_look.guard.faults:
                 unseen = self.first_look.unseen()
         twice, in_vain = ((), ()) if self._repeated is None else self._repeated.take()
+        uncleared = self._uncleared()
+        reached = tuple(self._reached)
+        self._reached.clear()
         signals = StepSignals(
+            reached=reached,
             updated_twice=twice,
             held_in_vain=in_vain,
-            uncleared=self._uncleared(),
+            uncleared=uncleared,
+            is_one_of_several=bool(uncleared) and count_open() > 1,
             alike_batches=self._batches.alike,
             half=self._half,
             one_batch=self._batches.fixed,
@@ -212,6 +220,10 @@ class TrainingSignals:
             self._note_loss(begun)
         for clearing in self._clearing:
             clearing.after_backward(begun)
+        if self._unreached:
+            new = self._unreached.intersection(rows)
+            self._unreached -= new
+            self._reached |= new
         if self._repeated is not None:
             self._repeated.since_pass.clear()
 

@@ -56,6 +56,8 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     "GS207": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403"),
     "GS208": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403", "GS207"),
     "GS301": ("GS302", "GS306", "GS607", "GS205", "GS606", "GS403", "GS207"),
+    # One statement gave an optimizer the wrong network.
+    "GS303": ("GS306",),
     "GS304": ("GS611", "GS409", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),
     "GS402": ("GS409", "GS407", "GS405", "GS403", "GS204", "GS105", "GS107"),
@@ -73,7 +75,13 @@ one is the cause.
 """
 
 _SAME_PARAMETERS = {
-    *(("GS301", "GS205"), ("GS301", "GS306"), ("GS301", "GS207"), ("GS401", "GS408")),
+    *(
+        ("GS301", "GS205"),
+        ("GS301", "GS306"),
+        ("GS301", "GS207"),
+        ("GS303", "GS306"),
+        ("GS401", "GS408"),
+    ),
     ("GS607", "GS205"),
     # zero_grad() of an optimizer does not clear what it does not hold: that adds up.
     *(("GS101", "GS302"), ("GS102", "GS302"), ("GS202", "GS302")),

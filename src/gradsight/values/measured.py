@@ -111,6 +111,8 @@ class StepSignals:
     """The single number that backward was called on, or else the loss that was logged."""
     uncleared: bool | None = None
     """Whether the optimizer stepped on gradients that nobody had cleared since its last step."""
+    is_one_of_several: bool = False
+    """Whether other models are trained beside this one; told where gradients were not cleared."""
     alike_batches: int | None = None
     """How many batches in a row were the same; None where no batch was seen."""
     half: bool | None = None
@@ -125,6 +127,8 @@ class StepSignals:
     """Looked for only where the gradient is not finite; None where none are known to be broken."""
     updated_twice: tuple[int, ...] = ()
     """The parameters that two optimizers have updated by the same gradient, by position."""
+    reached: tuple[int, ...] = ()
+    """The parameters whose gradient a backward pass has written for the first time, by position."""
     held_in_vain: tuple[int, ...] = ()
     """Those that two optimizers hold, one of which has never found a gradient, by position."""
     scaled_limit: float | None = None

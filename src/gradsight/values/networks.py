@@ -4,11 +4,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class MovingOptimizer:
+    """An optimizer of the script that steps, as advice names it."""
+
+    variable: str | None = None
+    """The expression by which the script reaches it."""
+    made: str | None = None
+    """Where it was made, as "file:line"."""
+    call: str | None = None
+    """Code that makes one with the same settings, with {given} for the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
 class UnmovedNetwork:
     """A network that got gradients over many steps while none of its weights changed."""
 
     name: str
     parameters: int
+    """How many of its parameters may learn."""
     first_step: int
     """The first step at which it was seen with a gradient."""
     home: str | None = None
@@ -20,11 +33,23 @@ class UnmovedNetwork:
     optimizer_variable: str | None = None
     made: str | None = None
     """Where that optimizer was made, as "file:line"."""
-    stepping_optimizer: str | None = None
-    """The expression by which the script reaches an optimizer that steps."""
+    parts: tuple[str, ...] = ()
+    """The parts of it that get gradients, as the script reaches them; empty: all of it."""
+    with_gradient: int | None = None
+    """How many of its parameters get one; None: all of them."""
+    moving: MovingOptimizer | None = None
+    """The optimizer that steps in the place where this network's should, or another one."""
+    joins: bool = False
+    """Whether that optimizer, and no other, steps after every pass that reaches this network."""
+    held_twice: str | None = None
+    """A network that two optimizers hold, one of which was probably meant for this one."""
+    rivals: tuple[MovingOptimizer, ...] = ()
+    """These two; only the one that was meant for this network, if that is known, comes first."""
+    is_known_which: bool = False
+    """Whether the first of them is known to be the one that was meant for this network."""
     held_instead: str | None = None
     """A network of the same shapes that an optimizer holds, and that never got a gradient."""
     held_parameters: tuple[str, ...] = ()
-    """The names of its parameters in the record."""
+    """The names in the record of its parameters, or of those of `held_twice`."""
     trained_instead: str | None = None
     """A network that began with the same weights and is trained."""

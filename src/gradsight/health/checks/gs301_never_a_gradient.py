@@ -42,7 +42,8 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
 
     Why: they stay as they were initialised, silently. Parameters that no optimizer holds may be
     left out on purpose. One of several twins (an expert, a layer that is dropped at times) may have
-    to wait for its turn, and a bias may cancel out of the loss while its layer learns.
+    to wait for its turn, and a bias may cancel out of the loss while its layer learns. What the
+    script takes away between backward and step was reached, and is frozen for a while.
     """
     if (
         window.steps_seen < steps
@@ -56,12 +57,14 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
     rows = rows[[not _is_excused(window, row, steps_of_twins) for row in rows.tolist()]]
     if len(rows):
         none = int((~window.received[rows]).sum())
+        zero = len(rows) - none
+        seen = [f"{none} of {held.sum()} parameters had no gradient"] if none else []
+        if zero:
+            of = "" if none else f" of {held.sum()} parameters"
+            seen.append(f"{zero}{of} had one of exactly zero")
         why = _CUT if window.cut_by_checkpoint else ""
         yield Fact(
-            (
-                f"in {window.steps_seen} steps: {none} without any gradient, {len(rows) - none} "
-                f"with exactly zero{why}"
-            ),
+            f"in {window.steps_seen} steps, {' and '.join(seen)}{why}",
             window.named(rows),
             first_step=window.first_step,
         )
@@ -70,11 +73,13 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
 def _is_excused(window: Window, row: int, steps_of_twins: int) -> bool:
     """Whether there is a harmless reason.
 
-    Its layer learns and its own part cancels out, or a twin had its turn.
+    Its layer learns and its own part cancels out, a twin had its turn, or the script froze it.
     """
     matrices = window.subject.matrices
     if window.received[row] and matrices and window.started_at_zero[matrices].all():
         return True  # a model of zeros, which GS107 explains
+    if window.reached[row] and not window.received[row]:
+        return True  # the script took it away before the step, as where a layer waits some epochs
     names, alive = window.subject.names, np.flatnonzero(window.alive).tolist()
     layer = names[row].rpartition(".")[0]
     # The last bias of a Wasserstein critic cancels out of its loss: its gradient is exactly 0.

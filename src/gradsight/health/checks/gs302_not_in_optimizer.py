@@ -1,12 +1,12 @@
 """GS302: missing from the optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gradsight.health.fixes import ADD_MISSING
+from gradsight.health.fixes import ADD_MISSING, folded
 from gradsight.health.registry import Advice, Asked, Fact, check
-from gradsight.health.window import Window
+from gradsight.health.window import SeveralOptimizers, Window
 from gradsight.values.adapters import is_of_an_adapter
 
 
@@ -45,8 +45,83 @@ def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     if any(counts) and all(map(_is_added_by_peft, names)):
         text = f"the adapters were added after the optimizer was made: {text}"
         yield Fact(text, names, advice=_ADAPTERS)
+    elif window.subject.several is not None:
+        yield _among_several(window, rows.tolist(), text, window.subject.several)
     else:
         yield Fact(text, names)
+
+
+_BEFORE = "before the loop"
+_SHOWN = 3
+"""Modules that are named one by one."""
+
+
+def _among_several(window: Window, rows: list[int], text: str, several: SeveralOptimizers) -> Fact:
+    """Say what to do where the optimizer that should hold them cannot be told from the others."""
+    names = window.named(rows)
+    missing = _modules(window, rows)
+    twice = _modules(window, several.held_twice)
+    has_names = 0 < len(missing) <= _SHOWN
+    if several.held_twice and has_names and 0 < len(twice) <= _SHOWN:
+        text += f", while those of {' and '.join(twice)} are in two"
+        these = " and ".join(missing)
+        words = (
+            f"Two optimizers hold {' and '.join(twice)}: one of them was probably meant for "
+            f"{these}. Make that one from the parameters of {these}."
+        )
+        what, variable = "make one of the two optimizers from these", "optimizer"
+    else:
+        words = (
+            "These parameters get a gradient that nobody uses: give them to an optimizer that "
+            "steps after the backward pass of their loss, or freeze them."
+        )
+        what, variable = "an optimizer of their own", "another_optimizer"
+    trainer = window.subject.trainer
+    is_lightning = trainer is not None and trainer.library == "lightning"
+    place, model = ("in configure_optimizers", "self") if is_lightning else (_BEFORE, "model")
+    given = [f'*{model}.get_submodule("{each}").parameters()' for each in missing]
+    if all(part.isidentifier() for each in missing for part in each.split(".")):
+        given = [f"*{model}.{each}.parameters()" for each in missing]
+    code = f"missing = [{', '.join(given)}]\n"
+    if not has_names:
+        code = (
+            f"names = {list(names)!r}\n"
+            f"missing = [each for name, each in {model}.named_parameters() if name in names]\n"
+        )
+    call = (several.call or "torch.optim.Adam({given}, lr=1e-3)").replace("{given}", "missing")
+    fix = (
+        f"# {place}: {what}\n"
+        f"# (it must step after the backward pass of their loss)\n"
+        f"{code}{folded(f'{variable} = {call}')}\n"
+    )
+    if variable == "another_optimizer" and trainer is None:
+        fix += (
+            f"\n# in the loop, before the backward pass of their loss: clear their gradients\n"
+            f"{variable}.zero_grad()\n"
+            f"\n# in the loop, after that backward pass: update them\n{variable}.step()\n"
+        )
+    return Fact(text, names, advice=Advice(words, fix))
+
+
+def _modules(window: Window, rows: Sequence[int]) -> list[str]:
+    """Return the outermost modules that hold these parameters and no others; none: impossible."""
+    names = window.subject.names
+    wanted = {names[row] for row in rows}
+    found: list[str] = []
+    for row in rows:
+        parts = names[row].split(".")[:-1]
+        paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        whole = (
+            path
+            for path in paths
+            if all(name in wanted for name in names if name.startswith(f"{path}."))
+        )
+        path = next(whole, None)
+        if path is None:
+            return []
+        if path not in found:
+            found.append(path)
+    return found
 
 
 def _is_added_by_peft(name: str) -> bool:

@@ -30,4 +30,21 @@ def uncleared(window: Window, *, steps: int = 4) -> Iterator[Fact]:
             f"{window.uncleared} steps in a row used gradients that still hold those of the "
             "step before"
         )
-        yield Fact(text, first_step=window.step.step - window.uncleared + 1)
+        others = window.is_one_of_several or window.subject.several is not None
+        yield Fact(
+            text,
+            first_step=window.step.step - window.uncleared + 1,
+            advice=Advice(_BESIDE_OTHERS, _BEFORE_BACKWARD) if others else None,
+        )
+
+
+_BESIDE_OTHERS = (
+    "Every step uses the sum of all gradients so far. The backward pass of another network's loss "
+    "adds to them too: clear the gradients of this network just before its own backward pass."
+)
+_BEFORE_BACKWARD = """
+# in the loop, before loss.backward(): clear the gradients
+# (of the optimizer whose step follows; if several passes add up for one
+# step, before the first of them)
+optimizer.zero_grad()
+"""

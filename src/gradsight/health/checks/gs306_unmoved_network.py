@@ -1,10 +1,13 @@
 """GS306: network that no optimizer moves."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from gradsight.health.fixes import folded
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
-from gradsight.values.networks import UnmovedNetwork
+from gradsight.values.networks import MovingOptimizer, UnmovedNetwork
 
 
 @check(
@@ -47,7 +50,10 @@ def unmoved(window: Window) -> Iterator[Fact]:
 
 
 def _seen(network: UnmovedNetwork) -> str:
-    text = f"{network.name} ({network.parameters} parameters) gets gradients and never changes: "
+    count = f"{network.parameters} parameters"
+    if network.with_gradient is not None:
+        count = f"{network.with_gradient} of its {count}"
+    text = f"{network.name} ({count}) gets gradients and never changes: "
     if network.optimizer is None:
         text += "it is in no optimizer"
     else:
@@ -60,7 +66,29 @@ def _seen(network: UnmovedNetwork) -> str:
         )
     elif network.trained_instead is not None:
         text += f", while {network.trained_instead}, which began as its copy, is trained"
+    elif network.held_twice is not None:
+        text += f", while {network.held_twice} is in two: {_listed(network)}"
+    if network.parts:
+        text += f" (the gradients are those of {_all(network.parts)})"
     return text
+
+
+def _listed(network: UnmovedNetwork) -> str:
+    """Return what the script calls the two optimizers, in the order of its lines."""
+    pair = sorted(network.rivals, key=lambda each: _line(each.made))
+    return " and ".join(map(_place_of, pair))
+
+
+def _line(made: str | None) -> tuple[str, int]:
+    file, _, line = (made or "").rpartition(":")
+    return file, int(line or 0)
+
+
+def _place_of(optimizer: MovingOptimizer) -> str:
+    if optimizer.variable is None:
+        return "one" if optimizer.made is None else f"the one made at {optimizer.made}"
+    made = "" if optimizer.made is None else f" ({optimizer.made})"
+    return f"{optimizer.variable}{made}"
 
 
 def _advice(network: UnmovedNetwork) -> str:
@@ -72,9 +100,22 @@ def _advice(network: UnmovedNetwork) -> str:
             f"Train {name} and copy its weights to {network.trained_instead}, if that is its "
             "target network."
         )
-    way = f"Give the parameters of {name} to an optimizer"
+    if network.held_twice is not None and network.is_known_which:
+        return f"Make {_place_of(network.rivals[0])} from the parameters of {name}."
+    if network.held_twice is not None:
+        return (
+            f"Make one of {_listed(network)} from the parameters of {name}. The run does not show "
+            f"which: take the one that steps after the backward pass that {name} is to learn from."
+        )
     if network.optimizer is not None:
         way = f"Step the optimizer of {name} after backward()"
+    elif network.joins or network.moving is None:
+        way = f"Give the parameters of {_all(network.parts or (name,))} to an optimizer"
+    else:
+        way = (
+            f"Make an optimizer of its own for {name}, or give its parameters to the optimizer "
+            "that steps after the backward pass of its loss"
+        )
     return f"{way}, or freeze {name} if it is not meant to learn."
 
 
@@ -84,16 +125,54 @@ def _fix(network: UnmovedNetwork) -> str:
         optimizer = network.optimizer_variable or "optimizer"
         step = f"# in the loop, after backward(): step the optimizer of {name}\n{optimizer}.step()"
         return f"{step}\n"
-    optimizer = network.stepping_optimizer or "optimizer"
     instead = network.held_instead or network.trained_instead
     if instead is not None:
-        made = f"{optimizer} = torch.optim.Adam({name}.parameters(), lr=1e-3)"
+        made = _made(network.moving, name, f"{name}.parameters()")
+        return f"# before the loop: give the optimizer {name} in place of {instead}\n{made}"
+    if network.held_twice is not None:
+        made = _made(network.rivals[0], name, _parameters(network))
+        if network.is_known_which:
+            return f"# before the loop: make this optimizer from {name}\n{made}"
         return (
-            f"# before the loop: give the optimizer {name} in place of {instead}\n"
-            f"# (with your optimizer and its settings)\n{made}\n"
+            f"# before the loop: make one of the two optimizers from {name}\n"
+            f"# (the one that steps after its backward pass)\n{made}"
         )
-    group = f'{optimizer}.add_param_group({{"params": {name}.parameters()}})'
+    freeze = "\n".join(f"# {each}.requires_grad_(False)" for each in network.parts or (name,))
+    frozen = f"# or, if it is not meant to learn, instead:\n{freeze}\n"
+    moving = network.moving
+    if network.joins and moving is not None:
+        optimizer = moving.variable or "optimizer"
+        group = f'{optimizer}.add_param_group({{"params": {_parameters(network)}}})'
+        return (
+            f"# before the loop, and before a scheduler is made: add what is missing\n"
+            f"{folded(group)}\n\n{frozen}"
+        )
+    own = re.sub(r"\W+", "_", name.removeprefix("self.")).strip("_") + "_optimizer"
+    made = _made(replace(moving or MovingOptimizer(), variable=own), name, _parameters(network))
     return (
-        f"# before the loop, and before a scheduler is made: add what is missing\n{group}\n\n"
-        f"# or, if it is not meant to learn, instead:\n# {name}.requires_grad_(False)\n"
+        f"# before the loop: an optimizer for {name}\n{made}\n"
+        f"# in the loop, before the backward pass of its loss: clear its gradients\n"
+        f"{own}.zero_grad()\n\n"
+        f"# in the loop, after that backward pass: update it\n{own}.step()\n\n{frozen}"
     )
+
+
+def _made(optimizer: MovingOptimizer | None, name: str, parameters: str) -> str:
+    """Return the line that makes an optimizer, with the settings of the script's."""
+    variable = (None if optimizer is None else optimizer.variable) or "optimizer"
+    if optimizer is None or optimizer.call is None:
+        made = f"torch.optim.Adam({parameters}, lr=1e-3)"
+        return f"# (with your optimizer and its settings)\n{folded(f'{variable} = {made}')}\n"
+    made = optimizer.call.replace("{given}", parameters)
+    return f"{folded(f'{variable} = {made}')}\n"
+
+
+def _parameters(network: UnmovedNetwork) -> str:
+    """Return the expression for the parameters that get a gradient."""
+    if not network.parts:
+        return f"{network.variable or network.name}.parameters()"
+    return f"[{', '.join(f'*{each}.parameters()' for each in network.parts)}]"
+
+
+def _all(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
