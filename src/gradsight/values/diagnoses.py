@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+BROKEN_OPERAND = "that needs no gradient is not finite"
+"""What the details of an operation say where labels or a constant broke its result."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
