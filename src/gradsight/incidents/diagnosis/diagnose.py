@@ -26,9 +26,11 @@ from gradsight.incidents.diagnosis.operation import (
 from gradsight.incidents.diagnosis.samples import SampleNorms, have_same_rows, measure_samples
 from gradsight.incidents.diagnosis.watcher import Budget, OutOfTime
 from gradsight.incidents.kept_calls import BackwardGraph
-from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
+from gradsight.values.diagnoses import NONE_STANDS_OUT, Diagnosis, GuiltyOperation, GuiltySample
 
 Kind = Literal["nonfinite", "spike"]
+_NEARLY_ALL = 0.9
+"""The share of samples from which on none of them stands out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +273,10 @@ def _samples(
         notes.append(
             f"the gradients of {len(samples)} samples were taken, not of all: no shares are given"
         )
-    if len(samples) > 1 and not any(math.isfinite(sample.norm) for sample in samples):
-        notes.append(f"the gradients of all {len(samples)} samples are not finite: none stands out")
+    broken = sum(not math.isfinite(sample.norm) for sample in samples)
+    if len(samples) > 1 and broken >= _NEARLY_ALL * len(samples):
+        how_many = f"all {broken}" if broken == len(samples) else f"{broken} of {len(samples)}"
+        notes.append(f"the gradients of {how_many} samples are not finite: {NONE_STANDS_OUT}")
     return ranked(samples, complete=complete, most=options.most)
 
 
