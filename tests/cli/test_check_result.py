@@ -2,6 +2,7 @@
 
 import io
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,39 @@ def test_a_script_that_ends_without_a_step_is_asked_for_an_optimizer() -> None:
     assert "no optimizer step was seen: nothing to judge" in text
 
 
+def adam(**more: object) -> dict[str, object]:
+    """An optimizer as script.json describes it."""
+    return {"optimizer": "Adam", "model": "net", "made": ["/a/train.py", 3], **more}
+
+
+def test_a_rate_that_the_script_changes_is_told_by_its_largest_value() -> None:
+    optimizer = adam(steps=["/a/train.py", 9], lr=0.0, scheduler=False)
+    changed = CheckResult(["python", "train.py"], 0, {"net": run(lr=0.5)}, [optimizer])
+    assert changed.notes()[0].endswith("lr up to 0.5, set by the script.")
+    constant = CheckResult(["python", "train.py"], 0, {"net": run()}, [optimizer | {"lr": 0.1}])
+    assert constant.notes()[0].endswith("lr 0.1, no scheduler.")
+
+
+def test_a_place_outside_the_script_is_told_from_the_working_directory_on() -> None:
+    here = Path.cwd()
+    optimizer = adam(made=[str(here / "train.py"), 3], steps=[str(here / "lib" / "misc.py"), 9])
+    text = CheckResult(["python", "train.py"], 0, {"net": run()}, [optimizer]).notes()[0]
+    assert "made at train.py:3, steps at lib/misc.py:9" in text
+    elsewhere = adam(steps=["/elsewhere/lib/misc.py", 9])
+    text = CheckResult(["python", "train.py"], 0, {"net": run()}, [elsewhere]).notes()[0]
+    assert "made at train.py:3, steps at misc.py:9" in text
+
+
+def test_steps_that_a_scaler_skipped_are_counted() -> None:
+    summary = run()
+    steps = [replace(step, scale=2.0, skipped=step.step == 1) for step in summary.steps]
+    scaled = replace(summary, steps=steps)
+    line = CheckResult([], 0, {"net": scaled}).notes()[-1]
+    assert line.endswith("Loss scaling: yes (1 skipped by the GradScaler).")
+    line = CheckResult([], 0, {"net": scaled, "critic": run()}).notes()[-1]
+    assert line.endswith("Loss scaling: yes (1 skipped by the GradScaler in net).")
+
+
 @pytest.mark.parametrize(
     ("code", "how"),
     [
@@ -65,7 +99,7 @@ def test_a_failure_comes_first_and_is_not_called_healthy(code: int, how: str) ->
     result = CheckResult(["python", "a.py"], code, {"net": run()})
     first, *others = printed(result).splitlines()[2:]
     assert first == f"❌ The script {how}"
-    assert others[0] == "✅ no finding in 4 steps"
+    assert others[0] == "No finding in 4 steps before that"
     assert result.exit_code() == 3
 
 

@@ -68,3 +68,9 @@ def test_a_program_that_the_shell_does_not_find_keeps_its_path(
 def test_gradsight_is_called_as_you_called_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/env/gradsight/__main__.py", "check"])
     assert command().after_failure()[1].startswith("   python -m gradsight check --steps 5")
+
+
+def test_a_device_is_not_given_as_the_file_to_change() -> None:
+    lines = command(options=(), health=Path("/dev/null")).to_silence(["GS401"])
+    assert lines[0].endswith("at the top of health.toml and run:")
+    assert "--health health.toml" in lines[1]

@@ -228,6 +228,11 @@ model[2].weight.data.abs_()
 def loss_fn(outputs, targets):
     return (safe_exp(outputs[:, 0]) - targets * outputs[:, 0]).mean()
 """
+ALL_POSITIVE = """
+data.abs_()
+for parameter in model.parameters():
+    parameter.data.abs_()
+"""
 HUGE_GRADIENT = """
 loss_fn = lambda outputs, targets: F.softplus(1e7 * (1e-7 * outputs).float()).mean()
 """
@@ -556,11 +561,18 @@ FAULTS = [
     ),
     Fault(
         "GS103",
+        "an operation that is seldom to blame",
+        "",
+        forward("loss_fn(torch.lgamma(0 * model(inputs)), targets)"),
+    ),
+    Fault(
+        "GS103",
         "an eps that float16 rounds to 0",
         SMALL_EPS,
         forward("loss_fn(model(inputs.half()).float(), targets) * 1e-3"),
     ),
     Fault("GS104", "exp() overflows", POISSON),
+    Fault("GS104", "a factor overflows", ALL_POSITIVE, forward("1e60 * model(inputs).mean()")),
     Fault("GS104", "float16 overflows", HUGE_GRADIENT, forward_in_float16()),
     Fault("GS105", "tiny weights", SMALL_WITHOUT_BIAS),
     Fault("GS106", "dead units", DEAD_OUTPUTS),

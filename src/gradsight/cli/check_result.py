@@ -1,6 +1,7 @@
 """What a check came to: the runs it recorded, the script's own end, the verdict over all."""
 
 import json
+import os
 import signal
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from gradsight.store.run_files import write_report
 from gradsight.values.causes import roots_of
 from gradsight.values.health_report import SEVERITIES, SIGNS
 from gradsight.values.plain import counted
+from gradsight.values.steps import Step
 from gradsight.values.texts import for_terminal, on_one_line
 
 FAILED = 3
@@ -122,19 +124,59 @@ class CheckResult:
         return [*failure, *self._optimizers(), *self._clipping_and_scaling()]
 
     def _optimizers(self) -> list[str]:
-        return [_described(each, self._largest_rate(each)) for each in self.optimizers]
+        return [self._described(each) for each in self.optimizers]
 
-    def _largest_rate(self, optimizer: Mapping[str, Any]) -> float | None:
-        """The largest rate that it had at its steps; None where other optimizers share its model.
+    def _described(self, optimizer: Mapping[str, Any]) -> str:
+        """An optimizer as a sentence: of which model, where it is made and steps, its rate."""
+        if isinstance(optimizer.get("passes"), int):
+            return _OWN_UPDATES.format(passes=optimizer["passes"])
+        if isinstance(optimizer.get("frozen"), str):
+            text = _FROZEN.format(model=optimizer["frozen"])
+            return text + _FROZEN_ADAPTERS * (optimizer.get("adapters") is True)
+        text = (
+            f"{optimizer['optimizer']} of {optimizer.get('model') or 'a model that was not found'}"
+        )
+        made = optimizer.get("made")
+        if made:
+            text += f": made at {self._place(*made)}"
+        steps = optimizer.get("steps")
+        if steps:
+            text += f", steps at {self._place(*steps)}"
+        elif made:
+            text += ", never stepped"
+        recorded = self._recorded_rates(optimizer)
+        known = [optimizer.get("lr"), *recorded]
+        rates = [rate for rate in known if isinstance(rate, (int, float))]
+        if optimizer.get("scheduler"):
+            return (
+                f"{text}, lr up to {max(rates):g} with a scheduler."
+                if rates
+                else f"{text}, with a scheduler."
+            )
+        if len(recorded) > 1:
+            return f"{text}, lr up to {max(rates):g}, set by the script."
+        if rates:
+            text += f", lr {rates[0]:g}"
+        return f"{text}, no scheduler."
+
+    def _place(self, file: str, line: int) -> str:
+        """A line of the script by its file's name; one elsewhere from the working directory on."""
+        name = os.path.basename(file)
+        is_script = any(os.path.basename(token) == name for token in self.command)
+        if not is_script and Path(file).is_relative_to(Path.cwd()):
+            name = str(Path(file).relative_to(Path.cwd()))
+        return f"{name}:{line}"
+
+    def _recorded_rates(self, optimizer: Mapping[str, Any]) -> set[float]:
+        """The rates that it had at its steps; none where other optimizers share its model.
 
         A scheduler may begin at zero and end there, so that one rate says nothing.
         """
         name = optimizer.get("model")
         sharing = [each for each in self.optimizers if each.get("model") == name]
         if len(sharing) > 1 or name not in self.runs:
-            return None
-        steps = self.runs[name].steps
-        return max((step.lr for step in steps if step.lr is not None), default=None)
+            return set()
+        return {step.lr for step in self.runs[name].steps if step.lr is not None}
 
     def _clipping_and_scaling(self) -> list[str]:
         """Return the line on clipping and loss scaling, counted over the steps of each model."""
@@ -158,7 +200,8 @@ class CheckResult:
         else:
             text = "none, in any model"
         scaled = any(step.scale is not None for own in steps.values() for step in own)
-        return [f"Clipping: {text}. Loss scaling: {'yes' if scaled else 'no'}."]
+        scaling = f"yes{_skipped_by_scaler(steps)}" if scaled else "no"
+        return [f"Clipping: {text}. Loss scaling: {scaling}."]
 
     def forget_incidents(self) -> None:
         """The folder of this check is about to go: nothing may point there."""
@@ -178,6 +221,23 @@ class CheckResult:
             write_reports(open_run(place), shown, notes=self.notes())
         if not self.runs:
             write_empty_reports(folder, self.notes(), self.failure)
+
+
+def _skipped_by_scaler(steps: Mapping[str, Sequence[Step]]) -> str:
+    """How many of the steps a GradScaler skipped, in brackets; empty if it skipped none.
+
+    steps: those of each model.
+    """
+    counts = {
+        name: sum(step.skipped and step.scale is not None for step in own)
+        for name, own in steps.items()
+    }
+    skipped = [
+        f"{count} skipped by the GradScaler" + (f" in {name}" if len(counts) > 1 else "")
+        for name, count in counts.items()
+        if count
+    ]
+    return f" ({', '.join(skipped)})" if skipped else ""
 
 
 def _wrapped(text: str) -> list[str]:
@@ -283,31 +343,3 @@ _FROZEN_ADAPTERS = (
     " Its adapters are frozen: PeftModel.from_pretrained() freezes them unless you pass "
     "is_trainable=True."
 )
-
-
-def _described(optimizer: Mapping[str, Any], largest_rate: float | None) -> str:
-    """An optimizer as a sentence: of which model, where it is made and steps, its learning rate."""
-    if isinstance(optimizer.get("passes"), int):
-        return _OWN_UPDATES.format(passes=optimizer["passes"])
-    if isinstance(optimizer.get("frozen"), str):
-        text = _FROZEN.format(model=optimizer["frozen"])
-        return text + _FROZEN_ADAPTERS * (optimizer.get("adapters") is True)
-    text = f"{optimizer['optimizer']} of {optimizer.get('model') or 'a model that was not found'}"
-    made = optimizer.get("made")
-    if made:
-        text += f": made at {Path(made[0]).name}:{made[1]}"
-    steps = optimizer.get("steps")
-    if steps:
-        text += f", steps at {Path(steps[0]).name}:{steps[1]}"
-    elif made:
-        text += ", never stepped"
-    rates = [rate for rate in (optimizer.get("lr"), largest_rate) if isinstance(rate, (int, float))]
-    if optimizer.get("scheduler"):
-        return (
-            f"{text}, lr up to {max(rates):g} with a scheduler."
-            if rates
-            else f"{text}, with a scheduler."
-        )
-    if rates:
-        text += f", lr {rates[0]:g}"
-    return f"{text}, no scheduler."

@@ -36,6 +36,8 @@ class CheckCommand:
     def to_silence(self, codes: Sequence[str]) -> list[str]:
         """How to run the script again without the first of these checks."""
         file = self.health or _HEALTH
+        if file.exists() and not file.is_file():  # /dev/null takes no settings
+            file = _HEALTH
         others = " (and likewise the others)" if len(codes) > 1 else ""
         return [
             f"To silence {codes[0]}{others}, put {codes[0]} = false at the top of {file} and run:",

@@ -20,6 +20,25 @@ GIVEN = {
 }
 """The names that every fix may use, and what they stand for."""
 
+DROP_SAMPLES = """
+# in the loop, before the forward pass: leave out non-finite samples
+finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
+finite &= torch.isfinite(targets).reshape(len(targets), -1).all(dim=1)
+inputs, targets = inputs[finite], targets[finite]
+"""
+
+STABLE_CLASSES = """
+# in the loop, instead of the forward pass: a stable loss of classes
+# (if your loss takes a logarithm of softmax or sigmoid by hand)
+loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
+"""
+
+SAFE_LOG = """
+# in a loss of your own: a logarithm that is finite at 0
+def safe_log(x, eps=1e-8):
+    return torch.log(x.clamp_min(eps))
+"""
+
 LIST_FROZEN = """
 # before the loop: list frozen parameters
 for name, parameter in model.named_parameters():

@@ -28,6 +28,7 @@ from gradsight.health.subject import (
     subject_of,
 )
 from gradsight.measure.host_copy import HostCopy
+from gradsight.values.endings import LossAtEnd
 from gradsight.values.findings import Finding, IncidentRule
 from gradsight.values.health_report import Abstention, HealthReport
 from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
@@ -66,6 +67,8 @@ class Health:
         self._optimizers_elsewhere: list[Any] = []
         self.unmoved: Sequence[UnmovedNetwork] | None = None
         """Networks of the script that no optimizer moves; None where nobody compared them."""
+        self.at_end: LossAtEnd | None = None
+        """The loss that the script failed on, if it was not finite."""
         subject = subject_of(model, parameters, self._optimizers)
         self._judge = Judge(subject, options.checks)
         # Of a shard this rank sees some units only.
@@ -153,6 +156,10 @@ class Health:
             findings += self._judge.compare(comparison)
         return findings + self._judge.compare_digests(measured.rank_digests)
 
+    def advised(self, findings: Sequence[Finding]) -> list[Finding]:
+        """The same findings, each with advice for the operation that it was found to come from."""
+        return self._judge.advised(findings)
+
     def _take_optimizers(self) -> None:
         """Note which parameters the optimizers hold by now."""
         window = self._judge.window
@@ -181,6 +188,8 @@ class Health:
             findings += self._judge.compare(comparison)
         if self.unmoved is not None:
             findings += self._judge.compare_networks(self.unmoved)
+        if self.at_end is not None:
+            findings += self._judge.failed_on(self.at_end)
         return findings + self._judge.finish()
 
     def abstentions(self) -> list[Abstention]:

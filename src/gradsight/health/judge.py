@@ -11,10 +11,12 @@ from math import isfinite
 from typing import get_args
 
 from gradsight.health import checks
+from gradsight.health.operations import advice_of
 from gradsight.health.registry import MISSING, Advice, Check, CheckSettings, Fact, When, chosen
 from gradsight.health.tailoring import fitted
 from gradsight.health.window import Subject, Window
-from gradsight.values.causes import with_causes
+from gradsight.values.causes import BROKEN, with_causes
+from gradsight.values.endings import LossAtEnd
 from gradsight.values.findings import Finding
 from gradsight.values.health_report import SEVERITIES, Abstention, ordered
 from gradsight.values.measured import MeasuredStep, RankComparison, RankDigests
@@ -114,6 +116,33 @@ class Judge:
         self._run("networks", patient=False)
         return self._take_news()
 
+    def failed_on(self, loss: LossAtEnd) -> list[Finding]:
+        """Judge the loss that the script failed on."""
+        window = self.window
+        made = [each.finding.code for each in self._running if each.finding is not None]
+        # A step that was made later shows that the script went on.
+        is_over = window.steps_seen and window.step.step >= loss.step
+        # A loss times the factor of a GradScaler may be infinite on purpose.
+        is_scaled = loss.state == "inf" and window.step.scale is not None
+        if not (is_over or is_scaled or set(made) & set(BROKEN)):
+            window.at_end = loss
+            for each in self._running:
+                if each.check.asked.at_failure:
+                    self._ask(each, patient=False)
+        return self._take_news()
+
+    def advised(self, findings: Sequence[Finding]) -> list[Finding]:
+        """The same findings, each with advice for the operation that it was found to come from."""
+        special = {each.check.code for each in self._running if each.advice is not None}
+        advised = []
+        for finding in findings:
+            advice = None if finding.code in special else advice_of(finding)
+            if advice is not None:
+                words = fitted(advice.tidy(), self.window)
+                finding = replace(finding, recommendation=words.recommendation, fix=words.fix)
+            advised.append(finding)
+        return advised
+
     def findings(self) -> list[Finding]:
         """What has been found so far, the worst first, each after what it follows from."""
         return ordered([each.finding for each in self._running if each.finding is not None])
@@ -157,15 +186,19 @@ class Judge:
         return [replace(each, caused_by=causes[each.code]) for each in news]
 
     def _run(self, when: str, patient: bool) -> None:
-        window = self.window
         for each in self._able(when):
-            check = each.settings.check
-            gate = check.asked.gate
-            facts: Sequence[Fact] = ()
-            if gate is None or gate(window):
-                facts = list(check.function(window, **each.settings.thresholds))
-            if facts or each.streak or each.finding is not None:
-                self._weigh(each, facts, patient)
+            self._ask(each, patient)
+
+    def _ask(self, each: _Running, patient: bool) -> None:
+        """Have one check look at the window."""
+        window = self.window
+        check = each.settings.check
+        gate = check.asked.gate
+        facts: Sequence[Fact] = ()
+        if gate is None or gate(window):
+            facts = list(check.function(window, **each.settings.thresholds))
+        if facts or each.streak or each.finding is not None:
+            self._weigh(each, facts, patient)
 
     def _able(self, when: str) -> list[_Running]:
         """The checks whose signals have been seen.
@@ -210,7 +243,7 @@ class Judge:
         first_step = facts[0].first_step
         if first_step is None:
             first_step = each.began
-        each.made = self.window.step.step
+        each.made = max(self.window.step.step, first_step)
         self._tell(each, self._finding(each, _severity(each.check, facts), first_step))
 
     def _widen(self, each: _Running, known: Finding, facts: Sequence[Fact]) -> None:

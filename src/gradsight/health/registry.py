@@ -71,6 +71,8 @@ class Asked:
     """The signals without which it abstains; `MISSING` has the words for each."""
     gate: Callable[[Any], bool] | None = None
     """What must hold of the window for the check to find anything: cheap, and asked first."""
+    at_failure: bool = False
+    """Whether it is asked once more if the script fails on a loss that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from gradsight.health.bad_steps import scaler_settles
 from gradsight.health.baseline import Baseline, logarithms
 from gradsight.health.expert_life import ExpertLife
 from gradsight.health.trainers import Trainer
+from gradsight.values.endings import LossAtEnd
 from gradsight.values.experts import ExpertGroup
 from gradsight.values.first_step import ConstantLoss
 from gradsight.values.measured import (
@@ -198,6 +199,8 @@ class Window:
     """
     unmoved: tuple[UnmovedNetwork, ...] = ()
     """Networks of the script that get gradients and that no optimizer moves."""
+    at_end: LossAtEnd | None = None
+    """The loss that the script failed on, if it was not finite."""
     broken_losses: int = 0
     """How many losses in a row were not finite, at steps whose gradient was."""
     pass_counts: set[int] = field(default_factory=set)

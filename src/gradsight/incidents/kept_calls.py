@@ -79,6 +79,7 @@ class BackwardGraph:
     """What autograd had saved of it, if the loss was not finite (incidents.loss_values)."""
     lines: Mapping[Any, str]
     backward_caller: str | None
+    """None for a loss that backward was not called on."""
 
 
 class KeptCalls:
@@ -375,6 +376,15 @@ class KeptCalls:
         lines = self._loss_lines.of(self.root, loss)
         return BackwardGraph(nodes, values, lines, backward_caller)
 
+    def unfinished(self, loss: Tensor) -> BackwardGraph | None:
+        """Return the graph of a loss of the step under way that backward was not called on."""
+        between = self._loss_lines.under_way(loss)
+        if between is None:
+            return None
+        nodes = nodes_since(loss, between.since)
+        lines = self._loss_lines.of_unfinished(loss, between)
+        return BackwardGraph(nodes, _values_read(loss, nodes), lines, None)
+
     def _doubts(self, call: KeptCall) -> Iterator[str]:
         """Why running this call again may not be what it was."""
         if call.changed():
@@ -489,13 +499,18 @@ class KeptCalls:
         self._losses_read += 1
         if self._losses_read > _MOST_LOSSES_READ:
             return None
-        # Here, because it imports much that a healthy run never needs.
-        from gradsight.incidents.loss_values import loss_values
+        return _values_read(root, nodes_since(root, loss.since))
 
-        try:
-            return loss_values(root, nodes_since(root, loss.since))
-        except Exception:  # what cannot be computed again is not known
-            return None
+
+def _values_read(loss: Tensor, nodes: Sequence[Any]) -> Any:
+    """Return what autograd has saved of a loss that is not finite; None if it cannot be read."""
+    # Here, because it imports much that a healthy run never needs.
+    from gradsight.incidents.loss_values import loss_values
+
+    try:
+        return loss_values(loss, nodes)
+    except Exception:  # what cannot be computed again is not known
+        return None
 
 
 def _numbers(used: Sequence[KeptCall], dropped: Counter[tuple[int, str]]) -> list[CallNumber]:

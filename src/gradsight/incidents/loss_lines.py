@@ -109,6 +109,28 @@ class LossLines:
         lines = self._known.get(_loss(nodes, between), ())
         return {node: line for node, line in zip(nodes, lines, strict=False) if line is not None}
 
+    def under_way(self, loss: Tensor) -> Between | None:
+        """Where a loss lies that backward was not called on; None if it is of an earlier step."""
+        node: Any = loss.grad_fn
+        if not self._begun or node._sequence_nr() < self._since:
+            return None
+        return Between(self._since, self._caller)
+
+    def of_unfinished(self, root: Tensor, between: Between) -> Mapping[Any, str]:
+        """The same as `of` for a loss that backward was not called on."""
+        nodes = nodes_since(root, between.since)
+        structure = _structure(nodes)
+        known = [
+            lines
+            for (caller, _, other), lines in self._known.items()
+            if caller == between.caller and other == structure
+        ]
+        if not known and self._noting:
+            known = [tuple(_line_of(node, None) for node in nodes)]
+        # The same operations from two places: neither can be named.
+        agreed = (each[0] if len(set(each)) == 1 else None for each in zip(*known, strict=True))
+        return {node: line for node, line in zip(nodes, agreed, strict=False) if line is not None}
+
     def _switch_on(self) -> None:
         if not torch.is_anomaly_enabled():
             # Nothing is checked and nothing computed otherwise: every node keeps its stack as text.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -27,10 +28,11 @@ from gradsight.incidents.incident import (
     facts_of_ending,
     facts_of_finding,
 )
-from gradsight.incidents.kept_calls import KeptCalls, KeptLimits
+from gradsight.incidents.kept_calls import BackwardGraph, KeptCalls, KeptLimits
 from gradsight.incidents.parameter_copy import ParameterCopy
 from gradsight.store.diagnoses import is_broken, of_rank
 from gradsight.values.diagnoses import Diagnosis
+from gradsight.values.endings import LossAtEnd
 from gradsight.values.findings import ONE_LOOK, PRECISION, TREND, Finding, IncidentRule
 from gradsight.values.measured import MeasuredStep
 
@@ -44,9 +46,15 @@ _ALWAYS_DIAGNOSED = 3
 _OWN = ("gradsight.ghost.", "gradsight.incidents.", "gradsight.session.", "gradsight.core.")
 _OF_THE_GRADIENT = (ONE_LOOK, TREND, PRECISION)
 """Families of findings that are about the step's gradient, and so share its incident."""
+_OF_THE_LOSS = "GS109"
+"""The finding of a loss that a script failed on."""
 _NOT_CALLED = (
     "the step cannot be run again, because it called no module with these parameters, as "
     "model(x) would"
+)
+_BEFORE_WATCH = (
+    "the first step cannot be run again: Gradsight begins to watch at the first backward pass, "
+    "when the model has been called already"
 )
 _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "
@@ -79,6 +87,8 @@ class RecorderOptions:
     """By the code of a check: which of its findings get an incident."""
     first: bool
     """Whether this rank judges and writes; the others write what they find beside it."""
+    attached: bool = False
+    """Whether the watch is opened at the first backward pass."""
     quiet: bool = True
     """Whether nothing is said of the memory that is kept."""
 
@@ -138,6 +148,8 @@ class FlightRecorder:
         self._findings: dict[str, Finding] = {}
         self._causes: dict[str, tuple[Diagnosis | None, str | None]] = {}
         """By code: what its first incident was found to come from, and where it is kept."""
+        self._at_end: tuple[int, Diagnosis | None] | None = None
+        """The step whose loss the script failed on, and where that comes from."""
         self._known: set[tuple[str, int]] = set()
         self._failures: dict[str, str] = {}
         """Errors that the model raised when a step was run again, by purpose."""
@@ -264,9 +276,11 @@ class FlightRecorder:
             return diagnose(self._model, passes, options)
 
     def _without_calls(self) -> Diagnosis:
-        """Return a diagnosis from the autograd graph alone, for a step that called no module."""
-        from gradsight.incidents.diagnosis.loss import fault_in_graph
+        """Return a diagnosis from the autograd graph alone, where no call of the step is known."""
+        from gradsight.incidents.diagnosis.loss import fault_in_graph, only_steep_operation
 
+        if self._options.attached and self.calls.made_step is None:
+            return replace(_nothing(_BEFORE_WATCH), operation=only_steep_operation(self.loss))
         graph = self.calls.graph()
         fault = None if graph is None else fault_in_graph(graph)
         return replace(_nothing(_NOT_CALLED), operation=fault)
@@ -312,6 +326,11 @@ class FlightRecorder:
         explained = []
         for finding in findings:
             diagnosis, incident = self._causes.get(finding.code, (None, None))
+            if self._at_end is not None and (finding.code, finding.first_step) == (
+                _OF_THE_LOSS,
+                self._at_end[0],
+            ):
+                diagnosis = self._at_end[1]
             explained.append(replace(finding, diagnosis=diagnosis, incident=incident))
         return explained
 
@@ -392,6 +411,46 @@ class FlightRecorder:
         return f"incidents/{name}"
 
     # When the run ends.
+
+    def loss_at_end(self, step: int, where: BaseException | FrameType) -> LossAtEnd | None:
+        """The loss that a script fails on, if it is not finite; finds out where that comes from.
+
+        where: the exception, or the function that ends the script.
+        """
+        # Here, because it imports much that a healthy run never needs.
+        from gradsight.incidents.ending import broken_loss, running
+
+        found = broken_loss(running(where), list(self._model.parameters()))
+        if found is None:
+            return None
+        was_backward = found.loss is self.calls.root
+        graph = None if was_backward else self.calls.unfinished(found.loss)
+        if not was_backward and graph is None and self.calls.made_step is not None:
+            return None  # it is of an earlier step
+        pending = self._pending
+        diagnosis: Diagnosis | None = None
+        if pending is not None and pending.step == step:
+            diagnosis = pending.diagnosis
+        elif self._options.seconds and graph is not None:
+            diagnosis = self._diagnose_loss(graph)
+        self._at_end = (step, diagnosis)
+        return LossAtEnd(step, found.name, found.state, found.place, found.inputs)
+
+    def _diagnose_loss(self, graph: BackwardGraph) -> Diagnosis:
+        """Find out why a loss is not finite that backward was not called on."""
+        from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose_loss
+
+        passes, notes = self.calls.passes(everything=True)
+        with suspended(), _own_hooks_silent(self._model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script has had its own already
+            options = DiagnosisOptions(
+                seconds=self._options.seconds,
+                kind="nonfinite",
+                not_run=why_noticed(self._model),
+                failures=self._failures,
+            )
+            diagnosis = diagnose_loss(self._model, passes, graph, options)
+        return replace(diagnosis, notes=(*notes, *diagnosis.notes))
 
     def failed(self, step: int, error: BaseException) -> None:
         """An exception ends the run."""

@@ -171,6 +171,7 @@ def _recorder_options(
         seconds=options.diagnose_seconds,
         rules=rules,
         first=place.group.is_first,
+        attached=options.attached,
         quiet=options.quiet or not place.group.is_first,
     )
 

@@ -422,10 +422,17 @@ class StepLine:
         if self._incidents is not None:
             explain = self._incidents.explain
             findings = self._incidents.guard.run(explain, measured, findings) or findings
+            findings = self._advised(findings)
         if self._dumps is not None:
             self._dumping.run(self._dumps.judged, measured.step.step, findings)
         for output, guard in self._outputs:
             guard.attempt(output.write, measured, findings)
+
+    def _advised(self, findings: list[Finding]) -> list[Finding]:
+        """Fit the advice of findings to their causes."""
+        if self._health is None or not findings:
+            return findings
+        return self._judging.run(self._health.advised, findings) or findings
 
     def flush(self, patience: float | None = None) -> None:
         """Wait for everything that is on its way, and finish it.
@@ -446,6 +453,7 @@ class StepLine:
         if self._incidents is not None:
             with_causes = self._incidents.with_causes
             findings = self._incidents.guard.run(with_causes, findings) or findings
+            findings = self._advised(findings)
         abstained = self._health.abstentions()
         for output, guard in self._outputs:
             guard.attempt(output.finish, findings, abstained)

@@ -7,8 +7,10 @@ import atexit
 import functools
 import os
 import sys
+import threading
+from _sitebuiltins import Quitter
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from gradsight.core.guard import Guard, lock, put_back, register_at_fork
@@ -16,6 +18,10 @@ from gradsight.core.guard import Guard, lock, put_back, register_at_fork
 _open: list["ShutdownHooks"] = []
 _excepthook: list[tuple[Any, Any]] = []
 """Ours and the original, while a run is open."""
+_WAYS_OUT: tuple[tuple[Any, str], ...] = ((sys, "exit"), (Quitter, "__call__"))
+"""The functions by which a script ends itself."""
+_exits: list[tuple[Any, Any]] = []
+"""The same of these."""
 
 
 class Closable(Protocol):
@@ -29,6 +35,9 @@ class Closable(Protocol):
 
     def ended_by(self, error: BaseException) -> None:
         """An exception that nobody has caught ends the process."""
+
+    def given_up(self, frame: FrameType) -> None:
+        """The script calls sys.exit() in this function and says that it has failed."""
 
 
 class ShutdownHooks:
@@ -44,10 +53,15 @@ class ShutdownHooks:
         with lock:
             if not _open:
                 _replace_excepthook()
+                _replace_exits()
             _open.append(self)
         get = functools.partial(getattr, sys, "excepthook")
         put = functools.partial(setattr, sys, "excepthook")
         guard.at_end(put_back, _open, self, get, put, _excepthook[0])
+        for (owner, name), pair in zip(_WAYS_OUT, _exits, strict=True):
+            get = functools.partial(getattr, owner, name)
+            put = functools.partial(setattr, owner, name)
+            guard.at_end(put_back, _open, self, get, put, pair)
         atexit.register(self._exit)
         guard.at_end(atexit.unregister, self._exit)
 
@@ -64,6 +78,11 @@ class ShutdownHooks:
         """Nobody has caught it."""
         if os.getpid() == self._process:
             self._run.ended_by(error)
+
+    def given_up(self, frame: FrameType) -> None:
+        """The script says that it has failed."""
+        if os.getpid() == self._process:
+            self._run.given_up(frame)
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
@@ -89,6 +108,31 @@ def _replace_excepthook() -> None:
 
     sys.excepthook = ours
     _excepthook[:] = [(ours, original)]
+
+
+def _replace_exits() -> None:
+    """Be told of sys.exit(), and of exit() and quit(): they do not call an excepthook."""
+    _exits[:] = [_replaced(owner, name) for owner, name in _WAYS_OUT]
+
+
+def _replaced(owner: Any, name: str) -> tuple[Any, Any]:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(original)
+    def ours(*given: Any, **named: Any) -> Any:
+        """Tell every open run if the script has failed, then do what would have been done."""
+        status = named.get("code", given[-1] if given else None)
+        is_fine = status is None or (isinstance(status, int) and status == 0)
+        is_fine = is_fine or isinstance(status, Quitter)  # exit() without a status
+        # In another thread, it ends that thread only.
+        if not is_fine and threading.current_thread() is threading.main_thread():
+            frame = sys._getframe(1)
+            for hooks in _open:
+                hooks.guard.attempt(hooks.given_up, frame)
+        return original(*given, **named)
+
+    setattr(owner, name, ours)
+    return ours, original
 
 
 @functools.cache

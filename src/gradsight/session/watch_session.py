@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -437,6 +438,7 @@ class Watch:
         findings: Sequence[Any] = [*self._earlier_findings, *report.findings]
         if self._instruments.incidents is not None:
             findings = self._instruments.incidents.with_causes(findings)
+            findings = self._instruments.health.advised(findings)
         if self._run_dir is not None:
             findings = with_ranks(self._run_dir, findings)
         return replace(report, findings=tuple(findings))
@@ -558,8 +560,16 @@ class Watch:
     def _ended_by(self, error: BaseException) -> None:
         """An exception ends the run: the flight recorder writes down how things stood."""
         if self._instruments.incidents is not None and not (self._closed or self._ended_early):
+            self._look_for_loss(error)
             self._instruments.incidents.failed(self._line.builder.step, error)
         self._ended_early = True
+
+    def _look_for_loss(self, where: BaseException | FrameType) -> None:
+        """The script fails: find out whether that is because of its loss."""
+        incidents, health = self._instruments.incidents, self._instruments.health
+        if incidents is None or health is None or not self._group.is_first or self._closed:
+            return
+        health.at_end = incidents.guard.run(incidents.loss_at_end, self._line.builder.step, where)
 
     def _say_what_is_missing(self) -> None:
         # Of steps that a graph hides it was said already.
@@ -632,6 +642,10 @@ class _Process:
     def ended_by(self, error: BaseException) -> None:
         """An exception that nobody has caught ends the process."""
         self._watch._ended_by(error)
+
+    def given_up(self, frame: FrameType) -> None:
+        """The script says that it has failed, and ends."""
+        self._watch._look_for_loss(frame)
 
 
 def _say_at_next_step(optimizer: Any, message: str) -> None:

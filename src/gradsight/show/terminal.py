@@ -21,7 +21,8 @@ def health_lines(report: HealthReport, colour: bool = False, failed: bool = Fals
 
     failed: whether the script failed, which is then not called healthy.
     """
-    title = _title(headline(report, failed), report.status, colour)
+    is_neutral = failed and not report.findings
+    title = _title(headline(report, failed), report.status, colour and not is_neutral)
     notes = [line for note in report.notes for line in _wrapped(for_terminal(note))]
     return [title, f"   {report}", *notes, *findings_lines(report.findings, colour)]
 

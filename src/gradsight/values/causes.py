@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from gradsight.values.adapters import layer_of
 from gradsight.values.findings import Finding
 
-_BROKEN = ("GS103", "GS104")
+BROKEN = ("GS103", "GS104")
+"""Gradients that are not finite."""
 _TOO_LONG_STEPS = ("GS610", "GS305", "GS408", "GS406", "GS108", "GS401")
 _CUT_OFF = ("GS607", "GS403", "GS301")
 _SOON = 5
@@ -30,41 +31,41 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
         "GS611",
         "GS306",
         *_TOO_LONG_STEPS,
-        *_BROKEN,
+        *BROKEN,
         *_CUT_OFF,
         "GS204",
         "GS205",
         "GS107",
     ),
-    "GS107": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, *_CUT_OFF, "GS207", "GS204", "GS205"),
+    "GS107": ("GS606", *_TOO_LONG_STEPS, *BROKEN, *_CUT_OFF, "GS207", "GS204", "GS205"),
     "GS108": ("GS605", "GS610"),
-    "GS109": ("GS606", *_TOO_LONG_STEPS, *_BROKEN),
+    "GS109": ("GS606", *_TOO_LONG_STEPS, *BROKEN),
     "GS201": (*_TOO_LONG_STEPS, "GS202"),
     "GS202": ("GS302", "GS609", *_TOO_LONG_STEPS),
     "GS203": (
-        *("GS604", "GS605", "GS606", *_TOO_LONG_STEPS, "GS407", *_BROKEN, *_CUT_OFF),
+        *("GS604", "GS605", "GS606", *_TOO_LONG_STEPS, "GS407", *BROKEN, *_CUT_OFF),
         *("GS204", "GS205", "GS107", "GS106", "GS402", "GS502"),
     ),
     "GS204": ("GS606", *_TOO_LONG_STEPS, "GS403"),
-    "GS205": ("GS302", *_TOO_LONG_STEPS, *_BROKEN, "GS403", "GS204"),
+    "GS205": ("GS302", *_TOO_LONG_STEPS, *BROKEN, "GS403", "GS204"),
     "GS206": (
         *("GS601", "GS604", "GS612", "GS605", "GS606", "GS614", "GS607", "GS611", "GS409"),
         *(*_TOO_LONG_STEPS, "GS407"),
-        *(*_BROKEN, "GS403", "GS404", "GS405", "GS402", "GS304", "GS106", "GS107", "GS301"),
+        *(*BROKEN, "GS403", "GS404", "GS405", "GS402", "GS304", "GS106", "GS107", "GS301"),
         *("GS204", "GS205", "GS105", "GS203", "GS102", "GS101", "GS202", "GS302", "GS503"),
     ),
-    "GS207": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403"),
-    "GS208": ("GS606", *_TOO_LONG_STEPS, *_BROKEN, "GS607", "GS403", "GS207"),
+    "GS207": ("GS606", *_TOO_LONG_STEPS, *BROKEN, "GS607", "GS403"),
+    "GS208": ("GS606", *_TOO_LONG_STEPS, *BROKEN, "GS607", "GS403", "GS207"),
     "GS301": ("GS302", "GS306", "GS607", "GS205", "GS606", "GS403", "GS207"),
     # One statement gave an optimizer the wrong network.
     "GS303": ("GS306",),
     "GS304": ("GS611", "GS409", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),
     "GS402": ("GS409", "GS407", "GS405", "GS403", "GS204", "GS105", "GS107"),
-    "GS404": (*_BROKEN, "GS401"),
+    "GS404": (*BROKEN, "GS401"),
     "GS405": ("GS409", "GS610", "GS609", "GS305", "GS401", "GS202"),
     "GS501": ("GS502", "GS407", "GS402", "GS304"),
-    "GS503": (*_BROKEN, "GS201"),
+    "GS503": (*BROKEN, "GS201"),
     "GS607": ("GS205",),
     "GS610": ("GS609",),
 }
@@ -90,8 +91,8 @@ _SAME_PARAMETERS = {
 _SAME_LAYER = {("GS205", "GS302"), ("GS301", "GS302")}
 """The same for a layer: a factor of an adapter gets no gradient while its partner stays at zero."""
 _AT_ONCE = {
-    *((effect, "GS201") for effect in ("GS101", "GS102", *_BROKEN)),
-    *(("GS503", cause) for cause in (*_BROKEN, "GS201")),
+    *((effect, "GS201") for effect in ("GS101", "GS102", *BROKEN)),
+    *(("GS503", cause) for cause in (*BROKEN, "GS201")),
 }
 """Effect and cause of which one comes with the other, or within a few steps of it."""
 _SEEN_LATE = {"GS306", "GS203", "GS204", "GS206", "GS405"}
@@ -166,7 +167,7 @@ def _explains(cause: Finding, effect: Finding) -> bool:
     later = effect.first_step - cause.first_step
     if pair in _AT_ONCE:
         return -1 <= later <= _SOON
-    if later == 0 and set(pair) == set(_BROKEN):
+    if later == 0 and set(pair) == set(BROKEN):
         return cause.code == "GS103"
     return later >= -(_JUDGED_EVERY if cause.code in _SEEN_LATE else 0)
 

@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+BROKEN_OPERAND = "that needs no gradient is not finite"
+"""What the details of an operation say where labels or a constant broke its result."""
+
+NONE_STANDS_OUT = "none stands out"
+"""What a note ends with where nearly all samples of a batch broke its gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:

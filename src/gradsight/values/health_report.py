@@ -197,7 +197,9 @@ def headline(report: HealthReport, failed: bool = False) -> str:
     if report.steps > 1:
         over = f"{report.steps} steps"
     if not report.findings:
-        return f"{sign} no finding in {over}" if failed else f"{sign} healthy: no finding in {over}"
+        if failed:
+            return f"No finding in {over} before that"
+        return f"{sign} healthy: no finding in {over}"
     return f"{sign} {report.status}: {counted_causes(report.findings)} in {over}"
 
 

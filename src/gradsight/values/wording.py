@@ -6,7 +6,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.diagnoses import (
+    NONE_STANDS_OUT,
+    Diagnosis,
+    GuiltyOperation,
+    GuiltySample,
+    TensorSummary,
+)
 from gradsight.values.plain import listed
 from gradsight.values.texts import for_markdown
 
@@ -24,7 +30,7 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = WIDTH) -> list[str]:
     lines: list[str] = []
     if diagnosis.operation is not None:
         lines += _operation(diagnosis.operation, several)
-    if diagnosis.samples:
+    if _have_culprits(diagnosis):
         lines.append(_samples(diagnosis.samples, several))
     lines += [f"note: {note}" for note in diagnosis.notes[:_NOTES]]
     if (more := len(diagnosis.notes) - _NOTES) > 0:
@@ -50,9 +56,16 @@ def short_cause(diagnosis: Diagnosis) -> str:
     parts = []
     if diagnosis.operation is not None:
         parts.append(next(_operation(diagnosis.operation, several)))
-    if diagnosis.samples:
+    if _have_culprits(diagnosis):
         parts.append(named(diagnosis.samples[0], several))
     return "; ".join(parts)
+
+
+def _have_culprits(diagnosis: Diagnosis) -> bool:
+    """Whether some samples are to be named: not where a note says that none stands out."""
+    ranks = {sample.rank for sample in diagnosis.samples}
+    is_said = any(note.endswith(NONE_STANDS_OUT) for note in diagnosis.notes)
+    return bool(ranks) and not (is_said and len(ranks) == 1)
 
 
 def _operation(guilty: GuiltyOperation, several: bool) -> Iterator[str]:

@@ -297,4 +297,32 @@ HOOKS = [
         never_says=["KeyError", "Warning"],
     ),
 ]
-SITUATIONS = [*DATA, *LOSSES, *MODELS, *WITHOUT_A_CALL, *HOOKS]
+GRADIENT_PENALTY = """
+critic = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+nn.init.zeros_(critic[2].weight)
+optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
+for step in range(20):
+    real, fake = torch.randn(32, 2) + 2, torch.randn(32, 2)
+    optimizer.zero_grad()
+    mixed = (0.5 * real + 0.5 * fake).requires_grad_(True)
+    grad, = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+    penalty = ((grad.pow(2).sum(1).sqrt() - 1) ** 2).mean()
+    (critic(fake).mean() - critic(real).mean() + 10 * penalty).backward()
+    optimizer.step()
+"""
+FIRST_STEP = [
+    Situation(
+        "the root of 0 in a gradient penalty of the first step",
+        GRADIENT_PENALTY,
+        exit_code=2,
+        findings=["GS103"],
+        says=[
+            "cause: sqrt, backward",
+            "the loss is finite, and no other operation has such a derivative",
+            "the first step cannot be run again: Gradsight begins to watch at the first backward",
+            "do: The derivative of a root is infinite at 0",
+        ],
+        never_says=["it called no module"],
+    ),
+]
+SITUATIONS = [*DATA, *LOSSES, *MODELS, *WITHOUT_A_CALL, *HOOKS, *FIRST_STEP]

@@ -87,3 +87,10 @@ def test_real_diagnoses_fit() -> None:
     assert "sample 11: gradient not finite, even as a batch of one" in lines
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 7
+
+
+def test_samples_are_not_named_where_none_stands_out() -> None:
+    samples = tuple(GuiltySample(row, None, 0, 0, math.nan, None) for row in range(16))
+    note = f"the gradients of all 32 samples are not finite: {NONE_STANDS_OUT}"
+    assert diagnosis_lines(Diagnosis(None, samples, 0.1, (note,))) == [f"note: {note}"]
+    assert diagnosis_lines(Diagnosis(None, samples, 0.1))[0].startswith("sample 0, ")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from gradsight.health.bad_steps import EarlyLook, nan_rows
-from gradsight.health.fixes import BFLOAT16
+from gradsight.health.fixes import BFLOAT16, DROP_SAMPLES, SAFE_LOG, STABLE_CLASSES
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import Window
 from gradsight.values.measured import Flags
@@ -25,20 +25,7 @@ def _in_sight(look: EarlyLook) -> bool:
             "Look at the loss and the batch of this step first (log of 0, division by 0, a "
             "NaN in the data or the labels), then lower the learning rate."
         ),
-        fix="""
-# in the loop, before the forward pass: leave out non-finite samples
-finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
-finite &= torch.isfinite(targets).reshape(len(targets), -1).all(dim=1)
-inputs, targets = inputs[finite], targets[finite]
-
-# in the loop, instead of the forward pass: a stable loss of classes
-# (if your loss takes a logarithm of softmax or sigmoid by hand)
-loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
-
-# in a loss of your own: a logarithm that is finite at 0
-def safe_log(x, eps=1e-8):
-    return torch.log(x.clamp_min(eps))
-""",
+        fix=DROP_SAMPLES + STABLE_CLASSES + SAFE_LOG,
     ),
 )
 def nan(window: Window) -> Iterator[Fact]:

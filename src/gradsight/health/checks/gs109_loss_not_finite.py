@@ -4,17 +4,22 @@ from collections.abc import Iterator
 
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.wording import short_place
 
 
 @check(
     "GS109",
     "loss is not finite",
     "warning",
-    asked=Asked(when="stretch", gate=lambda window: window.broken_losses > 0),
+    asked=Asked(
+        when="stretch",
+        gate=lambda window: window.broken_losses > 0 or window.at_end is not None,
+        at_failure=True,
+    ),
     advice=Advice(
         recommendation=(
-            "A term of the loss is NaN or infinite, and the others still train the model: look "
-            "for a logarithm or a root of a negative number or of 0, and for a division by 0."
+            "A term of the loss is NaN or infinite: look for a logarithm or a root of a negative "
+            "number or of 0, for a division by 0, and for NaN in the data or the labels."
         ),
         fix="""
 # in a loss of your own: a logarithm that is finite at 0 and below
@@ -24,11 +29,23 @@ def safe_log(x, eps=1e-8):
     ),
 )
 def loss_not_finite(window: Window, *, losses: int = 3) -> Iterator[Fact]:
-    """The loss is NaN or infinite for `losses` steps in a row, while the gradients are finite.
+    """The loss is NaN or infinite, while the gradients are finite or where the script failed.
+
+    It is found after `losses` such steps in a row with finite gradients, or when the script fails.
 
     Why: you can no longer see from the loss how training goes, and one of its terms is wrong.
-    Gradients can stay finite: the logarithm of -1 is NaN, but its derivative there is -1.
+    Gradients can stay finite: the logarithm of -1 is NaN, but its derivative there is -1. Many
+    scripts test the loss before backward and end at the first one that is not finite.
     """
+    at_end = window.at_end
+    if at_end is not None:
+        what = "NaN" if at_end.state == "nan" else "infinite"
+        place = short_place(at_end.place)
+        text = f"`{at_end.name}` was {what} when the script ended at {place}, in step {at_end.step}"
+        if at_end.inputs:
+            text += f"; not finite there either: {', '.join(at_end.inputs)}"
+        yield Fact(text, severity="critical", first_step=at_end.step)
+        return
     # Where no label counts, that is the reason, and has a finding of its own: GS606.
     if window.broken_losses >= losses and not window.unlabelled:
         yield Fact(f"the loss was {window.loss} at {window.broken_losses} steps in a row")

@@ -15,14 +15,22 @@ from gradsight.core.parameters import unwrapped
 from gradsight.core.samples import tensors_in
 from gradsight.core.shards import are_spread
 from gradsight.errors import GradsightError
-from gradsight.incidents.diagnosis.loss import fault_beside_outputs
+from gradsight.incidents.diagnosis.loss import fault_beside_outputs, fault_in_graph
 from gradsight.incidents.diagnosis.numbers import nonfinite_in
-from gradsight.incidents.diagnosis.operation import broken_before, find_operation
+from gradsight.incidents.diagnosis.operation import (
+    OutputKind,
+    broken_before,
+    find_forward_operation,
+    find_operation,
+)
 from gradsight.incidents.diagnosis.samples import SampleNorms, have_same_rows, measure_samples
 from gradsight.incidents.diagnosis.watcher import Budget, OutOfTime
-from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample
+from gradsight.incidents.kept_calls import BackwardGraph
+from gradsight.values.diagnoses import NONE_STANDS_OUT, Diagnosis, GuiltyOperation, GuiltySample
 
 Kind = Literal["nonfinite", "spike"]
+_NEARLY_ALL = 0.9
+"""The share of samples from which on none of them stands out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,42 @@ def diagnose(
     return Diagnosis(
         operation, samples, budget.spent(), tuple(dict.fromkeys(notes)), options.micro_batches
     )
+
+
+def diagnose_loss(
+    model: nn.Module,
+    calls: Sequence[RecordedCall],
+    graph: BackwardGraph,
+    options: DiagnosisOptions,
+) -> Diagnosis:
+    """Say what made a loss non-finite that backward was not called on.
+
+    calls: those of the model in that step. graph: of the loss, from the model's outputs on.
+    """
+    budget = Budget(options.seconds, options.clock)
+    root = unwrapped(model)
+    calls = numbered(calls)
+    options = replace(options, micro_batches=micro_batches(calls))
+    why = options.not_run
+    if why is None and calls:
+        why = _refusal(root, calls)
+    notes: list[str] = []
+    outputs: list[OutputKind] = []
+    operation = None
+    if why is not None:
+        notes.append(f"the step was not run again: {why}")
+        operation = next(filter(None, (broken_before(root, call) for call in calls)), None)
+        return Diagnosis(operation, (), budget.spent(), tuple(notes), options.micro_batches)
+    for call in calls:
+        name = _name_of([call], options.micro_batches)
+        with _survived(name, "operations", options, budget, notes):
+            operation, kinds = find_forward_operation(root, call, budget)
+            outputs += kinds
+        if operation is not None or notes:
+            break
+    if operation is None and not notes:
+        operation = fault_in_graph(graph, outputs)
+    return Diagnosis(operation, (), budget.spent(), tuple(notes), options.micro_batches)
 
 
 def _refusal(root: nn.Module, calls: Sequence[RecordedCall]) -> str | None:
@@ -229,8 +273,10 @@ def _samples(
         notes.append(
             f"the gradients of {len(samples)} samples were taken, not of all: no shares are given"
         )
-    if len(samples) > 1 and not any(math.isfinite(sample.norm) for sample in samples):
-        notes.append(f"the gradients of all {len(samples)} samples are not finite: none stands out")
+    broken = sum(not math.isfinite(sample.norm) for sample in samples)
+    if len(samples) > 1 and broken >= _NEARLY_ALL * len(samples):
+        how_many = f"all {broken}" if broken == len(samples) else f"{broken} of {len(samples)}"
+        notes.append(f"the gradients of {how_many} samples are not finite: {NONE_STANDS_OUT}")
     return ranked(samples, complete=complete, most=options.most)
 
 

@@ -1,7 +1,7 @@
 """A fault outside the model: between its outputs and backward(), where no call can be run again."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.incidents.diagnosis.places import source_of
 from gradsight.incidents.kept_calls import BackwardGraph
+from gradsight.incidents.loss_lines import nodes_since
 from gradsight.incidents.loss_values import LossValues, function_of
-from gradsight.values.diagnoses import GuiltyOperation, TensorSummary
+from gradsight.values.diagnoses import BROKEN_OPERAND, GuiltyOperation, TensorSummary
 from gradsight.values.wording import short_place
 
 RISKY = frozenset(
@@ -88,15 +89,40 @@ def fault_in_loss(
     )
 
 
-def fault_in_graph(graph: BackwardGraph) -> GuiltyOperation | None:
-    """Return the operation that broke a step without module calls, or None if unsure."""
-    fault = None if graph.values is None else _first_fault(graph.nodes, (), graph.values)
+def fault_in_graph(
+    graph: BackwardGraph, outputs: Collection[tuple[str, tuple[int, ...]]] = ()
+) -> GuiltyOperation | None:
+    """Return the operation that broke a loss, or None if unsure.
+
+    outputs: the kinds of the outputs of the model's calls in that step, all of which are finite.
+    """
+    if graph.values is None:
+        return None
+    stops = _sources_like(graph.nodes, outputs)
+    fault = _first_fault(graph.nodes, stops, graph.values)
     if fault is None:
         return None
     node, why, given = fault
     place = graph.lines.get(node, graph.backward_caller)
     inputs = () if given is None else (given,)
-    return GuiltyOperation(_name(node), "forward", None, place, source_of(place), inputs, 0, why)
+    phase = "loss" if outputs else "forward"
+    return GuiltyOperation(_name(node), phase, None, place, source_of(place), inputs, 0, why)
+
+
+def _sources_like(
+    nodes: Sequence[Any], outputs: Collection[tuple[str, tuple[int, ...]]]
+) -> set[Any]:
+    """The nodes from before these that made tensors like the outputs of the model."""
+    own = set(nodes)
+    return {
+        source
+        for node in nodes
+        for source, place in node.next_functions
+        if source is not None
+        and source not in own
+        and not source.name().endswith("AccumulateGrad")
+        and (source.name(), tuple(source._input_metadata[place].shape)) in outputs
+    }
 
 
 def _guess(
@@ -148,7 +174,7 @@ def _guess(
 
 
 def _first_fault(
-    nodes: Sequence[Any], stops: Sequence[Any], values: LossValues
+    nodes: Sequence[Any], stops: Collection[Any], values: LossValues
 ) -> tuple[Any, str, TensorSummary | None] | None:
     """Return the first operation with a non-finite result: its node, the reason, its input.
 
@@ -198,6 +224,23 @@ def fault_beside_outputs(
                 names.pop(), "loss", None, place, source_of(place), (), number.micro_batch, detail
             )
     return None
+
+
+def only_steep_operation(loss_root: Tensor | None) -> GuiltyOperation | None:
+    """Return the only operation below a finite loss whose derivative can be infinite.
+
+    None if there are several or none. Nothing is known of the calls of the model, so that the
+    operation may lie in one of them.
+    """
+    if loss_root is None or nonfinite_in(loss_root):
+        return None
+    nodes = nodes_since(loss_root, 0)
+    risky = [node for node in nodes if _is_risky(node)]
+    names = {_name(node) for node in risky}
+    if len(names) != 1 or not names <= STEEP or len(nodes) >= _MOST_NODES:
+        return None
+    detail = "likely: the loss is finite, and no other operation has such a derivative"
+    return GuiltyOperation(names.pop(), "backward", None, None, None, (), 0, detail)
 
 
 def _broken_parameter(node: Any) -> Tensor | None:
@@ -393,4 +436,4 @@ def _breaks(function: Any, value: Tensor) -> bool:
 
 
 def _operand_of(operation: str) -> str:
-    return f"an operand of {operation} that needs no gradient is not finite (labels, a constant)"
+    return f"an operand of {operation} {BROKEN_OPERAND} (labels, a constant)"

@@ -30,6 +30,8 @@ from gradsight.values.diagnoses import GuiltyOperation
 _NAMED = 3
 Pair = tuple[Tensor, Tensor]
 """An output and the gradient that came back to it."""
+OutputKind = tuple[str, tuple[int, ...]]
+"""The autograd node of an output by its name, and the shape of the output."""
 
 
 def find_operation(
@@ -44,16 +46,10 @@ def find_operation(
 
     others: the other calls of its micro-batch, which the same backward pass went through.
     """
-    number = call.number or CallNumber(0)
-    finder = Finder(module_names(root), number, call.caller, budget)
+    finder = _finder(root, call, budget)
     with replaying(root, call), finder.writes_undone():
         args, kwargs = copied_arguments(call)
-        for tensor, event in _broken_before(root, number.micro_batch):
-            finder.expect(tensor, event)
-        for tensor, event in _broken_arguments(root, call, (args, kwargs), number):
-            finder.expect(tensor, event)
-        with finder:
-            outputs = run_model(module_of(root, call), args, kwargs)
+        outputs = _run_forward(root, call, (args, kwargs), finder)
         pairs = _cotangents(call, outputs)
         targets = trained_parameters(root)
         if others:
@@ -71,6 +67,42 @@ def find_operation(
                 "backward with"
             )
         return fault_in_loss(call, outputs, others, loss_root)
+
+
+def find_forward_operation(
+    root: nn.Module, call: RecordedCall, budget: Budget
+) -> tuple[GuiltyOperation | None, list[OutputKind]]:
+    """The operation that made an output of this call non-finite, if one did; and what kinds of
+    outputs the call had.
+
+    For a call that no backward pass went through.
+    """
+    finder = _finder(root, call, budget)
+    with replaying(root, call), finder.writes_undone():
+        outputs = _run_forward(root, call, copied_arguments(call), finder)
+        kinds = [(y.grad_fn.name(), tuple(y.shape)) for y in outputs if y.grad_fn is not None]
+        return _in_forward(finder, outputs), kinds
+
+
+def _finder(root: nn.Module, call: RecordedCall, budget: Budget) -> Finder:
+    return Finder(module_names(root), call.number or CallNumber(0), call.caller, budget)
+
+
+def _run_forward(
+    root: nn.Module,
+    call: RecordedCall,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    finder: Finder,
+) -> list[Tensor]:
+    """Run a call again under a finder that knows what was not finite before it."""
+    args, kwargs = given
+    number = call.number or CallNumber(0)
+    for tensor, event in _broken_before(root, number.micro_batch):
+        finder.expect(tensor, event)
+    for tensor, event in _broken_arguments(root, call, given, number):
+        finder.expect(tensor, event)
+    with finder:
+        return run_model(module_of(root, call), args, kwargs)
 
 
 def broken_before(root: nn.Module, call: RecordedCall) -> GuiltyOperation | None:

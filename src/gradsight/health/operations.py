@@ -1,0 +1,152 @@
+"""Advice for the operation that made a gradient or a loss non-finite, if a diagnosis names it."""
+
+from gradsight.health.fixes import BFLOAT16, DROP_SAMPLES, SAFE_LOG, STABLE_CLASSES
+from gradsight.health.registry import Advice
+from gradsight.values.diagnoses import BROKEN_OPERAND, GuiltyOperation
+from gradsight.values.findings import Finding
+
+_CODES = ("GS103", "GS104", "GS109")
+"""Findings of what is not finite."""
+_HALF = "float16"
+
+DATA = Advice(
+    "A value of this batch is NaN or infinite. Find out where it comes from (a file, or a "
+    "normalisation that divides by 0), and leave out such samples until then.",
+    DROP_SAMPLES,
+)
+OPERAND = Advice(
+    "What the loss compares or weights the outputs with is NaN or infinite (labels, weights, a "
+    "constant). Find out where that comes from. Often, a mean over nothing or a division by a "
+    "standard deviation of 0 has made it.",
+    DROP_SAMPLES
+    + """
+# in a loss of your own: normalise without dividing by 0
+def normalised(x, dim=-1, eps=1e-6):
+    variance = x.var(dim, keepdim=True, unbiased=False)
+    return (x - x.mean(dim, keepdim=True)) / (variance + eps).sqrt()
+""",
+)
+HALF = Advice(
+    "A number is too large for float16, which ends at 65504. Use bfloat16, which has the range of "
+    "float32, or compute this line in float32.",
+    BFLOAT16,
+)
+LOGARITHM = Advice(
+    "The logarithm of 0 is infinite, and that of a negative number is NaN. Take the loss from the "
+    "logits, with a function that includes the logarithm, or keep the argument above 0.",
+    STABLE_CLASSES + SAFE_LOG,
+)
+DIVISION = Advice(
+    "The divisor is 0. A mean over a mask that selects nothing is a common case: keep the divisor "
+    "away from 0.",
+    """
+# in the model or the loss: a mean over a mask that may select nothing
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+# in the model or the loss: a division whose divisor may be 0
+def safe_divide(x, divisor, eps=1e-8):
+    return x / torch.where(divisor.abs() < eps, eps, divisor)
+""",
+)
+ROOT = Advice(
+    "The derivative of a root is infinite at 0, and the root of a negative number is NaN: add a "
+    "small number inside the root.",
+    """
+# in the model or the loss: a root with a finite derivative at 0
+def safe_sqrt(x, eps=1e-12):
+    return (x.clamp_min(0) + eps).sqrt()
+""",
+)
+NORM = Advice(
+    "The norm of a vector of zeros has no finite derivative: add a small number inside its root.",
+    """
+# in the model or the loss: a norm with a finite derivative at 0
+def safe_norm(x, dim=-1, eps=1e-12):
+    return (x.square().sum(dim) + eps).sqrt()
+""",
+)
+POWER = Advice(
+    "A power with an exponent below 1 has an infinite derivative at 0, and a broken power of a "
+    "negative number is NaN: keep the base above 0.",
+    """
+# in the model or the loss: a power with a finite derivative at 0
+def safe_pow(x, exponent, eps=1e-8):
+    return x.clamp_min(eps) ** exponent
+""",
+)
+DEVIATION = Advice(
+    "The standard deviation of one value is NaN, and that of equal values has no finite "
+    "derivative: take the biased variance and add a small number inside the root.",
+    """
+# in the model or the loss: a deviation that is finite for equal values
+def safe_std(x, dim=-1, eps=1e-6):
+    return (x.var(dim, unbiased=False) + eps).sqrt()
+""",
+)
+EXPONENTIAL = Advice(
+    "An exponential overflowed: its argument was too large. For a logarithm of a sum of "
+    "exponentials, use torch.logsumexp(). For shares, use softmax(). Both subtract the maximum "
+    "first. Otherwise, limit the argument.",
+    """
+# in the model or the loss: an exponential that stays finite
+def safe_exp(x):
+    return torch.exp(x.clamp(max=50))
+""",
+)
+ANGLE = Advice(
+    "The derivative of acos and asin is infinite at -1 and 1, and beyond these both are NaN: keep "
+    "the argument inside.",
+    """
+# in the model or the loss: angles with a finite derivative
+def safe_acos(x, eps=1e-6):
+    return torch.acos(x.clamp(-1 + eps, 1 - eps))
+
+def safe_asin(x, eps=1e-6):
+    return torch.asin(x.clamp(-1 + eps, 1 - eps))
+""",
+)
+DIRECTION = Advice(
+    "atan2 has no derivative where both arguments are 0: give it another point there.",
+    """
+# in the model or the loss: an angle with a finite derivative at (0, 0)
+def safe_atan2(y, x):
+    is_origin = (x == 0) & (y == 0)
+    return torch.atan2(y, x.masked_fill(is_origin, 1.0))
+""",
+)
+
+BY_OPERATION = {
+    **dict.fromkeys(("log", "log2", "log10", "xlogy"), LOGARITHM),
+    **dict.fromkeys(("div", "reciprocal"), DIVISION),
+    **dict.fromkeys(("sqrt", "rsqrt"), ROOT),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "cdist"), NORM),
+    "pow": POWER,
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), DEVIATION),
+    **dict.fromkeys(("exp", "expm1"), EXPONENTIAL),
+    **dict.fromkeys(("acos", "asin"), ANGLE),
+    "atan2": DIRECTION,
+}
+"""The advice by the name of the operation."""
+
+
+def advice_of(finding: Finding) -> Advice | None:
+    """The advice for the operation that a finding comes from; None where the general one holds."""
+    operation = None if finding.diagnosis is None else finding.diagnosis.operation
+    if operation is None or finding.code not in _CODES:
+        return None
+    return _advice_for(operation)
+
+
+def _advice_for(operation: GuiltyOperation) -> Advice | None:
+    if operation.phase == "before":
+        return DATA if operation.operation == "input" else None
+    # What comes first is sure; a guess says so first.
+    if BROKEN_OPERAND in operation.detail.partition(";")[0]:
+        return OPERAND
+    if operation.operation == f"to({_HALF})":
+        return HALF
+    known = BY_OPERATION.get(operation.operation)
+    if known is None and any(given.dtype == _HALF for given in operation.inputs):
+        return HALF
+    return known

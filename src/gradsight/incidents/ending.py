@@ -1,0 +1,129 @@
+"""Finds the loss that a script failed on, among the variables of the functions that were running.
+
+Many scripts test their loss before backward, and end if it is NaN. Nothing is read of such a loss
+while the script trains.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from gradsight.core.layouts import is_plain
+from gradsight.core.source import owner_of
+from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
+from gradsight.values.wording import summarized
+
+_MOST_FRAMES = 100
+_MOST_VARIABLES = 10_000
+_MOST_NODES = 100_000
+_MOST_ENTRIES = 10**7
+"""Of the variables beside the loss that are read."""
+_MOST_NAMED = 3
+
+Running = tuple[FrameType, int]
+"""A function that was running, and its line."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenLoss:
+    """A variable with a loss that is not finite."""
+
+    name: str
+    loss: Tensor
+    state: str
+    place: str
+    inputs: tuple[str, ...]
+    """Variables beside it that need no gradient and are not finite, such as labels, in words."""
+
+
+def running(where: BaseException | FrameType) -> list[Running]:
+    """The functions that an exception went through, or that called one; the innermost first."""
+    found: list[Running] = []
+    if isinstance(where, BaseException):
+        trace = where.__traceback__
+        while trace is not None:
+            found.insert(0, (trace.tb_frame, trace.tb_lineno))
+            trace = trace.tb_next
+        return found
+    frame: FrameType | None = where
+    while frame is not None:
+        found.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def broken_loss(frames: Sequence[Running], parameters: Sequence[Tensor]) -> BrokenLoss | None:
+    """The newest loss of these parameters that is not finite; None if there is none.
+
+    A loss that a finite loss was made of does not count: the script has taken care of it.
+    """
+    trained = set(map(id, parameters))
+    for frame, line in frames[:_MOST_FRAMES]:
+        file = frame.f_code.co_filename
+        if owner_of(file) not in ("user", "library"):
+            continue
+        losses = [(name, loss) for name, loss in _numbers_of(frame) if _trains(loss, trained)]
+        losses.sort(key=lambda each: -each[1].grad_fn._sequence_nr())  # type: ignore[union-attr]
+        states = [nonfinite_in(loss) for _, loss in losses]
+        healed: set[Any] = set()
+        for (_, loss), state in zip(losses, states, strict=True):
+            if not state:
+                healed |= _nodes_below(loss)
+        for (name, loss), state in zip(losses, states, strict=True):
+            if state and loss.grad_fn not in healed:
+                inputs = tuple(_broken_inputs(frame))
+                return BrokenLoss(name, loss, state, f"{file}:{line}", inputs)
+    return None
+
+
+def _numbers_of(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
+    """The variables of a function that hold one number with a gradient to come, such as a loss."""
+    for name, value in list(frame.f_locals.items())[:_MOST_VARIABLES]:
+        if (
+            type(value) is Tensor
+            and value.grad_fn is not None
+            and is_plain(value)
+            and value.is_floating_point()
+            and value.numel() == 1
+        ):
+            yield name, value
+
+
+def _broken_inputs(frame: FrameType) -> Iterator[str]:
+    """The first variables of a function that hold data that is not finite, in words."""
+    entries = named = 0
+    for name, value in list(frame.f_locals.items())[:_MOST_VARIABLES]:
+        # A mask is infinite on purpose: only NaN counts.
+        if type(value) is not Tensor or value.requires_grad or value.device.type != "cpu":
+            continue
+        if not is_plain(value) or value.numel() < 2 or name.startswith("_"):
+            continue
+        entries += value.numel()
+        if entries > _MOST_ENTRIES or named == _MOST_NAMED:
+            return
+        if nonfinite_in(value) == "nan":
+            named += 1
+            yield f"`{name}` ({summarized(summary(value))})"
+
+
+def _trains(loss: Tensor, trained: set[int]) -> bool:
+    """Whether a gradient of this tensor would reach one of these parameters."""
+    return any(
+        node.name().endswith("AccumulateGrad") and id(node.variable) in trained
+        for node in _nodes_below(loss)
+    )
+
+
+def _nodes_below(tensor: Tensor) -> set[Any]:
+    """The autograd nodes that a tensor was made by."""
+    found: set[Any] = {tensor.grad_fn}
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting and len(found) < _MOST_NODES:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                waiting.append(node)
+    return found
