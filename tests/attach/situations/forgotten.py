@@ -391,7 +391,7 @@ CHILDREN = [
         findings=["GS202", "GS302"],
         first="GS302",
         says=[
-            "4 of 8 parameters are in no optimizer, while those of discriminator are in two",
+            "4 of 8 trainable parameters are in no optimizer, while those of discriminator are in two",
             "Make that one from the parameters of generator.",
             "missing = [*model.generator.parameters()]",
         ],

@@ -65,10 +65,11 @@ ADAPTERS = [
         late="",
         early=OPTIMIZER.replace("model.", "base."),
         options='modules_to_save=["lm_head"]',
-        exit_code=1,
+        exit_code=2,
         findings=["GS205", "GS302"],
         first="GS302",
         caused_by={"GS205": "GS302"},
+        says=["so nothing is trained"],
         never_says=["init_weights"],
     ),
     adapters(

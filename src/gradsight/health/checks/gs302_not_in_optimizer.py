@@ -1,6 +1,7 @@
 """GS302: missing from the optimizer."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -37,18 +38,29 @@ def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     counts = window.subject.memberships
     if counts is None or all(counts):
         return
-    rows = np.flatnonzero((np.array(counts) == 0) & (window.l2 > 0))
+    trainable = np.array(window.subject.trainable)
+    absent = trainable & (np.array(counts) == 0)
+    rows = np.flatnonzero(absent & (window.l2 > 0))
     if not len(rows):
         return
+    is_of_adapters = any(counts) and all(map(_is_added_by_peft, window.named(rows)))
+    if is_of_adapters:
+        # One of an adapter's two factors is zero at first, and so is the other one's gradient.
+        rows = np.flatnonzero(absent & (window.l2 >= 0))
     names = window.named(rows)
-    text = f"{len(rows)} of {len(counts)} parameters are in no optimizer"
-    if any(counts) and all(map(_is_added_by_peft, names)):
+    text = f"{len(rows)} of {trainable.sum()} trainable parameters are in no optimizer"
+    severity = None
+    if absent.sum() == trainable.sum():
+        text += ", so nothing is trained"
+        severity = "critical"
+    if is_of_adapters:
         text = f"the adapters were added after the optimizer was made: {text}"
-        yield Fact(text, names, advice=_ADAPTERS)
+        yield Fact(text, names, severity=severity, advice=_ADAPTERS)
     elif window.subject.several is not None:
-        yield _among_several(window, rows.tolist(), text, window.subject.several)
+        fact = _among_several(window, rows.tolist(), text, window.subject.several)
+        yield replace(fact, severity=severity)
     else:
-        yield Fact(text, names)
+        yield Fact(text, names, severity=severity)
 
 
 _BEFORE = "before the loop"

@@ -7,22 +7,27 @@ from gradsight.health.window import Window
 from gradsight.values.steps import EDITED_GRADIENT
 
 
+def _advice(times: int) -> Advice:
+    """Return what to do about this many micro-batches per step."""
+    return Advice(
+        recommendation=(
+            "Each backward pass adds the gradient of a mean, so the step is as many times too "
+            "long as there are micro-batches: divide the loss by their number."
+        ),
+        fix=f"""
+# in the loop, before loss.backward(): the mean over micro-batches
+micro_batches = {times}    # as many as you accumulate
+loss = loss / micro_batches
+""",
+    )
+
+
 @check(
     "GS609",
     "accumulation without its factor",
     "warning",
     asked=Asked(when="passes", needs=("passes",)),
-    advice=Advice(
-        recommendation=(
-            "Each backward pass adds the gradient of a mean, so the step is as many times too "
-            "long as there are micro-batches: divide the loss by their number."
-        ),
-        fix="""
-# in the loop, before loss.backward(): the mean over micro-batches
-micro_batches = 4    # as many as you accumulate
-loss = loss / micro_batches
-""",
-    ),
+    advice=_advice(4),
 )
 def not_divided(window: Window, *, tolerance: float = 0.02) -> Iterator[Fact]:
     """Several micro-batches make one step, and their losses are added up undivided.
@@ -40,5 +45,6 @@ def not_divided(window: Window, *, tolerance: float = 0.02) -> Iterator[Fact]:
     where = f" at {repeated.place}" if repeated.place else ""
     yield Fact(
         f"backward{where} ran {repeated.times} times for one step, each time on a mean that was "
-        f"not divided by {repeated.times}"
+        f"not divided by {repeated.times}",
+        advice=_advice(repeated.times),
     )
