@@ -66,13 +66,26 @@ def has_variable(module: nn.Module) -> bool:
 def _names_of_model(model: nn.Module) -> Iterator[str]:
     inner = unwrapped(model)
     is_named = False
-    for each in (model, inner) if inner is not model else (model,):
+    for each in _with_the_same_parameters(model):
         for name in _variables(each):
             is_named = True
             yield name
     # Linear says less than the variable with a number.
     if not is_named or _is_users(type(inner)):
         yield type(inner).__name__
+
+
+def _with_the_same_parameters(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model and the modules inside it that hold all of its parameters, the outermost first.
+
+    A library may put the script's model into a loss of its own, which no variable holds.
+    """
+    count = sum(1 for _ in model.parameters())
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        parts = inner.children()
+        inner = next((each for each in parts if sum(1 for _ in each.parameters()) == count), None)
 
 
 def _names_of_tensor(tensor: Tensor) -> Iterator[str]:

@@ -44,8 +44,10 @@ from gradsight.core.switch import is_switched_off
 from gradsight.errors import RunError, UsageError
 from gradsight.first_step.recorder import RECORDER
 from gradsight.health.registry import CHECKS
+from gradsight.incidents.ending import broken_loss, running
 from gradsight.session.options import WatchOptions
 from gradsight.session.preflight import preflight_codes
+from gradsight.session.shutdown import ShutdownHooks
 from gradsight.session.watch_session import Watch
 from gradsight.values.adapters import is_of_an_adapter
 from gradsight.values.networks import UnmovedNetwork
@@ -159,6 +161,8 @@ class Session:
         self._stepped_by_scaler: set[int] = set()
         self._is_cut = False
         self._has_compared = False
+        self._until_opened = Guard(None, "ending", "how this script ended is not known")
+        self._tells_of_failures = False
         # Before any watch registers its own: hooks of this kind run in reverse order.
         atexit.register(guard.run, self._finish)
         moments.listen(self, guard)
@@ -170,6 +174,9 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has just been made."""
         self._new.append(optimizer)
+        if not self._tells_of_failures and not self._watches:
+            self._tells_of_failures = True
+            self._guard.run(ShutdownHooks, _Unopened(self._failed), self._until_opened)
         self._guard.run(self._record_passes, optimizer)
         made = _place(frame_of_construction())
         known = _Known(weakref.ref(optimizer), type(optimizer).__name__, made)
@@ -305,9 +312,25 @@ class Session:
         if any(optimizer is new for new in self._new):
             self._open_new()
 
+    def _failed(self, where: BaseException | FrameType) -> None:
+        """The script fails before anything is watched: watch if that is because of its loss."""
+        held = [
+            tensor
+            for optimizer in self._new
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        ]
+        if self._forked or broken_loss(running(where), held) is None:
+            return
+        self._open_new()
+        for each in self._watches:
+            each.script_failed(where)
+
     def _open_new(self) -> None:
         if not self._new:
             return
+        # From here on, the watches are told themselves.
+        self._until_opened.close()
         new = self._new
         self._new = []
         try:
@@ -506,6 +529,27 @@ class Session:
                 f"gradsight: {self._run_dir} cannot be written: {error.strerror}",
                 file=sys.stderr,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Unopened:
+    """A script in which nothing is watched yet, as it is told of its end."""
+
+    failed: Callable[[BaseException | FrameType], None]
+
+    def close_at_exit(self) -> None:
+        """There is nothing to close."""
+
+    def detach_in_child(self) -> None:
+        """There is nothing to let go of."""
+
+    def ended_by(self, error: BaseException) -> None:
+        """An exception that nobody has caught ends the process."""
+        self.failed(error)
+
+    def given_up(self, frame: FrameType) -> None:
+        """The script says that it has failed, and ends."""
+        self.failed(frame)
 
 
 def _place(frame: FrameType | None) -> tuple[str, int] | None:

@@ -17,7 +17,7 @@ from gradsight.dump.reader import dumps_in
 from gradsight.errors import RunError
 from gradsight.show.run_report import write_empty_reports, write_reports
 from gradsight.show.summary import Summary, summarize
-from gradsight.show.terminal import health_lines
+from gradsight.show.terminal import findings_lines, health_lines
 from gradsight.show.text import BOLD, RED, WIDTH, tinted, wants_colour
 from gradsight.store.reader import open_run
 from gradsight.store.run_files import write_report
@@ -43,8 +43,12 @@ class CheckResult:
 
     @property
     def judged(self) -> dict[str, Summary]:
-        """The runs in which steps were seen, the most severe first."""
-        seen = [(name, summary) for name, summary in self.runs.items() if summary.steps]
+        """The runs in which steps or faults were seen, the most severe first."""
+        seen = [
+            (name, summary)
+            for name, summary in self.runs.items()
+            if summary.steps or summary.health.findings
+        ]
         seen.sort(key=lambda each: -SEVERITIES.index(each[1].health.status))
         return dict(seen)
 
@@ -112,7 +116,10 @@ class CheckResult:
         for name, summary in self.judged.items():
             if len(self.judged) > 1:
                 lines.append(f"{on_one_line(name)}:")
-            lines += health_lines(summary.health, colour, failed=self.failure is not None)
+            if summary.steps:
+                lines += health_lines(summary.health, colour, failed=self.failure is not None)
+            else:
+                lines += findings_lines(summary.health.findings, colour)
         notes = [*self._optimizers(), *self._clipping_and_scaling()]
         if notes:
             lines.append("")

@@ -80,15 +80,15 @@ class Judge:
         """Judge one step. Without patience, one look must do."""
         window = self.window
         window.take(measured)
-        self._run("step", patient)
+        self._ask(self._able("step"), patient)
         if measured.details is not None:
-            self._run("look", patient)
+            self._ask(self._able("look"), patient)
         if measured.signals.first is not None:
-            self._run("first", patient)
+            self._ask(self._able("first"), patient)
         if measured.signals.passes is not None:
-            self._run("passes", patient)
+            self._ask(self._able("passes"), patient)
         if window.steps_seen % _STRETCH == 0 or not patient:
-            self._run("stretch", patient)
+            self._ask(self._able("stretch"), patient)
         # Entered after the checks have looked: a step is compared with its past, not with itself.
         if measured.norms is not None:
             finite = measured.finite and isfinite(measured.norms.total)
@@ -100,20 +100,20 @@ class Judge:
     def compare(self, comparison: RankComparison) -> list[Finding]:
         """Judge what every rank brought to the gradient of a step that was observed before."""
         self.window.take_ranks(comparison)
-        self._run("ranks", patient=True)
+        self._ask(self._able("ranks"), patient=True)
         return self._take_news()
 
     def compare_digests(self, all_digests: Sequence[RankDigests]) -> list[Finding]:
         """Judge checksums of all ranks, of steps that were observed before."""
         for digests in all_digests:
             self.window.take_digests(digests)
-            self._run("digests", patient=True)
+            self._ask(self._able("digests"), patient=True)
         return self._take_news()
 
     def compare_networks(self, networks: Sequence[UnmovedNetwork]) -> list[Finding]:
         """Judge which networks of a script no optimizer has moved."""
         self.window.take_networks(networks)
-        self._run("networks", patient=False)
+        self._ask(self._able("networks"), patient=False)
         return self._take_news()
 
     def failed_on(self, loss: LossAtEnd) -> list[Finding]:
@@ -126,9 +126,8 @@ class Judge:
         is_scaled = loss.state == "inf" and window.step.scale is not None
         if not (is_over or is_scaled or set(made) & set(BROKEN)):
             window.at_end = loss
-            for each in self._running:
-                if each.check.asked.at_failure:
-                    self._ask(each, patient=False)
+            asked = [each for each in self._running if each.check.asked.at_failure]
+            self._ask(asked, patient=False)
         return self._take_news()
 
     def advised(self, findings: Sequence[Finding]) -> list[Finding]:
@@ -185,20 +184,18 @@ class Judge:
         causes = {finding.code: finding.caused_by for finding in with_causes(known)}
         return [replace(each, caused_by=causes[each.code]) for each in news]
 
-    def _run(self, when: str, patient: bool) -> None:
-        for each in self._able(when):
-            self._ask(each, patient)
-
-    def _ask(self, each: _Running, patient: bool) -> None:
-        """Have one check look at the window."""
+    def _ask(self, asked: Sequence[_Running], patient: bool) -> None:
+        """Have some checks look at the window."""
         window = self.window
-        check = each.settings.check
-        gate = check.asked.gate
-        facts: Sequence[Fact] = ()
-        if gate is None or gate(window):
-            facts = list(check.function(window, **each.settings.thresholds))
-        if facts or each.streak or each.finding is not None:
-            self._weigh(each, facts, patient)
+        # No function for a single check: this is run for many, at every step.
+        for each in asked:
+            check = each.settings.check
+            gate = check.asked.gate
+            facts: Sequence[Fact] = ()
+            if gate is None or gate(window):
+                facts = list(check.function(window, **each.settings.thresholds))
+            if facts or each.streak or each.finding is not None:
+                self._weigh(each, facts, patient)
 
     def _able(self, when: str) -> list[_Running]:
         """The checks whose signals have been seen.

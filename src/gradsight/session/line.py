@@ -422,7 +422,8 @@ class StepLine:
         if self._incidents is not None:
             explain = self._incidents.explain
             findings = self._incidents.guard.run(explain, measured, findings) or findings
-            findings = self._advised(findings)
+            if findings:
+                findings = self._advised(findings)
         if self._dumps is not None:
             self._dumping.run(self._dumps.judged, measured.step.step, findings)
         for output, guard in self._outputs:
@@ -430,7 +431,7 @@ class StepLine:
 
     def _advised(self, findings: list[Finding]) -> list[Finding]:
         """Fit the advice of findings to their causes."""
-        if self._health is None or not findings:
+        if self._health is None:
             return findings
         return self._judging.run(self._health.advised, findings) or findings
 

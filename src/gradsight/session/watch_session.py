@@ -560,11 +560,11 @@ class Watch:
     def _ended_by(self, error: BaseException) -> None:
         """An exception ends the run: the flight recorder writes down how things stood."""
         if self._instruments.incidents is not None and not (self._closed or self._ended_early):
-            self._look_for_loss(error)
+            self.script_failed(error)
             self._instruments.incidents.failed(self._line.builder.step, error)
         self._ended_early = True
 
-    def _look_for_loss(self, where: BaseException | FrameType) -> None:
+    def script_failed(self, where: BaseException | FrameType) -> None:
         """The script fails: find out whether that is because of its loss."""
         incidents, health = self._instruments.incidents, self._instruments.health
         if incidents is None or health is None or not self._group.is_first or self._closed:
@@ -645,7 +645,7 @@ class _Process:
 
     def given_up(self, frame: FrameType) -> None:
         """The script says that it has failed, and ends."""
-        self._watch._look_for_loss(frame)
+        self._watch.script_failed(frame)
 
 
 def _say_at_next_step(optimizer: Any, message: str) -> None:

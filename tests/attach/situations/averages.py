@@ -122,4 +122,39 @@ STUDENTS = [
     ),
 ]
 
-SITUATIONS = [*AVERAGES, *STUDENTS]
+LIBRARY = """
+import sys
+from pathlib import Path
+folder = Path("site-packages")
+folder.mkdir()
+(folder / "ranking.py").write_text('''
+import torch
+
+
+class RankingLoss(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).square().mean()
+
+
+def train(model):
+    loss = RankingLoss(model)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    for step in range(20):
+        optimizer.zero_grad()
+        loss(torch.randn(8, 4)).backward()
+        optimizer.step()
+''')
+sys.path.insert(0, str(folder.resolve()))
+import ranking
+encoder = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+ranking.train(encoder)
+"""
+IN_A_LIBRARY = Situation(
+    "a library that puts the model into a loss of its own", LIBRARY, models={"encoder": 20}
+)
+
+SITUATIONS = [IN_A_LIBRARY, *AVERAGES, *STUDENTS]

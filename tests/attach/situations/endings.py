@@ -96,6 +96,22 @@ SITUATIONS = [
         says=["cause: NaN in the model's input: argument x, row 3", "do: A value of this batch"],
     ),
     Situation(
+        "a NaN loss before the first step",
+        loop("if step == 0: x[3, 2] = float('nan')\n" + PLAIN),
+        exit_code=2,
+        findings=["GS109"],
+        says=["before its first optimizer step", "`loss` was NaN when the script ended at train"],
+        never_says=["no steps"],
+    ),
+    Situation(
+        "a script that fails before its first step, with a finite loss",
+        loop(PLAIN + "\nopen('no such file')"),
+        exit_code=3,
+        models={},
+        says=["before its first optimizer step: FileNotFoundError"],
+        never_says=["no steps"],
+    ),
+    Situation(
         "NaN losses that the script leaves out",
         loop("if bad: x[3, 2] = float('nan')\n" + PLAIN, "continue"),
         models={"model": 29},

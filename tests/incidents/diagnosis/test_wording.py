@@ -1,10 +1,18 @@
 """A diagnosis in words, at 80 columns."""
 
+import math
+
 import torch
 from torch import nn
 
 from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
-from gradsight.values.diagnoses import Diagnosis, GuiltyOperation, GuiltySample, TensorSummary
+from gradsight.values.diagnoses import (
+    NONE_STANDS_OUT,
+    Diagnosis,
+    GuiltyOperation,
+    GuiltySample,
+    TensorSummary,
+)
 from gradsight.values.wording import diagnosis_lines
 from incidents.diagnosis.capture import step
 from incidents.diagnosis.faults import Body, Length, rows, squared
