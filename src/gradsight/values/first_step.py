@@ -83,6 +83,8 @@ class CopiedTargets:
     """Whether it depends on earlier inputs, and on no later one."""
     has_other_input: bool = False
     """Whether the model is given another input too, as an encoder with a decoder is."""
+    time_first: bool = False
+    """Whether these are [time, rows]."""
 
 
 @dataclass(frozen=True, slots=True)
