@@ -126,9 +126,16 @@ class PassWatch:
         if len(roots) != 1 or not isinstance(roots[0], Tensor):
             return
         form = form_of(roots[0])
-        there = None if form.there is None else HostCopy.of(form.there.reshape(1))
         lines, places = _called_from()
-        begun.notes[self] = NotedPass(lines, places, form, there, origin=working_line())
+        begun.notes[self] = NotedPass(
+            lines,
+            places,
+            form,
+            _copy_of(form.there),
+            _copy_of(form.weight),
+            keeps_graph=begun.keeps_graph,
+            origin=working_line(),
+        )
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """There are gradients, which can be read before it writes; nobody tells where none are."""
@@ -147,8 +154,8 @@ class PassWatch:
             return
         self._note_gap(begun.notes.pop(_GONE, True))
         seen: SeenPass | None = begun.notes.get(NOTE)
-        has_calls = seen is not None and bool(seen.calls)
-        self._noted.append(replace(begin, rows=tuple(rows), has_calls=has_calls))
+        calls = None if seen is None else tuple(each.place for each in seen.calls)
+        self._noted.append(replace(begin, rows=tuple(rows), calls=calls))
         learning = {id(self._parameters[row]) for row in rows}
         parts = evaluating_parts(self._model, learning)
         known = self._modes
@@ -272,6 +279,10 @@ class _Left:
 def _is_zero(*gradients: Tensor) -> HostCopy:
     flags = [(each.detach() == 0).all().to(gradients[0].device) for each in gradients]
     return HostCopy.of(torch.stack(flags).all().reshape(1))
+
+
+def _copy_of(number: Tensor | None) -> HostCopy | None:
+    return None if number is None else HostCopy.of(number.detach().reshape(1))
 
 
 def _called_from() -> tuple[Lines, tuple[int, ...]]:

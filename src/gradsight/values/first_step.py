@@ -202,6 +202,8 @@ class StepPasses:
     evaluating: tuple[tuple[str, str], ...] = ()
     """Parts in evaluation mode whose parameters learn: name, and what that switches off."""
     repeated: RepeatedPass | None = None
+    why_not_repeated: str | None = None
+    """Why it cannot be told whether a line did so."""
     summed: int | None = None
     """How many entries the loss is a sum over with a factor of one, before an optimizer that takes
     gradients as they are; None: it is no such sum."""
