@@ -113,6 +113,9 @@ class PaddingLabels:
     in_decoder: bool = False
     """Whether these are the labels of a decoder, known as padding by their token alone."""
     place: str | None = None
+    in_targets: bool = False
+    """Whether the token marks padding among the labels too: they are the next inputs, and the
+    token is nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
