@@ -228,11 +228,10 @@ def _padding(
     if not masked:
         # Without a mask a layer may say which token pads.
         hidden = [_Hidden(_ends(each, token), token, each) for each, token in seen.padded]
-    for each in hidden:
-        found = _counted_padding(each, classes)
-        if found is not None:
-            return found
-    return None, None
+    found = [each for each in (_counted_padding(place, classes) for place in hidden) if each]
+    # An encoder's input may be as long as the labels, which belong to another one.
+    own = (each for each in found if each[0] is not None and each[0].in_targets)
+    return next(own, found[0] if found else (None, None))
 
 
 def _masks(named: Mapping[str, Any], sources: Sequence[Tensor]) -> dict[str, Tensor]:
