@@ -135,8 +135,8 @@ class PassWatch:
             lines,
             places,
             form,
-            _copy_of(form.there),
-            _copy_of(form.weight),
+            None if form.there is None else HostCopy.of(form.there.reshape(1)),
+            None if form.weight is None else HostCopy.of(form.weight.reshape(1)),
             keeps_graph=begun.keeps_graph,
             origin=working_line(),
         )
@@ -295,10 +295,6 @@ def _is_inside_step() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _copy_of(number: Tensor | None) -> HostCopy | None:
-    return None if number is None else HostCopy.of(number.detach().reshape(1))
 
 
 def _called_from() -> tuple[Lines, tuple[int, ...]]:

@@ -168,7 +168,9 @@ class PassHistory:
             if each.calls is not None:
                 was = self._has_outputs.get(each.place, True)
                 self._has_outputs[each.place] = was and bool(each.calls)
-        repeated, why_not_repeated = _repeated(passes, self._has_outputs, scale)
+        repeated, why_not_repeated = None, None
+        if len(passes) > 1:
+            repeated, why_not_repeated = _repeated(passes, self._has_outputs, scale)
         made = StepPasses(
             count=len(passes),
             evaluating=step.evaluating,
