@@ -11,7 +11,7 @@ from gradsight.first_step.documents import documents_of
 from gradsight.first_step.leaks import SEES, Traced, look_ahead
 from gradsight.first_step.operations import Operations, SeenTargets
 from gradsight.first_step.recorder import RECORDER
-from gradsight.first_step.targets import find_placement
+from gradsight.first_step.targets import find_placements
 
 
 class Banded(nn.Module):
@@ -79,8 +79,8 @@ def test_only_outputs_that_count_are_asked() -> None:
 
 
 def placed(source: Tensor, target: Tensor) -> int | None:
-    found = find_placement([source], [SeenTargets(target, target != -100)])
-    return None if found is None else found.ahead
+    found = find_placements(source, [SeenTargets(target, target != -100)])
+    return found[0].ahead if found else None
 
 
 def test_targets_are_found_in_the_inputs() -> None:

@@ -5,12 +5,16 @@ for no device.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from gradsight.core.devices import is_accelerator
+from gradsight.core.shards import is_sharded
 
 _FAR = 12
 _MEAN, _SUM = 1, 2
@@ -28,6 +32,10 @@ class LossForm:
     entries: int = 0
     there: Tensor | None = field(default=None, repr=False, compare=False)
     """What it was multiplied by beside that, on a device: a GradScaler's scale, a count."""
+    weight: Tensor | None = field(default=None, repr=False, compare=False)
+    """What the weights of a sum's entries add up to, such as the ones of a mask."""
+    operation: str = field(default="", repr=False, compare=False)
+    """The operation that reduced the entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,17 @@ def source_of(node: Any, output: int) -> Any:
     return node
 
 
+def saved(node: Any, name: str) -> Any:
+    """What autograd has saved of an operation under this name; None if there is no such thing."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if getattr(raw, "unpack_hook", None) is not None:
+        return None  # a hook of the script, which may compute, or run once only
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # it was freed, or changed in place since
+        return None
+
+
 def _form(node: Any, factor: _Factor, far: int) -> LossForm:
     if node is None or far == 0:
         return _unknown(factor)
@@ -82,6 +101,9 @@ def _form(node: Any, factor: _Factor, far: int) -> LossForm:
         scaled = None if other is None else factor.times(other, name == "MulBackward0")
         return _unknown(factor) if scaled is None else _form(inner, scaled, far - 1)
     if name == "AddBackward0":
+        classes = _without_smoothing(node)
+        if classes is not None:
+            return _form(classes, factor, far - 1)
         terms = [_form(source_of(*each), factor, far - 1) for each in node.next_functions]
         return _largest(terms, factor)
     if name.startswith(_PASSING) and node.next_functions:
@@ -103,27 +125,80 @@ def _largest(terms: list[LossForm], factor: _Factor) -> LossForm:
 
 def _scaled(node: Any) -> tuple[Any, Tensor | None]:
     """What is multiplied or divided, and by which number."""
+    inner, other = _operands(node)
+    return (inner, other) if other is not None and other.numel() == 1 else (None, None)
+
+
+def _operands(node: Any) -> tuple[Any, Tensor | None]:
+    """What has a gradient in a product or quotient, and the other operand; None if both have."""
     sources = [source_of(*each) for each in node.next_functions]
-    for saved, inner in (("_saved_other", sources[0]), ("_saved_self", sources[-1])):
-        value = getattr(node, saved, None)
-        is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
-        if is_number and inner is not None:
+    for name, inner in (("other", sources[0]), ("self", sources[-1])):
+        value = saved(node, name)
+        if isinstance(value, Tensor) and not value.requires_grad and inner is not None:
             return inner, value
     return None, None
+
+
+def _without_smoothing(node: Any) -> Any:
+    """The loss of the classes in one with label smoothing; None if this sum is something else.
+
+    torch adds that loss times 1 - e, and that of all classes times e / classes.
+    """
+    ends = [source_of(*each) for each in node.next_functions]
+    if len(ends) != 2 or any(each is None or each.name() != "MulBackward1" for each in ends):
+        return None
+    of_target, of_all = (source_of(*each.next_functions[0]) for each in ends)
+    if of_target is None or not of_target.name().startswith("NllLoss"):
+        return None
+    for _ in range(_FAR):
+        if of_all is None or of_all.name() == "SumBackward1" or not of_all.next_functions:
+            break
+        of_all = source_of(*of_all.next_functions[0])
+    sizes = getattr(of_all, "_saved_self_sym_sizes", ())
+    share, share_of_each = (saved(each, "other") for each in ends)
+    classes = math.prod(sizes[1:2] or sizes)
+    return of_target if math.isclose(share + share_of_each * classes, 1.0) else None
 
 
 def _reduced(node: Any, name: str, factor: _Factor) -> LossForm:
     if name.startswith("MeanBackward"):
         sizes = getattr(node, "_saved_self_sym_sizes", ())
-        return LossForm(factor.number, "mean", math.prod(sizes), factor.there)
+        return _made("mean", math.prod(sizes), name, factor)
     if name == "SumBackward0":
-        sizes = node._saved_self_sym_sizes
-        return LossForm(factor.number, "sum", math.prod(sizes), factor.there)
+        count = math.prod(node._saved_self_sym_sizes)
+        return _made("sum", count, name, factor, partial(_weight, node, count))
     reduction = getattr(node, "_saved_reduction", None)
-    entries = getattr(node, "_saved_target", None)
+    entries = saved(node, "target")
     count = entries.numel() if isinstance(entries, Tensor) else 0
     if reduction == _MEAN:
-        return LossForm(factor.number, "mean", count, factor.there)
+        return _made("mean", count, name, factor)
     if reduction == _SUM:
-        return LossForm(factor.number, "sum", count, factor.there)
+        weight = partial(saved, node, "total_weight")  # how many labels count
+        return _made("sum", count, name, factor, weight)
     return _unknown(factor)
+
+
+def _made(
+    reduction: Literal["mean", "sum"],
+    entries: int,
+    operation: str,
+    factor: _Factor,
+    weight: Callable[[], Tensor | None] | None = None,
+) -> LossForm:
+    is_divided = factor.there is not None or factor.number != 1.0
+    total = weight() if weight is not None and is_divided else None
+    return LossForm(factor.number, reduction, entries, factor.there, total, operation)
+
+
+def _weight(node: Any, entries: int) -> Tensor | None:
+    """What the weights of a sum's entries add up to; None if they are not known."""
+    source = source_of(*node.next_functions[0])
+    while source is not None and source.name().startswith(_PASSING) and source.next_functions:
+        source = source_of(*source.next_functions[0])
+    if source is None or source.name() != "MulBackward0":
+        return torch.tensor(float(entries), device="cpu")
+    weights = _operands(source)[1]
+    if weights is None or not weights.numel() or is_sharded(weights):
+        return None
+    # They are repeated where they have fewer dimensions.
+    return weights.detach().sum(dtype=torch.float32) * (entries / weights.numel())

@@ -237,7 +237,10 @@ def _watched_backward(original: _Original) -> _Original:
         try:
             tensors = args[0] if args else kwargs.get("tensors")
             seeds = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-            course = passes.guard.run(_begin_pass, passes, tensors, seeds)
+            keeps = args[2] if len(args) > 2 else kwargs.get("retain_graph")
+            if keeps is None:
+                keeps = args[3] if len(args) > 3 else kwargs.get("create_graph", False)
+            course = passes.guard.run(_begin_pass, passes, tensors, seeds, keeps)
             result = original(*args, **kwargs)
             has_returned = True
         finally:
@@ -252,9 +255,9 @@ def _watched_backward(original: _Original) -> _Original:
     return backward
 
 
-def _begin_pass(passes: Passes, tensors: Any, seeds: Any) -> Course:
+def _begin_pass(passes: Passes, tensors: Any, seeds: Any, keeps_graph: Any) -> Course:
     take_off_ended()
-    course = Course(tensors, seeds)
+    course = Course(tensors, seeds, bool(keeps_graph))
     # Not a copy: a watch that is opened by one of these is to hear of this pass too.
     for ear in _told["before_backward"]:
         if ear.thread is None or ear.thread == get_ident():

@@ -120,6 +120,8 @@ class BackwardPass:
     """What listeners have noted when it began, for when it ends."""
     writes: dict[int, int]
     """How often it has written each parameter so far, as far as hooks tell; by id."""
+    keeps_graph: bool = False
+    """Whether another pass may go through its graph; otherwise that is freed."""
 
 
 class Course:
@@ -127,8 +129,8 @@ class Course:
 
     __slots__ = ("before", "begun", "missed", "written")
 
-    def __init__(self, tensors: Any, seeds: Any) -> None:
-        self.begun = BackwardPass(tensors, seeds, this_thread(), {}, {})
+    def __init__(self, tensors: Any, seeds: Any, keeps_graph: bool) -> None:
+        self.begun = BackwardPass(tensors, seeds, this_thread(), {}, {}, keeps_graph)
         self.before: dict[FollowedParameters, list[GradientState | None]] = {}
         """Whose gradients can be read while it runs, and what they were; empty: there were none.
 

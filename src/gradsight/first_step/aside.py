@@ -39,7 +39,7 @@ from gradsight.first_step.leaks import (
 )
 from gradsight.first_step.operations import Operations, Probe, SeenTargets
 from gradsight.first_step.recorder import SeenPass
-from gradsight.first_step.targets import Placement, find_placement
+from gradsight.first_step.targets import Placement, find_placements
 from gradsight.values.first_step import FirstStep, Leak
 
 _PASSES = 8
@@ -272,7 +272,8 @@ class _Look:
                 continue
             copied = copied_targets(traced, placement.share, self._generator)
             has_other = _has_other_input(self._module, self._call, placement.source)
-            copied = replace(copied, has_other_input=has_other)
+            copied = replace(copied, has_other_input=has_other, time_first=placement.time_first)
+            # Where both orders of rows and time fit, the causal one is right.
             self._seen_so_far = replace(self._seen_so_far, copied=copied)
             if copied.is_causal and copied.sees_itself:
                 # That is the fault; the inputs that contain the target a place later are not.
@@ -317,8 +318,8 @@ class _Look:
                 continue
             part = source
             if self._options.is_small and given.shape != source.shape:
-                rows = given.shape[1] if placement.time_first else given.shape[0]
-                part = source[:, :rows] if placement.time_first else source[:rows]
+                # The rows that were taken may be positions: nothing told them apart.
+                part = source[: given.shape[0], : given.shape[1]]
             if given.shape == part.shape and torch.equal(given, part):
                 chosen.append(probe.zeros)
         if not chosen:
@@ -373,9 +374,12 @@ class _Look:
         inputs = [each for each in given if each.dim()]
         targets = [*self._seen.targets, *operations.targets]
         if placements:
+            # More than one placement of an input: either dimension may be the rows.
             found = [
                 across_rows([each.output], each.probes, self._generator, each.time_first)
-                for each in self._traced(call, probes, outputs, placements[0])
+                for placement in placements
+                if placement.source is placements[0].source
+                for each in self._traced(call, probes, outputs, placement)
                 if each.output.shape[0] > 1
             ]
             # As for positions: the right reading is the one that shows least.
@@ -435,8 +439,7 @@ def _placed_in(sources: Sequence[Tensor], targets: Sequence[SeenTargets]) -> lis
     for source in sources:
         if not any(each.shape == source.shape and torch.equal(each, source) for each in distinct):
             distinct.append(source)
-    found = [find_placement([source], targets) for source in distinct]
-    return [each for each in found if each is not None]
+    return [found for source in distinct for found in find_placements(source, targets)]
 
 
 def _has_other_input(module: nn.Module, call: RecordedCall, source: Tensor) -> bool:

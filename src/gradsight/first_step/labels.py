@@ -204,6 +204,8 @@ class _Hidden:
     """[rows, time]"""
     token: int
     """What is there."""
+    given: Tensor
+    """The input itself; [rows, time] as well."""
     time_first: bool = False
     """Whether the input is [time, rows]."""
 
@@ -225,12 +227,11 @@ def _padding(
         return _padding_of_decoder(seen.calls[0], named[0], classes, token), None
     if not masked:
         # Without a mask a layer may say which token pads.
-        hidden = [_Hidden(_ends(each, token), token) for each, token in seen.padded]
-    for each in hidden:
-        found = _counted_padding(each, classes)
-        if found is not None:
-            return found
-    return None, None
+        hidden = [_Hidden(_ends(each, token), token, each) for each, token in seen.padded]
+    found = [each for each in (_counted_padding(place, classes) for place in hidden) if each]
+    # An encoder's input may be as long as the labels, which belong to another one.
+    own = (each for each in found if each[0] is not None and each[0].in_targets)
+    return next(own, found[0] if found else (None, None))
 
 
 def _masks(named: Mapping[str, Any], sources: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -263,7 +264,7 @@ def _hidden_by_masks(named: Mapping[str, Any], sources: Sequence[Tensor]) -> Ite
                     tokens = given[places.to(given.device)]
                     others = given[~places.to(given.device)]
                     if bool((tokens == tokens[0]).all()) and bool((others != others[0]).any()):
-                        yield _Hidden(places, int(tokens[0]), time_first)
+                        yield _Hidden(places, int(tokens[0]), given, time_first)
 
 
 def _ends(source: Tensor, token: int) -> Tensor:
@@ -319,8 +320,17 @@ def _counted_padding(
         if len(chosen) and not targets.is_reduced:
             return None, 'the loss has reduction="none", so a mask may be applied to it later'
         found = PaddingLabels(places, len(chosen), int(counts.sum()), hidden.token)
-        return replace(found, place=targets.place), None
+        in_targets = _marks_targets(hidden, values, counts)
+        return replace(found, place=targets.place, in_targets=in_targets), None
     return None
+
+
+def _marks_targets(hidden: _Hidden, values: Tensor, counts: Tensor) -> bool:
+    """Whether the token that pads inputs marks padding among labels, and does not end texts."""
+    given = hidden.given.to(values.device)
+    if bool(((given == hidden.token) & ~hidden.places.to(values.device)).any()):
+        return False
+    return (_Laid(given, values, counts).share(1) or 0) > _SHARE
 
 
 def _has_decoder(module: nn.Module, named: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ functions between a call of theirs and backward, and leaves when nobody asks any
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -29,12 +30,14 @@ from gradsight.core.parameters import called_module
 from gradsight.core.passes import BackwardPass
 from gradsight.core.random_state import torch_states
 from gradsight.core.samples import tensors_in
-from gradsight.core.source import users_line
+from gradsight.core.source import users_frames, users_line
 from gradsight.first_step.operations import Operations, SeenTargets
 from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss
 
 _CALLS = 16
 """Calls before one backward pass that are kept."""
+_FRAMES = 8
+"""Frames of the script that tell one place of a call from another."""
 _PASSES = 64
 """Passes that are recorded for one holder; then nobody will come for more."""
 NOTE = "gradsight.preflight"
@@ -50,6 +53,8 @@ class SeenCall:
     versions: tuple[int, ...]
     """Of the tensors it was given: whoever changes them in place spoils them for us."""
     began: float
+    place: tuple[object, ...] = ()
+    """Where it was made: the lines of the script on the stack, and the places within them."""
 
     @classmethod
     def of(
@@ -66,7 +71,10 @@ class SeenCall:
             training=module.training,
             caller=users_line(),
         )
-        return cls(module, made, tuple(tensor._version for tensor in given), began)
+        called_from = tuple(
+            (frame.f_code, frame.f_lasti) for frame in islice(users_frames(), _FRAMES)
+        )
+        return cls(module, made, tuple(tensor._version for tensor in given), began, called_from)
 
     def is_unchanged(self) -> bool:
         """Whether its arguments are still what they were."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -32,23 +33,24 @@ class Placement:
     """[rows, time]: which positions have a label that counts."""
 
 
-def find_placement(sources: Sequence[Tensor], targets: Sequence[SeenTargets]) -> Placement | None:
-    """Where the targets are found in the inputs; None where they are no inputs, or in doubt."""
-    candidates = [
-        placement
-        for source in sources
-        for each in targets
-        for placement in _placements(source, each)
-    ]
+def find_placements(source: Tensor, targets: Sequence[SeenTargets]) -> list[Placement]:
+    """Where the targets are found in an input; empty where they are not, or where that is in doubt.
+
+    Targets at the place of their inputs are found in both orders of rows and time.
+    """
+    candidates = [placement for each in targets for placement in _placements(source, each)]
     candidates.sort(key=lambda placement: placement.share, reverse=True)
     if not candidates or candidates[0].share < _SHARE:
-        return None
+        return []
     best = candidates[0]
     # Sequences of one token are their own neighbours: they tell nothing.
     rivals = [each for each in candidates if each.ahead != best.ahead]
     if any(rival.share >= best.share for rival in rivals):
-        return None
-    return best
+        return []
+    if best.ahead:
+        return [best]
+    other = (each for each in candidates[1:] if each.time_first != best.time_first)
+    return [best, *(each for each in islice(other, 1) if each.share == best.share)]
 
 
 def _placements(source: Tensor, targets: SeenTargets) -> Iterator[Placement]:

@@ -398,7 +398,7 @@ class Window:
             self.signals.add("batches")
         if signals.first is not None:
             self.signals.add("first step")
-            self.not_judged = signals.first.left_out
+            self.not_judged = (*self.not_judged, *signals.first.left_out)
             self.input_ignored = signals.first.depends is False
             self.dead_layer = signals.first.dead_layer
             self.constant = signals.first.constant
@@ -411,6 +411,9 @@ class Window:
             self.signals.add("passes")
             self.cut_by_checkpoint |= signals.passes.cut_by_checkpoint
             self.pass_counts.add(signals.passes.count)
+            why_not = signals.passes.why_not_repeated
+            if why_not is not None and ("GS609", why_not) not in self.not_judged:
+                self.not_judged += (("GS609", why_not),)
         if signals.guess is not None and signals.loss is not None and self.steps_seen <= 3:
             self.signals.add("guess")
             self.starts.append((signals.loss, signals.guess))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradsight.core.calls import suspended
 from gradsight.core.layouts import is_plain
+from gradsight.core.loss_graph import saved
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.values.diagnoses import TensorSummary
@@ -72,26 +73,15 @@ def loss_values(loss: Tensor, nodes: Sequence[Any]) -> LossValues:
     return found
 
 
-def _saved(node: Any, name: str) -> Any:
-    """What autograd has saved of an operation under this name; None if there is no such thing."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if getattr(raw, "unpack_hook", None) is not None:
-        return None  # a hook of the script, which may compute, or run once only
-    try:
-        return getattr(node, f"_saved_{name}", None)
-    except RuntimeError:  # it was freed, or changed in place since
-        return None
-
-
 def _read(node: Any, values: dict[Any, Tensor], found: LossValues) -> None:
     """Note the operands and the result of one operation."""
     name = forward_name(node.name())
-    result = _saved(node, "result")
+    result = saved(node, "result")
     if _can_be_read(result):
         values.setdefault(node, result.detach())
     names = _TWO.get(name, ("self",) if function_of(node) is not None else ())
     for place, operand in enumerate(names):
-        value = _saved(node, operand)
+        value = saved(node, operand)
         if not _can_be_read(value):
             continue
         source, output = node.next_functions[place] if place < len(node.next_functions) else (0, 0)

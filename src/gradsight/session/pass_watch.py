@@ -4,10 +4,12 @@ Looked at in the first steps, and again now and then: a model is most often left
 by its first validation. What the device alone knows is noted, and read with the step's numbers.
 """
 
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -77,6 +79,8 @@ class PassWatch:
 
     def start(self) -> None:
         """Begin to watch."""
+        # A run may be watched from its first pass on, which a closure may have called.
+        self._inside_step = _is_inside_step()
         moments.listen(self, self._guard, self._parameters)
         put_hook(self._guard, register_optimizer_step_pre_hook, self._step_begins)
         put_hook(self._guard, register_optimizer_step_post_hook, self._step_ends)
@@ -126,9 +130,16 @@ class PassWatch:
         if len(roots) != 1 or not isinstance(roots[0], Tensor):
             return
         form = form_of(roots[0])
-        there = None if form.there is None else HostCopy.of(form.there.reshape(1))
         lines, places = _called_from()
-        begun.notes[self] = NotedPass(lines, places, form, there, origin=working_line())
+        begun.notes[self] = NotedPass(
+            lines,
+            places,
+            form,
+            None if form.there is None else HostCopy.of(form.there.reshape(1)),
+            None if form.weight is None else HostCopy.of(form.weight.reshape(1)),
+            keeps_graph=begun.keeps_graph,
+            origin=working_line(),
+        )
 
     def gradients_before(self, begun: BackwardPass) -> None:
         """There are gradients, which can be read before it writes; nobody tells where none are."""
@@ -147,8 +158,8 @@ class PassWatch:
             return
         self._note_gap(begun.notes.pop(_GONE, True))
         seen: SeenPass | None = begun.notes.get(NOTE)
-        has_calls = seen is not None and bool(seen.calls)
-        self._noted.append(replace(begin, rows=tuple(rows), has_calls=has_calls))
+        calls = None if seen is None else tuple(each.place for each in seen.calls)
+        self._noted.append(replace(begin, rows=tuple(rows), calls=calls))
         learning = {id(self._parameters[row]) for row in rows}
         parts = evaluating_parts(self._model, learning)
         known = self._modes
@@ -272,6 +283,18 @@ class _Left:
 def _is_zero(*gradients: Tensor) -> HostCopy:
     flags = [(each.detach() == 0).all().to(gradients[0].device) for each in gradients]
     return HostCopy.of(torch.stack(flags).all().reshape(1))
+
+
+def _is_inside_step() -> bool:
+    """Whether an optimizer's step has called this, as it calls hooks and a closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # torch wraps `step`, and calls hooks before it.
+        may_be_step = frame.f_code.co_name in ("step", "wrapper")
+        if may_be_step and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _called_from() -> tuple[Lines, tuple[int, ...]]:

@@ -5,8 +5,9 @@ was multiplied by, may be known to the device alone by then.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gradsight.core.loss_graph import LossForm
 from gradsight.measure.host_copy import HostCopy
@@ -14,8 +15,19 @@ from gradsight.values.first_step import RepeatedPass, StepPasses
 
 Lines = tuple[str, ...]
 """The user's lines that a pass was called from, the innermost first."""
+Place = tuple[Lines, tuple[int, ...]]
+"""Lines, and the places within them: one line may hold two calls."""
 Caller = tuple[str | None, Lines]
 """The line that called backward(), maybe one of a library, and the user's lines."""
+_ROUNDING = 1e-3
+_UNKNOWN = (
+    "backward at {place} ran {times} times for one step, and Gradsight cannot tell whether each "
+    "loss was a mean"
+)
+_COUNT = (
+    "backward at {place} ran {times} times for one step, and each loss is a sum that was divided "
+    "by a number that may be a count over the whole step"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +40,20 @@ class NotedPass:
     form: LossForm
     there: HostCopy | None = None
     """The part of its loss's factor that is on a device."""
+    weight: HostCopy | None = None
+    """What the weights of its loss's entries add up to."""
     rows: tuple[int, ...] = ()
-    has_calls: bool = False
-    """Whether the model was seen to be called for it: at the first step it is."""
+    calls: tuple[tuple[object, ...], ...] | None = None
+    """Where the model was called for it; None: nobody looked. At the first step, somebody does."""
+    keeps_graph: bool = False
+    """Whether later passes may go through its graph."""
     origin: str | None = None
     """The line of the script, or of a library that it calls, where backward() was called."""
+
+    @property
+    def place(self) -> "Place":
+        """The place in the script where backward() was called."""
+        return self.lines, self.places
 
     @property
     def caller(self) -> "Caller":
@@ -44,6 +65,19 @@ class NotedPass:
         """What its loss was multiplied by; None where that is no number to count on."""
         factor = self.form.factor * (1.0 if self.there is None else self.there.number())
         return factor if factor and math.isfinite(factor) else None
+
+    @property
+    def mean_factor(self) -> float | None:
+        """What a mean was multiplied by that equals its loss; None where it is not known.
+
+        A sum that is divided by the number of its entries, or by the sum of its mask, is a mean.
+        """
+        factor = self.factor
+        if factor is None or self.form.entries < 2 or self.form.reduction is None:
+            return None
+        if self.form.reduction == "mean":
+            return factor
+        return None if self.weight is None else factor * self.weight.number()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +132,7 @@ class PassesOnTheWay:
         for each in self.noted:
             parts: Sequence[object] = ()
             if isinstance(each, NotedPass):
-                parts = (each.there,)
+                parts = (each.there, each.weight)
             else:
                 parts = (each.was_zero, each.is_gone, each.has_moved)
             yield from (part for part in parts if isinstance(part, HostCopy))
@@ -112,6 +146,8 @@ class PassHistory:
         self._takes_as_is = takes_as_is
         self._thrown: dict[Caller, int] = {}
         self._used: set[Caller] = set()
+        self._has_outputs: dict[Place, bool] = {}
+        """Whether all passes of a place, as far as calls were seen, had a call of the model."""
 
     def add(self, step: PassesOnTheWay) -> StepPasses:
         """What one more step was made of."""
@@ -128,10 +164,18 @@ class PassHistory:
                     self._used.add(each.caller)  # meant to be: a pass to warm up is not
         self._used.update(each.caller for each in passes)
         scale = 1.0 if step.scale is None else step.scale.number()
+        for each in passes:
+            if each.calls is not None:
+                was = self._has_outputs.get(each.place, True)
+                self._has_outputs[each.place] = was and bool(each.calls)
+        repeated, why_not_repeated = None, None
+        if len(passes) > 1:
+            repeated, why_not_repeated = _repeated(passes, self._has_outputs, scale)
         made = StepPasses(
             count=len(passes),
             evaluating=step.evaluating,
-            repeated=_repeated(passes, scale),
+            repeated=repeated,
+            why_not_repeated=why_not_repeated,
             summed=_summed(passes, scale) if self._takes_as_is else None,
             thrown_away=self._thrown_away(),
             cut_by_checkpoint=step.cut_by_checkpoint,
@@ -148,23 +192,49 @@ class PassHistory:
         return thrown[caller], _first(caller[1])
 
 
-def _repeated(passes: Sequence[NotedPass], scale: float) -> RepeatedPass | None:
-    """The line that ran backward most often, each time with a mean of a batch of its own."""
-    groups: dict[tuple[Lines, tuple[int, ...]], list[NotedPass]] = {}
-    for each in passes:
-        groups.setdefault((each.lines, each.places), []).append(each)
-    alike = max(groups.values(), key=len, default=[])
+def _repeated(
+    passes: Sequence[NotedPass], has_outputs: Mapping[Place, bool], scale: float
+) -> tuple[RepeatedPass | None, str | None]:
+    """The line that ran backward most often, each time with a mean of a batch of its own.
+
+    Also return why that cannot be told, or None. `has_outputs`: places whose passes, as far as
+    calls were seen, had outputs of their own.
+    """
+    alike = max(_alike(passes), key=len, default=[])
     if len(alike) < 2 or not alike[0].lines:
-        return None
+        return None, None
     first = alike[0]
-    factor = first.factor
-    for each in alike:
-        is_mean = each.form.reduction == "mean" and each.form.entries > 1
-        is_same = each.factor == factor and each.rows == first.rows
-        # Several terms of one output are no micro-batches.
-        if not is_mean or not is_same or not each.has_calls:
-            return None
-    return None if factor is None else RepeatedPass(len(alike), factor / scale, _first(first.lines))
+    # Several terms of one output are no micro-batches.
+    if any(each.rows != first.rows or not has_outputs.get(each.place) for each in alike):
+        return None, None
+    if any(each.calls is None and before.keeps_graph for before, each in pairwise(alike)):
+        return None, None
+    factors = [each.mean_factor for each in alike]
+    factor = factors[0]
+    place = _first(first.lines)
+    if any(each is None for each in factors):
+        is_plain = all(each.form.reduction == "sum" and each.factor == scale for each in alike)
+        return None, None if is_plain else _UNKNOWN.format(place=place, times=len(alike))
+    if any(not math.isclose(each or 0.0, factor or 0.0, rel_tol=_ROUNDING) for each in factors):
+        is_mean = all(each.form.reduction == "mean" for each in alike)
+        return None, None if is_mean else _COUNT.format(place=place, times=len(alike))
+    return RepeatedPass(len(alike), (factor or 0.0) / scale, place), None
+
+
+def _alike(passes: Sequence[NotedPass]) -> Iterable[list[NotedPass]]:
+    """Passes from the same line, or of outputs that the same line has made, with the same loss.
+
+    A loop may call backward() in two branches: in one, ranks do not average their gradients.
+    """
+    groups: dict[object, list[NotedPass]] = {}
+    called: dict[object, object] = {}
+    for each in passes:
+        key: object = each.place
+        if each.calls:
+            outer = (each.lines[1:], each.places[1:])
+            key = called.setdefault((each.calls, outer, each.form.operation, each.rows), key)
+        groups.setdefault(key, []).append(each)
+    return groups.values()
 
 
 def _summed(passes: Sequence[NotedPass], scale: float) -> int | None:

@@ -83,6 +83,8 @@ class CopiedTargets:
     """Whether it depends on earlier inputs, and on no later one."""
     has_other_input: bool = False
     """Whether the model is given another input too, as an encoder with a decoder is."""
+    time_first: bool = False
+    """Whether these are [time, rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,9 @@ class PaddingLabels:
     in_decoder: bool = False
     """Whether these are the labels of a decoder, known as padding by their token alone."""
     place: str | None = None
+    in_targets: bool = False
+    """Whether the token marks padding among the labels too: they are the next inputs, and the
+    token is nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,8 @@ class StepPasses:
     evaluating: tuple[tuple[str, str], ...] = ()
     """Parts in evaluation mode whose parameters learn: name, and what that switches off."""
     repeated: RepeatedPass | None = None
+    why_not_repeated: str | None = None
+    """Why it cannot be told whether a line did so."""
     summed: int | None = None
     """How many entries the loss is a sum over with a factor of one, before an optimizer that takes
     gradients as they are; None: it is no such sum."""

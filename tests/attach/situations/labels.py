@@ -1031,6 +1031,7 @@ PADDED_LABELS = [
         TRANSLATOR.format(options="", length=14),
         exit_code=1,
         findings=["GS613"],
+        says=["targets = targets.masked_fill(targets == 0, -100)"],
     ),
     Situation(
         "a translator of its own: as many words in both texts, and padding that counts",
@@ -1047,6 +1048,14 @@ PADDED_LABELS = [
         f"outputs = model(x, x != 0); loss = {OF_ALL})",
         exit_code=1,
         findings=["GS613"],
+        says=["targets = targets.masked_fill(targets == 0, -100)"],
+    ),
+    writer(
+        "counted, where the padding token ends texts too",
+        f"outputs = model(x, F.pad(x != 0, (1, 0), value=True)[:, :-1]); loss = {OF_ALL})",
+        exit_code=1,
+        findings=["GS613"],
+        says=["targets = targets.masked_fill(inputs == 0, -100)", "also ends texts"],
     ),
     writer(
         "counted, with a mask that is true where it hides",

@@ -158,6 +158,95 @@ TARGETS = [
     ),
 ]
 
+TIME_FIRST = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.mix = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64), 1)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x):
+        mask = {mask}
+        return self.head(self.mix(self.embed(x), mask=mask))
+
+
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+text = torch.randint(50, (12 * 15 + 1, 20))
+for start in range(0, 12 * 15, 15):
+    x = text[start : start + 15]
+    y = {targets}
+    optimizer.zero_grad()
+    F.cross_entropy(model(x).view(-1, 50), y.reshape(-1)).backward()
+    optimizer.step()
+"""
+TIME_FIRST_DECODER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.transformer = nn.Transformer(32, 2, 1, 1, 64)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x, y):
+        mask = nn.Transformer.generate_square_subsequent_mask(len(y))
+        return self.head(self.transformer(self.embed(x), self.embed(y), tgt_mask=mask))
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    source, target = torch.randint(50, (9, 16)), torch.randint(50, (13, 16))
+    optimizer.zero_grad()
+    F.cross_entropy(model(source, target[:-1]).flatten(0, 1), {targets}.flatten()).backward()
+    optimizer.step()
+"""
+CAUSAL_MASK = "nn.Transformer.generate_square_subsequent_mask(len(x))"
+
+
+def time_first(targets: str, mask: str = CAUSAL_MASK) -> str:
+    """Return a script of a model that is given [time, rows], with these targets and this mask."""
+    return TIME_FIRST.format(targets=targets, mask=mask)
+
+
+TIME_BEFORE_ROWS = [
+    Situation(
+        "time before rows, and targets that are not shifted",
+        time_first("text[start : start + 15]"),
+        exit_code=2,
+        findings=["GS604"],
+        says=["inputs, targets = inputs[:-1], inputs[1:]"],
+    ),
+    Situation(
+        "time before rows, and targets that are shifted",
+        time_first("text[start + 1 : start + 16]"),
+        not_skipped=["GS601", "GS602", "GS604"],
+    ),
+    Situation(
+        "time before rows, and labels of tokens of a model that sees all",
+        time_first("x * 7 % 50", "None"),
+        not_skipped=["GS601", "GS602", "GS604"],
+    ),
+    Situation(
+        "time before rows, and a model that sees all and gives its input back",
+        time_first("x", "None"),
+        not_skipped=["GS601", "GS602", "GS604"],
+    ),
+    Situation(
+        "time before rows, and a decoder that is fed its own target",
+        TIME_FIRST_DECODER.format(targets="target[:-1]"),
+        exit_code=2,
+        findings=["GS604"],
+        says=["decoder_inputs, targets = targets[:-1], targets[1:]"],
+    ),
+    Situation(
+        "time before rows, and a decoder that is fed the targets before its own",
+        TIME_FIRST_DECODER.format(targets="target[1:]"),
+        not_skipped=["GS601", "GS602", "GS604"],
+    ),
+]
+
 HOOKS = [
     Situation(
         "hooks that expect one backward pass for each call",
@@ -238,4 +327,4 @@ BY_HAND = [
     ),
 ]
 
-SITUATIONS = [*LEAKS, *MASKS, *TARGETS, *HOOKS, *BY_HAND]
+SITUATIONS = [*LEAKS, *MASKS, *TARGETS, *TIME_BEFORE_ROWS, *HOOKS, *BY_HAND]

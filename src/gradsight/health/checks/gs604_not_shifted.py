@@ -4,18 +4,38 @@ from collections.abc import Iterator
 
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.first_step import CopiedTargets
 
-_DECODER = Advice(
-    recommendation=(
-        "At every position, the decoder is given its own target as input, so it learns to copy. "
-        "Give it the targets moved right by one, so that each position gets the previous target."
-    ),
-    fix="""
+_SELF = (
+    "Each target equals the input at the same position, so the model learns to copy. Move the "
+    "targets ahead by one. Exception: models of transformers shift labels themselves, so pass "
+    "labels = input_ids to them unchanged."
+)
+_DECODER = (
+    "At every position, the decoder is given its own target as input, so it learns to copy. Give "
+    "it the targets moved right by one, so that each position gets the previous target."
+)
+
+
+def _advice(copied: CopiedTargets) -> Advice:
+    # What to take of a tensor, by the dimension that is time.
+    first, last = ("[:-1]", "[1:]") if copied.time_first else ("[:, :-1]", "[:, 1:]")
+    if copied.has_other_input:
+        return Advice(
+            _DECODER,
+            f"""
 # in the loop, before the forward pass: the decoder gets the target before
-decoder_inputs, targets = targets[:, :-1], targets[:, 1:]
+decoder_inputs, targets = targets{first}, targets{last}
 # outputs = model(inputs, decoder_inputs)
 """,
-)
+        )
+    return Advice(
+        _SELF,
+        f"""
+# in the loop, before the forward pass: the target is the next token
+inputs, targets = inputs{first}, inputs{last}
+""",
+    )
 
 
 @check(
@@ -23,17 +43,7 @@ decoder_inputs, targets = targets[:, :-1], targets[:, 1:]
     "targets are not shifted",
     "critical",
     asked=Asked(when="first", needs=("first step",)),
-    advice=Advice(
-        recommendation=(
-            "Each target equals the input at the same position, so the model learns "
-            "to copy. Move the targets ahead by one. Exception: models of transformers shift "
-            "labels themselves, so pass labels = input_ids to them unchanged."
-        ),
-        fix="""
-# in the loop, before the forward pass: the target is the next token
-inputs, targets = inputs[:, :-1], inputs[:, 1:]
-""",
-    ),
+    advice=_advice(CopiedTargets(1.0, sees_itself=True, is_causal=True)),
 )
 def not_shifted(window: Window, *, share: float = 0.9) -> Iterator[Fact]:
     """The targets of a causal model are its inputs at the same place.
@@ -51,6 +61,5 @@ def not_shifted(window: Window, *, share: float = 0.9) -> Iterator[Fact]:
         return
     evidence = f"{copied.share:.0%} of the labels that count equal the input at their own position"
     if copied.has_other_input:
-        yield Fact(f"{evidence}, although the model has another input too", advice=_DECODER)
-    else:
-        yield Fact(evidence)
+        evidence += ", although the model has another input too"
+    yield Fact(evidence, advice=_advice(copied))

@@ -21,7 +21,7 @@ _DECODER = (
 def _advice(recommendation: str, given: str, token: int) -> Advice:
     note = f"if token {token} also ends texts, use attention_mask == 0 instead"
     if given == "targets":
-        note = f"token {token} pads here"  # the mask is one of the encoder's inputs
+        note = f"token {token} pads here"
     return Advice(
         recommendation,
         f"""
@@ -66,4 +66,6 @@ def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
         f"{seen.counted} of {seen.places} padding tokens have a label that counts{where}: "
         f"{part:.0%} of the {seen.labels} labels that count"
     )
-    yield Fact(evidence, advice=_advice(_RECOMMENDATION, "inputs", seen.token))
+    # Targets are one place ahead: by the inputs, the first padding of a text would still count.
+    given = "targets" if seen.in_targets else "inputs"
+    yield Fact(evidence, advice=_advice(_RECOMMENDATION, given, seen.token))
