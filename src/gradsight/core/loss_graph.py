@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gradsight.core.devices import is_accelerator
+from gradsight.core.layouts import is_in_memory
 
 _FAR = 12
 _MEAN, _SUM = 1, 2
@@ -106,8 +107,9 @@ def _scaled(node: Any) -> tuple[Any, Tensor | None]:
     sources = [source_of(*each) for each in node.next_functions]
     for saved, inner in (("_saved_other", sources[0]), ("_saved_self", sources[-1])):
         value = getattr(node, saved, None)
-        is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
-        if is_number and inner is not None:
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.requires_grad:
+            continue
+        if inner is not None and is_in_memory(value):
             return inner, value
     return None, None
 

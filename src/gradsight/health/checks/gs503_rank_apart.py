@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.checks.gs504_not_synchronised import updates_differ
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import NOTHING, Window
 from gradsight.values.measured import Floats, RankComparison
@@ -63,6 +64,8 @@ def rank_apart(
     if not np.isfinite(look.norms).all():
         yield from _not_finite(window, look)
         return
+    if window.digests is not None and updates_differ(window.digests):
+        return  # the gradients are those of different models: GS504 tells why
     if (
         len(window.rank_logarithms) >= looks
         and np.abs(_apart(window.rank_logarithms[-1])).max() > np.log(factor) / 2
