@@ -61,7 +61,14 @@ def test_one_layer_of_one_rank_is_named() -> None:
         lambda n: [jittered(n), 30.0 if 25 <= n < 27 else jittered(n + 1)],
         lambda n: [30.0, 30.0] if n == 25 else [1.0, 1.0],
     ],
-    ids=["broken everywhere", "very noisy", "one small batch", "single steps", "two steps", "all ranks jump"],
+    ids=[
+        "broken everywhere",
+        "very noisy",
+        "one small batch",
+        "single steps",
+        "two steps",
+        "all ranks jump",
+    ],
 )
 def test_what_is_not_of_a_rank_is_left_alone(norms: Callable[[int], Any]) -> None:
     assert "GS503" not in compared(norms)

@@ -30,6 +30,13 @@ Kind = Literal["ddp", "loose ddp", "uncalled ddp", "fsdp", "other"]
 """
 
 
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards this model or a part of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(each, FSDPModule) for each in model.modules())
+
+
 class Sharing:
     """How ranks share some parameters of a model."""
 
@@ -38,8 +45,6 @@ class Sharing:
         self._without: Kind | None = None
         if world_size() == 1:
             return
-        from torch.distributed.fsdp import FSDPModule
-
         modules = list(model.modules())
         wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
         if not wrappers:
@@ -49,7 +54,7 @@ class Sharing:
         for wrapper in wrappers:
             if any(id(parameter) in keys for parameter in wrapper.parameters()):
                 self._wrappers.append(weakref.ref(wrapper))
-        if any(isinstance(each, FSDPModule) for each in modules):
+        if is_fully_sharded(model):
             self._without = "fsdp"
         elif are_spread(tensors):
             self._without = "other"

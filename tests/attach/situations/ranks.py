@@ -180,7 +180,40 @@ for step in range(20):
 dist.destroy_process_group()
 """
 
+TENSOR_PARALLEL = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module
+)
+mesh = init_device_mesh("cpu", (2,))
+model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 5))
+model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+for step in range(30):
+    torch.manual_seed(step)
+    x = torch.rand(20, 10)
+    (model(x) - x[:, :5]).square().mean().backward()
+    optimizer.step()
+    CLEAR
+dist.destroy_process_group()
+"""
+
 SITUATIONS = [
+    Situation(
+        "two ranks that share layers by tensor parallelism",
+        TENSOR_PARALLEL.replace("CLEAR", "optimizer.zero_grad(set_to_none=False)"),
+        arguments=["--nproc_per_node", "2"],
+        reasons={"GS601": "(tensor parallelism)"},
+        slow=True,
+    ),
+    Situation(
+        "two ranks that share layers by tensor parallelism and never clear gradients",
+        TENSOR_PARALLEL.replace("CLEAR", ""),
+        arguments=["--nproc_per_node", "2"],
+        exit_code=2,
+        findings=["GS305"],
+        slow=True,
+    ),
     Situation(
         "two ranks whose loss is NaN when FSDP2 has freed the weights that autograd saved",
         FREED,
