@@ -198,7 +198,25 @@ for step in range(30):
 dist.destroy_process_group()
 """
 
+NO_GROUP = """
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(30):
+    x = torch.randn(16, 20)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+    optimizer.step()
+"""
+
 SITUATIONS = [
+    Situation(
+        "two processes that were launched together and make no group",
+        NO_GROUP,
+        arguments=["--nproc_per_node", "2"],
+        models={"model": 30, "model-rank1": 30},
+        says=["2 processes were launched together, but the script has made no process group"],
+        slow=True,
+    ),
     Situation(
         "two ranks that share layers by tensor parallelism",
         TENSOR_PARALLEL.replace("CLEAR", "optimizer.zero_grad(set_to_none=False)"),
