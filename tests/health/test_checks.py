@@ -434,6 +434,28 @@ def test_high_norms_of_the_first_steps_hide_no_spike() -> None:
         assert "GS201" in run(of(norms.__getitem__, len(norms))), at
 
 
+@pytest.mark.parametrize(
+    ("parallel", "same_gradient", "severity"),
+    [
+        (None, False, "critical"),
+        (None, True, "critical"),
+        ("uncalled ddp", False, "critical"),
+        ("ddp", True, "warning"),
+        ("ddp", False, None),
+        ("ddp", None, None),
+        ("loose ddp", False, None),
+        ("loose ddp", True, None),
+        ("fsdp", True, None),
+        ("other", True, None),
+    ],
+)
+def test_ranks_that_drift_apart(
+    parallel: str | None, same_gradient: bool | None, severity: str | None
+) -> None:
+    found = digested(same_weights=False, same_gradient=same_gradient, parallel=parallel)
+    assert (found["GS504"].severity if "GS504" in found else None) == severity
+
+
 def test_every_check_is_in_the_table() -> None:
     assert sorted(CHECKS) == [code for code, _, _ in CASES]
 

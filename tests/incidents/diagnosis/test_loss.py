@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
+from gradsight.incidents.loss_values import loss_values
 from gradsight.values.diagnoses import GuiltyOperation
 from incidents.diagnosis.capture import line_of, step
 from incidents.diagnosis.faults import WIDTH, identity, rows
@@ -142,3 +143,11 @@ def test_infinities_that_are_meant_are_not_blamed_for_the_loss() -> None:
         "the outputs hold infinities that the model wrote on purpose, "
         "the gradients that came back are"
     )
+
+
+def test_saved_tensors_whose_memory_was_freed_are_not_read() -> None:
+    weight = torch.randn(3, 4, requires_grad=True)
+    loss = (torch.full((2, 4), float("nan")) @ weight.t()).sum()
+    weight.untyped_storage().resize_(0)  # as FSDP does with whole parameters
+    nodes = [loss.grad_fn.next_functions[0][0], loss.grad_fn]
+    assert loss_values(loss, nodes).states == {loss.grad_fn: "nan"}
