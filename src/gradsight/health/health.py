@@ -92,7 +92,7 @@ class Health:
                 self._digests = RankDigestExchange(
                     tensors,
                     group,
-                    Sharing(model, tensors),
+                    Sharing(model, tensors).kind,
                     options.closer_looks.first_step,
                     problems,
                 )

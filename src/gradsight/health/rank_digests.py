@@ -7,7 +7,7 @@ entries are exact on every machine, so equal tensors have equal checksums.
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from gradsight.core.guard import Guard
 from gradsight.core.meeting import MeetingPlace
 from gradsight.core.problems import Problems
 from gradsight.core.shards import local_part
-from gradsight.core.sharing import Kind, Sharing
+from gradsight.core.sharing import Kind
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading
 from gradsight.values.measured import RankDigests
@@ -56,11 +56,11 @@ class RankDigestExchange:
         self,
         tensors: Sequence[Tensor],
         group: ProcessGroup,
-        sharing: Sharing,
+        sharing: Callable[[], Kind | None],
         first_step: int,
         problems: Problems,
     ) -> None:
-        """`sharing`: how the ranks share the model, as far as that is known."""
+        """`sharing`: tells how the ranks share the model now, as far as that is known."""
         self._tensors = [tensor for tensor in tensors if tensor.requires_grad]
         self._sharing = sharing
         self._first_step = first_step
@@ -90,7 +90,7 @@ class RankDigestExchange:
             self._listens = False
             moments.leave(self)
         if self.wants(step):
-            self._steps.append(_Step(step, gradients, batch, self._sharing.kind()))
+            self._steps.append(_Step(step, gradients, batch, self._sharing()))
             self._listens = True
             moments.listen(self, self._guard, own_thread=True)
         if not self._steps:

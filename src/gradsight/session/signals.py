@@ -402,6 +402,8 @@ class Clearing:
     def _was_touched(self, gradient: Tensor | None) -> bool:
         if gradient is None or self._left is None:
             return True
+        if type(gradient) is Tensor:  # as in almost every run: one call less
+            return gradient is not self._left[0]() or gradient._version != self._left[1]
         return not is_same(gradient, self._left)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -436,7 +438,10 @@ class Clearing:
 
     def _look(self) -> None:
         gradient = self._parameter.grad if self._parameter is not None else None
-        self._left = gradient_state(gradient)
+        if type(gradient) is Tensor:
+            self._left = (weakref.ref(gradient), gradient._version)
+        else:
+            self._left = gradient_state(gradient)
 
 
 def _smallest_dense(optimizer: Optimizer) -> Tensor | None:

@@ -139,10 +139,6 @@ dist.destroy_process_group()
 """
 BACKWARD = "F.cross_entropy({}(x), (x @ rule).argmax(1)).backward()"
 ADAM = "optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)"
-ZERO = """
-from torch.distributed.optim import ZeroRedundancyOptimizer
-optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-2)
-"""
 DIVIDED = """
 class Divided(torch.optim.Optimizer):
     @torch.no_grad()
@@ -263,12 +259,6 @@ SITUATIONS = [
             backward=f"with ddp.no_sync(): {BACKWARD.format('ddp')}",
             after=AVERAGED,
         ),
-        arguments=["--nproc_per_node", "2"],
-        slow=True,
-    ),
-    Situation(
-        "two ranks that divide the optimizer's work with ZeroRedundancyOptimizer",
-        WRAPPED.format(optimizer=ZERO, backward=BACKWARD.format("ddp"), after=""),
         arguments=["--nproc_per_node", "2"],
         slow=True,
     ),

@@ -147,7 +147,11 @@ def test_infinities_that_are_meant_are_not_blamed_for_the_loss() -> None:
 
 def test_saved_tensors_whose_memory_was_freed_are_not_read() -> None:
     weight = torch.randn(3, 4, requires_grad=True)
-    loss = (torch.full((2, 4), float("nan")) @ weight.t()).sum()
+    x = torch.full((2, 4), float("nan"), requires_grad=True)
+    loss = (x @ weight.t()).sum()
+    assert loss.grad_fn is not None
     weight.untyped_storage().resize_(0)  # as FSDP does with whole parameters
-    nodes = [loss.grad_fn.next_functions[0][0], loss.grad_fn]
-    assert loss_values(loss, nodes).states == {loss.grad_fn: "nan"}
+    product = loss.grad_fn.next_functions[0][0]
+    transposed = product.next_functions[1][0]
+    found = loss_values(loss, [transposed, product, loss.grad_fn])
+    assert found.states == {loss.grad_fn: "nan"}
